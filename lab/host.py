@@ -26,8 +26,8 @@ from forerun.cli.bench import words
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.base import BaseDrafter, Drafter
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows

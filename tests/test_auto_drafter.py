@@ -16,8 +16,8 @@ from forerun.auto_drafter import SLOW_PASS, Choice, choose_lookup, settle
 from forerun.build import make_engine
 from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.drafters.base import Parts
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import Successors
 from forerun.engine.engine import Engine
 from forerun.models.load.opening import opening_of
 from forerun.params import SamplingParams, SpeculativeConfig

@@ -16,10 +16,8 @@ from forerun.auto_drafter import prospect_of, time_levels, weigh_head
 from forerun.build import build_named, choose_drafter, make_engine
 from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.drafters.base import Parts
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.files import write_head
-from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.heads.eagle import Eagle3Drafter
+from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, write_head
 from forerun.errors import InvalidInput
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head, with_head
 from forerun.llm import LLM

@@ -15,8 +15,7 @@ from forerun.build import build_drafter, choose_drafter, make_engine
 from forerun.cli import app
 from forerun.cli.doctor import examine
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, Parts
-from forerun.drafters.either import EitherDrafter
-from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.compose import EitherDrafter, HybridDrafter
 from forerun.errors import InvalidInput, UnknownName
 from forerun.heads import open_head
 from forerun.offers import Offer

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import committed_tokens
-from forerun.drafters.eagle.config import EagleConfig, default_layers
-from forerun.drafters.eagle.cuda.capture import capture_menu
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.cuda.menu import DraftMenu
-from forerun.drafters.eagle.files import expected_shapes
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.device.eagle import DeviceEagle, capture_menu
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import DraftMenu
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, expected_shapes
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 from forerun.noise import Noise

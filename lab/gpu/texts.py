@@ -17,8 +17,8 @@ from forerun import registry
 from forerun.bench.batches.sweep import PLAIN, Setup, Sweep, parse_batches
 from forerun.bench.suites import load_suite
 from forerun.build import make_engine
-from forerun.drafters.eagle.files import read_head
-from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.heads.eagle_head import read_head
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import find_head

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.drafters.block.config import BlockConfig
-from forerun.drafters.block.files import read_block, write_block
+from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
 from lab.inflate.eagle import HeadInflater, inflated_shape
 from lab.inflate.model import Shape
 

@@ -17,7 +17,7 @@ from math import nan
 import torch
 
 from forerun.bench.suites import load_suite
-from forerun.drafters.eagle.cuda.menu import FORMS
+from forerun.drafters.device.eagle_plan import FORMS
 from forerun.llm import LLM
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
-from forerun.drafters.tree_builder import best_count, pays_to_deepen
+from forerun.drafters.heads.growth import best_count, pays_to_deepen
 from forerun.offers import Offer
 from forerun.types import Budget, PlainSeq, Round, Seq
 

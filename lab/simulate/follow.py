@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.offers import Form, Menu, Offer
 from forerun.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.eagle.cuda.draft_plan import ROOM, bucket_of
-from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
+from forerun.drafters.device.eagle_plan import FORMS, ROOM, bucket_of, forms_for
 from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.shared import SharedWeights

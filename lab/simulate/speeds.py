@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.drafters.eagle.cuda.draft_plan import bucket_of
-from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
-from forerun.drafters.eagle.cuda.row_reader import PASSES
+from forerun.drafters.device.eagle_plan import FORMS, bucket_of, forms_for
+from forerun.drafters.device.features import PASSES
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.offers import Form
 from lab.simulate.menu import accepted_of

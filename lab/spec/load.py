@@ -23,7 +23,7 @@ from forerun.bench.machine import cores
 from forerun.bench.settings import DrafterSetup
 from forerun.build import make_engine
 from forerun.drafters.base import CompositeClass, Drafter
-from forerun.drafters.eagle.cuda.drafter import DeviceDrafter
+from forerun.drafters.device.eagle import DeviceDrafter
 from forerun.heads import open_head
 from forerun.llm import LLM
 from forerun.models.base import Target

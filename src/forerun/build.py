@@ -21,7 +21,7 @@ from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
-from forerun.drafters.token_map import Spelling, TokenMap
+from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool

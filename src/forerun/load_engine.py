@@ -34,8 +34,7 @@ from forerun.build import (
 from forerun.checks import as_path, shown, unknown
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Parts
-from forerun.drafters.token_map import TokenMap
-from forerun.drafters.translated import TranslatedTarget
+from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import open_head

@@ -203,72 +203,72 @@ drafters = DrafterRegistry(
             "none", "forerun.drafters.base:NoDrafter", says="No drafting: plain decoding in the same loop."
         ),
         DrafterSpec(
-            "ngram", "forerun.drafters.ngram:NgramDrafter", vllm="ngram", sglang="NGRAM",
+            "ngram", "forerun.drafters.lookup.ngram:NgramDrafter", vllm="ngram", sglang="NGRAM",
             says="Prompt lookup: the tokens that followed the last few tokens earlier in this sequence.",
         ),
         DrafterSpec(
-            "suffix", "forerun.drafters.suffix.drafter:SuffixDrafter", vllm="suffix",
+            "suffix", "forerun.drafters.lookup.suffix:SuffixDrafter", vllm="suffix",
             says="Suffix automaton: longest match in this sequence, past outputs and a corpus, with counts.",
         ),
         DrafterSpec(
-            "recycling", "forerun.drafters.recycling:RecyclingDrafter",
+            "recycling", "forerun.drafters.lookup.recycling:RecyclingDrafter",
             says="Token recycling: a tree of what the target found likeliest after the same tokens before.",
         ),
         DrafterSpec(
-            "lookahead", "forerun.drafters.lookahead:LookaheadDrafter",
+            "lookahead", "forerun.drafters.lookup.lookahead:LookaheadDrafter",
             says="Lookahead: n-grams from the target's own guesses, made in spare branches of the tree.",
         ),
         DrafterSpec(
-            "layer_skip", "forerun.drafters.layer_skip:LayerSkipDrafter",
+            "layer_skip", "forerun.drafters.model.layer_skip:LayerSkipDrafter",
             says="Self-speculation: some of the target's own layers, on the target's own KV cache.",
         ),
         DrafterSpec(
-            "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
+            "draft_model", "forerun.drafters.model.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
             says="A second, smaller model; with another tokenizer, it drafts the tokens that both have.",
         ),
         DrafterSpec(
-            "draft_text", "forerun.drafters.draft_text:TextDrafter", "checkpoint",
+            "draft_text", "forerun.drafters.model.draft_model:TextDrafter", "checkpoint",
             says="A second model with another tokenizer: its text is put into the target's tokens.",
         ),
         DrafterSpec(
-            "eagle3", "forerun.drafters.eagle.eagle3:Eagle3Drafter", "head", ("eagle3",),
+            "eagle3", "forerun.drafters.heads.eagle:Eagle3Drafter", "head", ("eagle3",),
             vllm="eagle3", sglang="EAGLE3", beside="ngram",
             says="EAGLE-3: a layer or a few on several of the target's hidden layers; a chain, or a tree that grows.",
         ),
         DrafterSpec(
-            "medusa", "forerun.drafters.medusa:MedusaDrafter", "head", ("medusa",), vllm="medusa", beside="ngram",
+            "medusa", "forerun.drafters.heads.medusa:MedusaDrafter", "head", ("medusa",), vllm="medusa", beside="ngram",
             says="Medusa: heads on the last hidden row that each guess one position, all at once.",
         ),
         DrafterSpec(
-            "eagle2", "forerun.drafters.eagle.eagle2:Eagle2Drafter", "head", ("eagle",),
+            "eagle2", "forerun.drafters.heads.eagle:Eagle2Drafter", "head", ("eagle",),
             vllm="eagle", sglang="EAGLE",
             says="EAGLE-2: EAGLE-1's head, with a tree that grows where the head is confident.",
         ),
         DrafterSpec(
-            "eagle", "forerun.drafters.eagle.drafter:EagleDrafter", "head", ("eagle",), vllm="eagle", sglang="EAGLE",
+            "eagle", "forerun.drafters.heads.eagle:EagleDrafter", "head", ("eagle",), vllm="eagle", sglang="EAGLE",
             says="EAGLE-1: one layer on the target's last hidden row; a chain, or a tree of one shape.",
         ),
         DrafterSpec(
-            "hydra", "forerun.drafters.hydra:HydraDrafter", "head", ("hydra",),
+            "hydra", "forerun.drafters.heads.hydra:HydraDrafter", "head", ("hydra",),
             says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
         ),
         DrafterSpec(
-            "specdec", "forerun.drafters.specdec.drafter:SpecDecDrafter", "head", ("specdec",), reads_source=True,
+            "specdec", "forerun.drafters.heads.specdec:SpecDecDrafter", "head", ("specdec",), reads_source=True,
             says="SpecDec: for encoder-decoders; a layer on the encoder's rows fills a block in one pass.",
         ),
         DrafterSpec(
-            "dspark", "forerun.drafters.block.drafter:DSparkDrafter", "head", ("dspark",),
+            "dspark", "forerun.drafters.heads.block:DSparkDrafter", "head", ("dspark",),
             vllm="dspark", sglang="DSPARK",
             says="DSpark: DFlash's block, corrected by the token before, and cut where a head is not confident.",
         ),
         DrafterSpec(
-            "dflash", "forerun.drafters.block.drafter:DFlashDrafter", "head", ("dflash",),
+            "dflash", "forerun.drafters.heads.block:DFlashDrafter", "head", ("dflash",),
             vllm="dflash", sglang="DFLASH",
             says="DFlash: one pass over mask tokens drafts a whole block from five of the target's layers.",
         ),
         DrafterSpec(
-            "mtp", "forerun.drafters.mtp:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",
+            "mtp", "forerun.drafters.heads.mtp:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",
             says="MTP: the multi-token-prediction layer that a checkpoint brings, or one trained for it.",
         ),
     ],
@@ -278,8 +278,8 @@ drafters = DrafterRegistry(
         "hybrid_medusa": "ngram+medusa",
     },
     operators={
-        "+": ("forerun.drafters.hybrid:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more."),
-        ">": ("forerun.drafters.cascade:CascadeDrafter", "{1}, which decodes with {0} as its own drafter."),
+        "+": ("forerun.drafters.compose:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more."),
+        ">": ("forerun.drafters.model.cascade:CascadeDrafter", "{1}, which decodes with {0} as its own drafter."),
     },
 )  # fmt: skip
 verifiers = Registry(

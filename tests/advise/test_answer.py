@@ -22,7 +22,7 @@ from forerun.bench.settings import Settings, parse_setups
 from forerun.bench.stats import Spread
 from forerun.cli import app
 from forerun.control.cost import CostModel
-from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.lookup.suffix_table import Successors
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM

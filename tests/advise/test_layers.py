@@ -16,7 +16,7 @@ from forerun.advise.layer_windows import DEPTH, Shares, cut_windows, gains, rele
 from forerun.build import make_engine
 from forerun.cli import app
 from forerun.control.cost import CostModel
-from forerun.drafters.layer_plan import LayerPlan, read_plan
+from forerun.drafters.model.layer_skip import LayerPlan, read_plan
 from forerun.llm import LLM
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
@@ -158,7 +158,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_a_plan_with_an_adapter_is_measured_with_it(target: Decoder) -> None:
-    from forerun.drafters.exit_adapter import ExitAdapter
+    from forerun.drafters.model.layer_skip import ExitAdapter
 
     judge = judge_of(target)
     norm = target.shared().final_norm

@@ -11,8 +11,8 @@ from forerun.bench.contenders import own_contender
 from forerun.bench.measure import Run
 from forerun.bench.settings import Cell, DrafterSetup, Settings
 from forerun.control.cost import CostModel
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.testing import ScriptedDrafter, TableLM
 from forerun.types import Budget
 from tests.bench.conftest import table_llm

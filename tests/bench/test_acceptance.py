@@ -14,7 +14,7 @@ from forerun.bench.acceptance import Plan, batch_for, main, measure
 from forerun.bench.suites import Item
 from forerun.build import make_engine
 from forerun.drafters.base import Drafter
-from forerun.drafters.medusa import HeadsConfig, write_heads
+from forerun.drafters.heads.medusa import HeadsConfig, write_heads
 from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.models.cuda.plan import MAX_ROWS

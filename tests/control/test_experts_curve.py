@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from forerun.control.cost import CostModel
-from forerun.drafters.eagle.cuda.menu import FORMS
+from forerun.drafters.device.eagle_plan import FORMS
 from forerun.types import Budget
 from lab.moe.passes import chance
 from lab.simulate.control import Make, Simulation, TextKind

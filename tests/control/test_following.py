@@ -10,7 +10,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.trials import shortest_trial
 from forerun.drafters.base import NoDrafter
-from forerun.drafters.tree_builder import best_count
+from forerun.drafters.heads.growth import best_count
 from forerun.offers import Offer
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Round, Seq

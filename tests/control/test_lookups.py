@@ -13,8 +13,8 @@ import pytest
 from forerun.control.allocate import Levels, allocate, share_chains
 from forerun.control.lookups import SAMPLED_SEQUENCES
 from forerun.drafters.base import LookupDrafter
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from lab.simulate.lookup import H200, HostSeconds, LookupSimulation, Text
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS
 

@@ -11,8 +11,8 @@ from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, beside_plain
 from forerun.drafters.base import LookupDrafter, NoDrafter
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import PlainSeq, Round
 from lab.simulate.follow import FollowHistory, FollowSimulation, Host
 from lab.simulate.lookup import Text

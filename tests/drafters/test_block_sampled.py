@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.block import drafter as block_drafter
-from forerun.drafters.block.drafter import DFlashDrafter
-from forerun.drafters.tree_sampling import sample_trees
+from forerun.drafters.heads import block as block_drafter
+from forerun.drafters.heads.block import DFlashDrafter
+from forerun.drafters.heads.growth import sample_trees
 from forerun.engine.engine import Engine
 from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table
 

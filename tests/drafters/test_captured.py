@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters import captured
-from forerun.drafters.block.config import BlockKind
-from forerun.drafters.block.drafter import DFlashDrafter
-from forerun.drafters.block.graphs import FEWEST, READ_AT_ONCE, RESERVED, GraphRunner
-from forerun.drafters.block.head import BlockHead
-from forerun.drafters.block.runner import BlockRunner
-from forerun.drafters.head_drafter import UNMEASURED
-from forerun.drafters.hydra import WIDTHS, HydraDrafter
-from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter
+from forerun.drafters.device import graphs as captured
+from forerun.drafters.heads.base import UNMEASURED
+from forerun.drafters.heads.block import DFlashDrafter
+from forerun.drafters.heads.block_head import BlockHead, BlockKind
+from forerun.drafters.heads.block_runner import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, GraphRunner
+from forerun.drafters.heads.hydra import WIDTHS, HydraDrafter
+from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget
@@ -52,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return graph, graph.found
 
     monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr("forerun.drafters.head_drafter.perf_counter", lambda: now[0])
+    monkeypatch.setattr("forerun.drafters.heads.base.perf_counter", lambda: now[0])
     return now
 
 

@@ -12,9 +12,9 @@ import torch
 from forerun import registry
 from forerun.build import build_drafter, make_engine
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.cascade import CascadeDrafter
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.cascade import CascadeDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.errors import InvalidInput
 from forerun.load_engine import draft_models
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -8,8 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun.drafters.suffix.corpus import BREAK, DEPTH, Corpus, order_places, read_documents, write_corpus
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_corpus import (
+    BREAK,
+    DEPTH,
+    Corpus,
+    order_places,
+    read_documents,
+    write_corpus,
+)
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, check_drafter
 from forerun.types import Budget

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from forerun.control.cost import WIDE
-from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
-from forerun.drafters.eagle.cuda.draft_completion import complete
-from forerun.drafters.eagle.cuda.draft_plan import (
+from forerun.drafters.device.eagle import contexts_of, jobs_of
+from forerun.drafters.device.eagle_plan import (
     BUCKETS,
+    FORMS,
+    ROWS,
     DraftForm,
+    DraftMenu,
     Lane,
     aligned,
     bucket_of,
     extent_of,
+    forms_for,
     plan_draft,
 )
-from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
-from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
+from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
 from forerun.models.paged import Ints

@@ -9,7 +9,7 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.base import Parts
-from forerun.drafters.draft_model import ModelDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.errors import InvalidInput
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter

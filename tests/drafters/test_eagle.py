@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.eagle.config import EagleConfig, Kind
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
 from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
 from forerun.models.shared import SharedWeights
 from forerun.params import SpeculativeConfig

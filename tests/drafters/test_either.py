@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.drafters.either import EitherDrafter
+from forerun.drafters.compose import EitherDrafter
 from forerun.offers import Offer
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle import native_runner
-from forerun.drafters.eagle.config import Kind
-from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.head_drafter import Calibration, ObservedRows
+from forerun.drafters.heads import eagle_native as native_runner
+from forerun.drafters.heads.base import Calibration, ObservedRows
+from forerun.drafters.heads.eagle_head import Kind
+from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.models.native import head_library
 from forerun.models.native.head_library import Head, HeadPass
 from forerun.testing import FakeSeq

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from forerun.drafters.eagle.head_cache import HeadCache
-from forerun.drafters.head_drafter import (
+from forerun.drafters.heads.base import (
     UNMEASURED,
     Calibration,
     LastRowDrafter,
@@ -18,8 +17,9 @@ from forerun.drafters.head_drafter import (
     is_ready,
     observe_rows,
 )
-from forerun.drafters.hydra import HydraDrafter
-from forerun.drafters.medusa import HeadSet, MedusaDrafter
+from forerun.drafters.heads.eagle_head import HeadCache
+from forerun.drafters.heads.hydra import HydraDrafter
+from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
 from forerun.errors import InvalidInput
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
@@ -129,7 +129,7 @@ def test_medusa_costs_one_pass_where_its_heads_share_an_lm_head() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_draft_took_is_offered_for_the_next(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("forerun.drafters.head_drafter.perf_counter", lambda: now[0])
+    monkeypatch.setattr("forerun.drafters.heads.base.perf_counter", lambda: now[0])
     drafter, target, seq = medusa(own), TableLM(12), FakeSeq(0, [1, 2, 3])
     guesses = drafter._guesses
 

@@ -10,9 +10,9 @@ import torch
 from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.eagle.cuda.menu import DraftMenu
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle_plan import DraftMenu
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.offers import Offer
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter

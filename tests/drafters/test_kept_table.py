@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from forerun.drafters.suffix import kept_table, successors
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.kept_table import load_or_read
-from forerun.drafters.suffix.successors import KEPT, Successors
+from forerun.drafters.lookup import suffix_table as kept_table
+from forerun.drafters.lookup import suffix_table as successors
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import KEPT, Successors, load_or_read
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget, Needs, PlainSeq, Scores, TreeBatch
 from tests.drafters.rounds import as_lists

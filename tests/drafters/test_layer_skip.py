@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.exit_adapter import ExitAdapter
-from forerun.drafters.layer_plan import LayerPlan, default_plan, read_plan, write_plan
+from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, default_plan, read_plan, write_plan
 from forerun.engine.engine import Engine
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder

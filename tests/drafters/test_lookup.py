@@ -16,8 +16,8 @@ from forerun.drafters.base import (
     NoDrafter,
     Parts,
 )
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.errors import InvalidInput
 from forerun.offers import FREE, Offer
 from forerun.params import SpeculativeConfig

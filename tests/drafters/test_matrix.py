@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.drafters.matrix import Matrix
+from forerun.drafters.heads.formats import Matrix
 from forerun.models.native import library as native
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.hydra import HydraDrafter, HydraSteps
-from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
-from forerun.drafters.rated_tree import best_tree
+from forerun.drafters.heads.hydra import HydraDrafter, HydraSteps
+from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
+from forerun.drafters.lookup.recycling import best_tree
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.medusa import HeadsModule

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.drafters import head_drafter as heads
-from forerun.drafters.head_drafter import Meter
+from forerun.drafters.heads import base as heads
+from forerun.drafters.heads.base import Meter
 
 
 def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.build import choose_drafter, make_engine
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.head_formats import read_config, write_config
-from forerun.drafters.mtp import MtpHead, load_mtp, read_mtp, write_mtp
+from forerun.drafters.heads.eagle_head import EagleConfig
+from forerun.drafters.heads.formats import read_config, write_config
+from forerun.drafters.heads.mtp import MtpHead, load_mtp, read_mtp, write_mtp
 from forerun.engine.driver import Driver
 from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.heads import open_head

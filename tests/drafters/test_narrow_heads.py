@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.one_byte import BLOCK, in_bytes, widened
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, read_head, write_head
+from forerun.drafters.heads.eagle_native import NativeHead
+from forerun.drafters.heads.formats import BLOCK, in_bytes, widened
 from forerun.errors import InvalidInput
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native import head_library

@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters import head_drafter
-from forerun.drafters.eagle.config import EagleConfig, Kind
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.eagle.native_head import Bits, NativeHead
-from forerun.drafters.eagle.native_runner import NativeRunner, NativeSteps
-from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.heads import base as head_drafter
+from forerun.drafters.heads.base import Calibration
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
+from forerun.drafters.heads.eagle_native import Bits, NativeHead, NativeRunner, NativeSteps
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
 from forerun.models.native import library as native
@@ -155,7 +150,7 @@ def test_a_row_has_its_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return said(drafter, [seqs[i] for i in which])
 
     alone, before = [run([i]) for i in range(3)], torch.get_num_threads()
-    monkeypatch.setattr("forerun.drafters.eagle.native_runner.CHUNK", 6)
+    monkeypatch.setattr("forerun.drafters.heads.eagle_native.CHUNK", 6)
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)

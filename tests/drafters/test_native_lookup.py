@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from forerun.drafters.base import AT_HAND
-from forerun.drafters.suffix import drafter as drafter_module
-from forerun.drafters.suffix import places
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.fill import Fill
-from forerun.drafters.suffix.history import History
-from forerun.drafters.suffix.native_lookup import NativeLookup
-from forerun.drafters.suffix.places import PlaceLookup
-from forerun.drafters.suffix.rates import HitRates
-from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.lookup import suffix as drafter_module
+from forerun.drafters.lookup import suffix_match as places
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_index import HitRates
+from forerun.drafters.lookup.suffix_match import History, NativeLookup, PlaceLookup
+from forerun.drafters.lookup.suffix_table import Fill, Successors
 from forerun.models.native import suffix_library
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Scores, Verdict

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import pytest
 
-from forerun.drafters import ngram
 from forerun.drafters.base import LookupDrafter
-from forerun.drafters.ngram import CANDIDATES, NgramDrafter
-from forerun.drafters.tree_builder import TreeBuilder
+from forerun.drafters.heads.growth import TreeBuilder
+from forerun.drafters.lookup import ngram
+from forerun.drafters.lookup.ngram import CANDIDATES, NgramDrafter
 from forerun.testing import FakeSeq, check_drafter
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 

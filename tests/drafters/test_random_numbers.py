@@ -10,8 +10,9 @@ import pytest
 
 from forerun import noise
 from forerun.build import make_engine
-from forerun.drafters import draft_model, tree_sampling
-from forerun.drafters.eagle import drafter as eagle_drafter
+from forerun.drafters.heads import eagle as eagle_drafter
+from forerun.drafters.heads import growth as tree_sampling
+from forerun.drafters.model import draft_model
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget, Request

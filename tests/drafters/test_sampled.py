@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.head_drafter import wants_sampling
-from forerun.drafters.tree_sampling import TreeShape, best_shape
+from forerun.drafters.heads.base import wants_sampling
+from forerun.drafters.heads.eagle import Eagle3Drafter
+from forerun.drafters.heads.growth import TreeShape, best_shape
 from forerun.errors import InvalidInput
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
@@ -28,7 +28,7 @@ TEXTS = 1000
 def test_the_law_of_the_text_is_the_targets(
     verifier: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.drafters.eagle.drafter.wants_sampling", lambda speculative, device: True)
+    monkeypatch.setattr("forerun.drafters.heads.eagle.wants_sampling", lambda speculative, device: True)
     vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
     params = replace(SETTINGS["T=0.8"], max_tokens=length)
     engine = engine_for("eagle3", verifier, shape, vocab, frozenset())
@@ -43,7 +43,7 @@ def test_negative_control_a_draft_whose_numbers_are_stuck(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not drawn from the law it names, yet is tested with p/q, goes through the same check and must fail."""
-    monkeypatch.setattr("forerun.drafters.tree_sampling.uniform", lambda *_: 0.0)
+    monkeypatch.setattr("forerun.drafters.heads.growth.uniform", lambda *_: 0.0)
     vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
     params = replace(SETTINGS["T=0.8"], max_tokens=length)
     engine = engine_for("eagle3", "exact", shape, vocab, frozenset())

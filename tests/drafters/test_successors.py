@@ -12,11 +12,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Parts
-from forerun.drafters.best_first import grow
-from forerun.drafters.suffix import successors
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.fill import AFTER_MISS, MANY, STALE, TREE, Fill
-from forerun.drafters.suffix.successors import KEPT, Successors
+from forerun.drafters.heads.growth import grow
+from forerun.drafters.lookup import suffix_table as successors
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import AFTER_MISS, KEPT, MANY, STALE, TREE, Fill, Successors
 from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.params import SamplingParams, SpeculativeConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from forerun.drafters.base import Parts
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.suffix import automaton
-from forerun.drafters.suffix.automaton import BREAK, SuffixAutomaton
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.history import History
+from forerun.drafters.lookup import suffix_index as automaton
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_index import BREAK, SuffixAutomaton
+from forerun.drafters.lookup.suffix_match import History
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters import tree_growth
-from forerun.drafters.head_drafter import Calibration
-from forerun.drafters.tree_builder import best_count, pays_to_deepen
-from forerun.drafters.tree_growth import LogitRanks, grow_ranked, grow_trees, lay_out
-from forerun.drafters.tree_sampling import best_shape, sample_trees
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads import growth as tree_growth
+from forerun.drafters.heads.base import Calibration
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.growth import (
+    LogitRanks,
+    best_count,
+    best_shape,
+    grow_ranked,
+    grow_trees,
+    lay_out,
+    pays_to_deepen,
+    sample_trees,
+)
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.tree_builder import TreeBuilder, best_count, pays_to_deepen
+from forerun.drafters.heads.growth import TreeBuilder, best_count, pays_to_deepen
 
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters import draft_law
-from forerun.drafters.draft_law import SHARPER, DraftLaw, KernelDraftLaw, likeliest
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.model import draft_law
+from forerun.drafters.model.draft_law import SHARPER, DraftLaw, KernelDraftLaw, likeliest
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.noise import coupling_key, exponential
 from forerun.params import SamplingParams

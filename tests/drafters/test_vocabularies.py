@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.cascade import CascadeDrafter
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.draft_text import TextDrafter
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.token_map import Spelling, TokenMap
-from forerun.drafters.translated import TranslatedTarget
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.cascade import CascadeDrafter
+from forerun.drafters.model.draft_model import ModelDrafter, TextDrafter
+from forerun.drafters.model.translated import Spelling, TokenMap, TranslatedTarget
 from forerun.errors import VocabularyMismatch
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter, check_target

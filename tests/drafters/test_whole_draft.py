@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.eagle.native_runner import NativeRunner
-from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.heads.base import Calibration
+from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner
 from forerun.models.native import head_library
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
@@ -109,7 +107,7 @@ def test_it_is_the_call_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(1)
         plain(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("forerun.drafters.eagle.whole_draft.draft_tree", counted)
+    monkeypatch.setattr("forerun.drafters.heads.eagle_native.draft_tree", counted)
     noisy = SamplingParams(temperature=1.0)
     seqs = [FakeSeq(0, [1, 2, 3]), FakeSeq(1, [4, 5, 6]), FakeSeq(2, [7, 8], params=noisy, shares_noise=True)]
     observe_prompts(drafter, TableLM(VOCAB), seqs)

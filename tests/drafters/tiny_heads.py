@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from forerun import registry
-from forerun.drafters import mtp
-from forerun.drafters.block import files as block_files
-from forerun.drafters.block.config import BlockConfig, BlockKind
-from forerun.drafters.block.files import write_block
-from forerun.drafters.eagle.config import EagleConfig, Kind
-from forerun.drafters.eagle.files import expected_shapes, write_head
-from forerun.drafters.medusa import Family, HeadsConfig, write_heads
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads import block_head as block_files
+from forerun.drafters.heads import mtp
+from forerun.drafters.heads.block_head import BlockConfig, BlockKind, write_block
+from forerun.drafters.heads.eagle_head import EagleConfig, Kind, expected_shapes, write_head
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.medusa import Family, HeadsConfig, write_heads
 
 # of decoders
 HEADS = tuple(

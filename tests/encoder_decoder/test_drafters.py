@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.build import make_engine
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM

@@ -11,10 +11,14 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.base import Parts
-from forerun.drafters.specdec.config import SpecDecConfig
-from forerun.drafters.specdec.drafter import SpecDecDrafter
-from forerun.drafters.specdec.head import load_specdec, read_specdec, write_specdec
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.specdec import (
+    SpecDecConfig,
+    SpecDecDrafter,
+    load_specdec,
+    read_specdec,
+    write_specdec,
+)
 from forerun.engine.engine import Engine
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import open_head

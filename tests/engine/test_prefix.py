@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.heads.eagle import Eagle3Drafter
+from forerun.drafters.heads.eagle_head import EagleHead
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState

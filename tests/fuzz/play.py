@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.compose import HybridDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState

@@ -18,26 +18,24 @@ from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter
-from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter
-from forerun.drafters.block.head import BlockHead
-from forerun.drafters.cuda.model_draft import ModelDraft
-from forerun.drafters.cuda.model_drafter import DeviceModelDrafter
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.eagle.cuda import capture
-from forerun.drafters.eagle.cuda.draft_completion import _same_of_levels
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import bucket_of
-from forerun.drafters.eagle.cuda.drafter import DeviceDrafter, DeviceEagle
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.hydra import HydraDrafter
-from forerun.drafters.medusa import HeadSet, MedusaDrafter
-from forerun.drafters.mtp import MtpDrafter, MtpHead
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device import eagle as capture
+from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import bucket_of
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.growth import _same_of_levels
+from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft
+from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
+from forerun.drafters.heads.block_head import BlockHead
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter
+from forerun.drafters.heads.eagle_head import EagleHead
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.hydra import HydraDrafter
+from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
+from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_CPU

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from forerun.drafters.eagle.config import EagleConfig, Kind
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.mtp import MtpDrafter, MtpHead
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind
+from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder

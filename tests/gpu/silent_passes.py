@@ -14,12 +14,12 @@ import torch
 
 from forerun.build import make_engine
 from forerun.control.fixed import FixedController
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import DraftForm, Lane
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import DraftForm, Lane
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.messages import ALWAYS

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from forerun.build import make_engine
-from forerun.drafters.block.config import BlockKind
-from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter, load_block
-from forerun.drafters.block.files import write_block
-from forerun.drafters.block.runner import BlockRunner
+from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.heads.block_head import BlockKind, write_block
+from forerun.drafters.heads.block_runner import BlockRunner
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import SamplingParams, SpeculativeConfig

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.drafters.eagle.cuda import capture
-from forerun.drafters.eagle.cuda.capture import capture_menu
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.device import eagle as capture
+from forerun.drafters.device.eagle import DeviceEagle, capture_menu
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs

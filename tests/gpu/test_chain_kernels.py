@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.cuda.chain_graphs import PADDING, ChainGraphs
-from forerun.drafters.cuda.chain_plan import Lane
+from forerun.drafters.device.model_graphs import PADDING, ChainGraphs, Lane
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.target import CudaDecoder
 from forerun.noise import mixed_seed

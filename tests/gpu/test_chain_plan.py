@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.cuda.chain_graphs import PADDING
-from forerun.drafters.cuda.chain_plan import Lane, complete, plan_chain
+from forerun.drafters.device.model_graphs import PADDING, Lane, complete, plan_chain
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.plan import MAX_ROWS
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import aligned, bucket_of
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
-from forerun.drafters.eagle.cuda.feature_fusion import why_not
-from forerun.drafters.eagle.cuda.menu import expected
-from forerun.drafters.eagle.files import write_head
+from forerun.drafters.device.eagle import DeviceEagle, on_device
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import aligned, bucket_of, expected
+from forerun.drafters.device.fusion import why_not
+from forerun.drafters.heads.eagle_head import write_head
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.offers import Form

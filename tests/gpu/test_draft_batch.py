@@ -11,13 +11,13 @@ import torch
 from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_rows import ROOM, FeatureRows
-from forerun.drafters.eagle.cuda.menu import FORMS
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.features import ROOM, FeatureRows
+from forerun.drafters.heads.eagle import EagleDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS, Span
 from forerun.models.cuda.target import CudaDecoder

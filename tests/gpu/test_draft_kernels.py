@@ -14,22 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.eagle.cuda import draft_runner, feature_rows
-from forerun.drafters.eagle.cuda.draft_completion import complete
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
-from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, plan_draft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_copies import append_decided, pick_fused, pick_plainly
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.cuda.tree_growth import (
+from forerun.drafters.device import eagle_graphs as draft_runner
+from forerun.drafters.device import features as feature_rows
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.eagle_plan import BUCKETS, Lane, plan_draft
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.growth import (
+    DraftNoise,
     Frontier,
     HeadOutput,
     Pool,
+    complete,
     cut_trees,
     grow_level,
     grow_plainly,
 )
+from forerun.drafters.device.head import append_decided, pick_fused, pick_plainly
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
@@ -184,7 +185,7 @@ def test_the_rows_that_a_head_goes_on_with(count: int) -> None:
 def test_a_level_reads_the_rows_of_its_parents(dtype: torch.dtype) -> None:
     """The same bits as from rows that were brought into order before."""
     device, rows, width = where_kernels_run(), 6, 48
-    from forerun.drafters.eagle.cuda import kernels_head
+    from forerun.drafters.device import kernels as kernels_head
 
     parents = torch.tensor([0, 3, 0, 1, 3, 5], device=device)
     tokens = torch.tensor([4, 4, 9, 0, 11, 2], dtype=torch.int32, device=device)

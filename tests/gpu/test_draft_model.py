@@ -9,13 +9,11 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.cuda.chain_plan import DEEPEST
-from forerun.drafters.cuda.model_draft import ModelDraft
-from forerun.drafters.cuda.model_drafter import DeviceModelDrafter, capture_chains
-from forerun.drafters.cuda.model_views import IN_VAIN
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.model import IN_VAIN, DeviceModelDrafter, ModelDraft, capture_chains
+from forerun.drafters.device.model_graphs import DEEPEST
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.models.cuda import graphs

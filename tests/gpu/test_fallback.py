@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda.drafter import on_device
-from forerun.drafters.eagle.files import write_head
+from forerun.drafters.device.eagle import on_device
+from forerun.drafters.heads.eagle_head import write_head
 from forerun.engine.engine import Engine
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
@@ -67,7 +67,7 @@ def test_a_failure_anywhere_on_the_device_leaves_the_text_as_it_is(
     if place == "build":
         config, weights = make_head(target, borrows=True)
         write_head(tmp_path / "head", config, weights)
-        monkeypatch.setattr("forerun.drafters.eagle.cuda.drafter.make_net", _fail)
+        monkeypatch.setattr("forerun.drafters.device.eagle.make_net", _fail)
         assert on_device(tmp_path / "head", target, lambda: pytest.fail("not asked for")) is None
     elif place == "observe":
         monkeypatch.setattr(drafter.draft.rows, "append_decided", _fail)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, PLACES
+from forerun.drafters.device.eagle_plan import MOST, PLACES
 from forerun.engine.scheduler import EARLY
 from forerun.types import Budget
 from tests.drafters.rounds import as_lists

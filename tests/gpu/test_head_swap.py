@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.files import write_head
+from forerun.drafters.heads.eagle_head import write_head
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.params import SamplingParams, SpeculativeConfig

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from forerun.control.fixed import FixedController
-from forerun.drafters.eagle.cuda import drafter
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.row_reader import RowReader
+from forerun.drafters.device import eagle as drafter
+from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.features import RowReader
 from forerun.engine.engine import Engine
 from forerun.messages import ALWAYS
 from forerun.models import slots

@@ -13,8 +13,8 @@ from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.sequence import SequenceState

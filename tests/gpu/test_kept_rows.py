@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.eagle.cuda.draft_plan import ROOM
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_rows import FeatureRows
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_plan import ROOM
+from forerun.drafters.device.features import FeatureRows
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler

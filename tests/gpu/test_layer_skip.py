@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.build import make_engine
-from forerun.drafters.exit_adapter import ExitAdapter
-from forerun.drafters.layer_plan import LayerPlan, write_plan
+from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, write_plan
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
 from forerun.models.cuda.part import CudaPart

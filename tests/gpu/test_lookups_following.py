@@ -11,8 +11,8 @@ from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.waiting import Waiting
 from forerun.drafters.base import LookupDrafter
-from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.drafters.cuda import chain_menu, chain_plan
-from forerun.drafters.eagle.cuda import draft_plan, menu
+from forerun.drafters.device import eagle_plan as draft_plan
+from forerun.drafters.device import eagle_plan as menu
+from forerun.drafters.device import model_graphs as chain_menu
+from forerun.drafters.device import model_graphs as chain_plan
 from forerun.models.cuda import plan
 from forerun.offers import Form
 from tests.fuzz.world import limit_rows

@@ -10,11 +10,10 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.base import Drafter
-from forerun.drafters.cuda.model_draft import ModelDraft
-from forerun.drafters.cuda.model_drafter import DeviceModelDrafter, capture_chains
-from forerun.drafters.draft_model import ModelDrafter
-from forerun.drafters.hybrid import HybridDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft, capture_chains
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows, Scheduler
 from forerun.models.base import ON_CPU

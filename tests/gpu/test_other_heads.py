@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.drafter import on_device as draft_on_device
-from forerun.drafters.head_drafter import LastRowDrafter
-from forerun.drafters.hydra import HydraDrafter
-from forerun.drafters.medusa import MedusaDrafter, load_heads, write_heads
-from forerun.drafters.mtp import MtpDrafter, read_mtp, write_mtp
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle import on_device as draft_on_device
+from forerun.drafters.heads.base import LastRowDrafter
+from forerun.drafters.heads.hydra import HydraDrafter
+from forerun.drafters.heads.medusa import MedusaDrafter, load_heads, write_heads
+from forerun.drafters.heads.mtp import MtpDrafter, read_mtp, write_mtp
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from forerun.build import load_target
-from forerun.drafters.eagle.cuda.feature_fusion import make_net
-from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.head import HeadNet
 from forerun.errors import InvalidInput
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import LARGEST_ROW, Packed, WeightKind, pack, times, whole

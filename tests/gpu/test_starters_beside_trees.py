@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.feature_rows import FeatureRows
+from forerun.drafters.device.features import FeatureRows
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows, Scheduler

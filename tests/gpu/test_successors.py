@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import Successors
 from forerun.params import SamplingParams
 from forerun.types import Needs, PlainSeq, Request, TreeBatch
 from tests.gpu.test_following import willing_target

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler

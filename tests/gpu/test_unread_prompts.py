@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda import unread_prompts
-from forerun.drafters.eagle.cuda.feature_rows import ROOM, FeatureRows
+from forerun.drafters.device import features as unread_prompts
+from forerun.drafters.device.features import ROOM, FeatureRows
 from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -17,7 +17,7 @@ from forerun.bench.measure import Contender, Written
 from forerun.bench.peers import transformers
 from forerun.bench.peers.process import PeerProcess, Peers
 from forerun.bench.settings import Cell, Settings, parse_setups
-from forerun.drafters.medusa import write_heads
+from forerun.drafters.heads.medusa import write_heads
 from forerun.errors import InvalidInput
 from lab import cpu
 from lab.runner import main, parse

@@ -6,19 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.block.config import BlockKind
-from forerun.drafters.block.drafter import DFlashDrafter
-from forerun.drafters.block.files import read_block, write_block
-from forerun.drafters.block.head import BlockHead
-from forerun.drafters.eagle.config import Kind
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.hydra import HydraDrafter
-from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
-from forerun.drafters.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
+from forerun.drafters.heads.block import DFlashDrafter
+from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block, write_block
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle_head import EagleHead, Kind, read_head, write_head
+from forerun.drafters.heads.hydra import HydraDrafter
+from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
+from forerun.drafters.heads.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
 from forerun.errors import UnsupportedModel
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Scores, TreeBatch, Verdict

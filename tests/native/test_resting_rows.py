@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.medusa import Family, write_heads
+from forerun.drafters.heads.medusa import Family, write_heads
 from forerun.models.native import target as native_target
 from forerun.models.native.target import NativeDecoder
 from forerun.params import SamplingParams

@@ -11,9 +11,8 @@ import torch
 
 from forerun.build import make_engine
 from forerun.control.base import Controller
-from forerun.drafters.eagle.files import write_head
-from forerun.drafters.match_needs import GOES_ON
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.heads.eagle_head import write_head
+from forerun.drafters.lookup.ngram import GOES_ON, NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.native import head_library, plain_run
 from forerun.models.native.target import NativeDecoder

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter, load_block
-from forerun.drafters.block.files import read_block, write_block
-from forerun.drafters.block.runner import BlockSteps
-from forerun.drafters.head_formats import read_config, write_config
+from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.heads.block_head import read_block, write_block
+from forerun.drafters.heads.block_runner import BlockSteps
+from forerun.drafters.heads.formats import read_config, write_config
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
@@ -216,7 +216,7 @@ def test_anchors_are_chosen_before_tokens_to_be_learnt() -> None:
 def test_int8_is_half_the_file_and_nearly_the_same(
     kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.drafters.block.files._SMALLEST", 64)
+    monkeypatch.setattr("forerun.drafters.heads.block_head._SMALLEST", 64)
     recipe = recipe_for(kind, tiny, texts, tmp_path)
     weights = {name: weight.to(torch.bfloat16) for name, weight in fold(recipe.module()).items()}
     weights |= recipe.vocabulary.tensors()

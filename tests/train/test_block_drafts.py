@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.block.candidates import BlockCandidates, candidates_of
-from forerun.drafters.block.drafter import DFlashDrafter, load_block
-from forerun.drafters.block.graphs import GraphRunner
-from forerun.drafters.block.runner import BlockSteps
-from forerun.drafters.captured import CapturedCalls
-from forerun.drafters.draft_law import DraftLaw
+from forerun.drafters.device.graphs import CapturedCalls
+from forerun.drafters.heads.block import DFlashDrafter, load_block
+from forerun.drafters.heads.block_runner import BlockCandidates, BlockSteps, GraphRunner, candidates_of
+from forerun.drafters.model.draft_law import DraftLaw
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq

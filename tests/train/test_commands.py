@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from forerun.build import load_target
 from forerun.cli.app import app
-from forerun.drafters.eagle.files import write_head
+from forerun.drafters.heads.eagle_head import write_head
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.params import EngineConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.heads.base import Calibration
 from forerun.errors import InvalidInput, ModelNotFound
 from forerun.train.data.corpus import Batches, Corpus, Text, hash_of, write_shard
 from forerun.train.data.prompts import Novelty, read_prompts

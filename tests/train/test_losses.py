@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.recipes.base import learnt_rows, read_teacher
 from forerun.train.recipes.losses import LawLoss

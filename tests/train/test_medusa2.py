@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.build import make_engine
-from forerun.drafters.medusa import read_heads
+from forerun.drafters.heads.medusa import read_heads
 from forerun.errors import DamagedFile, ForerunError, InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams, SpeculativeConfig

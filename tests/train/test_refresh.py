@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.drafters.medusa import read_heads
+from forerun.drafters.heads.medusa import read_heads
 from forerun.errors import InvalidInput, ModelNotFound
 from forerun.heads.versions import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from forerun.build import make_engine
-from forerun.drafters.block.files import read_block
-from forerun.drafters.eagle.files import read_head
-from forerun.drafters.head_formats import read_tensors
-from forerun.drafters.medusa import read_heads
-from forerun.drafters.mtp import read_mtp
+from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle_head import read_head
+from forerun.drafters.heads.formats import read_tensors
+from forerun.drafters.heads.medusa import read_heads
+from forerun.drafters.heads.mtp import read_mtp
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint

@@ -27,8 +27,8 @@ from forerun.control.adaptive import MOST_WIDTH
 from forerun.control.allocate import deepest
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import Successors
 from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import LLM
 from forerun.params import SpeculativeConfig

@@ -22,8 +22,7 @@ from forerun.bench.run import tokenise
 from forerun.bench.settings import Settings
 from forerun.bench.suites import load_suite
 from forerun.control.cost import CostModel
-from forerun.drafters.layer_plan import LayerPlan, read_plan
-from forerun.drafters.layer_skip import draft_part
+from forerun.drafters.model.layer_skip import LayerPlan, draft_part, read_plan
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
 from forerun.models.base import Target

@@ -51,7 +51,7 @@ def search(
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
     with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
         from forerun.advise.layer_search import count_layers, run_search
-        from forerun.drafters.layer_plan import write_plan
+        from forerun.drafters.model.layer_skip import write_plan
 
         plan = run_search(settings, seconds)
         write_plan(out, plan, count_layers(model))

@@ -19,7 +19,7 @@ from forerun.bench.figures import Figures
 from forerun.bench.measure import Group, Prompt, Run, alternate, first_difference
 from forerun.bench.settings import Cell, DrafterSetup, Settings
 from forerun.bench.suites import Item
-from forerun.drafters.draft_model import ModelDrafter
+from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.llm import LLM
 from forerun.types import Needs, PlainSeq, TreeBatch
 

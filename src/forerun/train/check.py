@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.build import load_target, make_engine
-from forerun.drafters.block.config import NAMES as BLOCKS
-from forerun.drafters.block.files import read_block
-from forerun.drafters.eagle.config import NAMES
-from forerun.drafters.eagle.files import read_head
-from forerun.drafters.medusa import read_heads
-from forerun.drafters.mtp import read_mtp
-from forerun.drafters.specdec.head import read_specdec
+from forerun.drafters.heads.block_head import NAMES as BLOCKS
+from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle_head import NAMES, read_head
+from forerun.drafters.heads.medusa import read_heads
+from forerun.drafters.heads.mtp import read_mtp
+from forerun.drafters.heads.specdec import read_specdec
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.files import Layout, read_head, write_head
-from forerun.drafters.head_formats import read_config, write_config
-from forerun.drafters.medusa import read_heads, write_heads
-from forerun.drafters.mtp import read_mtp, write_mtp
+from forerun.drafters.heads.eagle_head import EagleConfig, Layout, read_head, write_head
+from forerun.drafters.heads.formats import read_config, write_config
+from forerun.drafters.heads.medusa import read_heads, write_heads
+from forerun.drafters.heads.mtp import read_mtp, write_mtp
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.train.check import kind_of_head

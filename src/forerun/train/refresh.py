@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.build import load_target, make_engine
-from forerun.drafters.eagle.files import read_head
-from forerun.drafters.medusa import read_heads
+from forerun.drafters.heads.eagle_head import read_head
+from forerun.drafters.heads.medusa import read_heads
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput
 from forerun.heads import find_head

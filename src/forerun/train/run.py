@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from forerun.build import load_target
-from forerun.drafters.block.config import BlockConfig
-from forerun.drafters.eagle.config import EagleConfig, default_layers
-from forerun.drafters.medusa import HeadsConfig
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.block_head import BlockConfig
+from forerun.drafters.heads.eagle_head import EagleConfig, default_layers
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.medusa import HeadsConfig
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig

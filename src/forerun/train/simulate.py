@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.heads.base import Calibration
 from forerun.train.data.corpus import Batch
 from forerun.train.recipes.base import Measured, Recipe, shifted
 

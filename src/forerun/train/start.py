@@ -16,16 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.block.config import BlockConfig, BlockKind
-from forerun.drafters.block.files import read_block
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.files import read_head
-from forerun.drafters.head_formats import read_config, read_tensors
-from forerun.drafters.head_shape import vocabulary_of
-from forerun.drafters.medusa import HeadsConfig, read_heads
-from forerun.drafters.mtp import read_mtp
-from forerun.drafters.one_byte import SCALES
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.base import vocabulary_of
+from forerun.drafters.heads.block_head import BlockConfig, BlockKind, read_block
+from forerun.drafters.heads.eagle_head import EagleConfig, read_head
+from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config, read_tensors
+from forerun.drafters.heads.medusa import HeadsConfig, read_heads
+from forerun.drafters.heads.mtp import read_mtp
 from forerun.errors import InvalidInput
 from forerun.heads import kind_of
 from forerun.train.options import TrainOptions

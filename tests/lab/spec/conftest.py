@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.drafters import mtp
-from forerun.drafters.block.files import write_block
-from forerun.drafters.eagle.files import write_head
-from forerun.drafters.medusa import write_heads
+from forerun.drafters.heads import mtp
+from forerun.drafters.heads.block_head import write_block
+from forerun.drafters.heads.eagle_head import write_head
+from forerun.drafters.heads.medusa import write_heads
 from lab.inflate.model import PRESETS, Shape
 from tests.bench.conftest import CONFIG, VOCAB
 from tests.drafters.tiny_heads import (

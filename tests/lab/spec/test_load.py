@@ -8,8 +8,8 @@ import pytest
 
 from forerun.bench.settings import DrafterSetup
 from forerun.build import make_engine
-from forerun.drafters.eagle.cuda.drafter import DeviceDrafter, DeviceEagle
-from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
 from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Request

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.head_drafter import Calibration
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.base import Calibration
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.survival import Survival

@@ -21,10 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.block.config import BlockConfig, spread_features
-from forerun.drafters.block.files import write_block
-from forerun.drafters.head_shape import shape_in
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.base import shape_in
+from forerun.drafters.heads.block_head import BlockConfig, spread_features, write_block
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted

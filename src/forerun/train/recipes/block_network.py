@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.block.config import BlockConfig
+from forerun.drafters.heads.block_head import BlockConfig
 from forerun.train.recipes.eagle_network import Norm
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 

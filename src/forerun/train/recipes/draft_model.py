@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.head_formats import write_config, write_shards
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary, write_config, write_shards
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch

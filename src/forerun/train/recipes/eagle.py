@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.files import write_head
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.eagle_head import EagleConfig, write_head
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher

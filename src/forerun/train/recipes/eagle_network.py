@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.train.recipes.base import shifted
 from forerun.train.recipes.scaling import ScaledLinear, Sizes
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.medusa import HeadsConfig, write_heads
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.medusa import HeadsConfig, write_heads
 from forerun.errors import InvalidInput
 from forerun.train.data.corpus import Batch
 from forerun.train.lora import LoraNet

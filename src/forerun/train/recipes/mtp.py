@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.mtp import write_mtp
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.eagle_head import EagleConfig
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.mtp import write_mtp
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, shifted
 from forerun.train.recipes.eagle import EagleRecipe

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.drafters.specdec.config import SpecDecConfig
-from forerun.drafters.specdec.head import SpecDecHead, attend_to_source, write_specdec
-from forerun.drafters.vocab import DraftVocabulary
+from forerun.drafters.heads.formats import DraftVocabulary
+from forerun.drafters.heads.specdec import SpecDecConfig, SpecDecHead, attend_to_source, write_specdec
 from forerun.models.encoder_decoder.linear import TorchLinear
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions

@@ -1,6 +1,6 @@
 /* A whole draft of one sequence in one call: its new rows, then a tree that follows the head's confidence, level by level.
  *
- * The rules are those of forerun/drafters/tree_growth.py and tree_builder.py, which draft for several sequences: the same
+ * The rules are those of forerun/drafters/heads/growth.py, which draft for several sequences: the same
  * numbers in the same order, so that both grow the same tree (tested). Between two levels nothing runs but this: Python
  * behind a pass, whose caches are cold, took as long as the levels themselves.
  */

@@ -1,4 +1,4 @@
-/* The suffix automaton of a growing text (Blumer et al. 1985), as in forerun/drafters/suffix/automaton.py: with the same
+/* The suffix automaton of a growing text (Blumer et al. 1985), as in forerun/drafters/lookup/suffix_index.py: with the same
  * counts and the same order, so that a draft does not depend on whether this library is there.
  *
  * Outgoing edges of all states lie in one array, each with the next older one of its state, and are found by a hash table

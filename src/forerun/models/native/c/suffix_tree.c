@@ -1,6 +1,6 @@
 /* What may follow the end of a text: by its own earlier places, and by a table of successors of single tokens.
  *
- * The same as forerun/drafters/suffix/places.py and best_first.py, step by step and with the same sums.
+ * The same as forerun/drafters/lookup/suffix_match.py and heads/growth.py, step by step and with the same sums.
  */
 #include "suffix.h"
 

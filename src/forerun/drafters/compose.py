@@ -1,0 +1,347 @@
+"""EitherDrafter: two drafters in one; the one whose drafts were accepted more often drafts for a sequence.
+
+Which one drafts is decided per sequence and round from earlier rounds alone, before anything is proposed. The counts
+of the other one decay, so that it is tried again.
+
+HybridDrafter, the composition `a+b`: a lookup such as n-gram where it is reliable, a model or a head elsewhere.
+
+A lookup costs nothing and is right for long stretches of copied text; a model is right more often between them. Which
+one drafts is decided per sequence and round from the committed tokens and from how often each was right, before
+anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here. Where nodes are
+cheap, the n-gram chain is added to the other's tree. Both observe every round.
+
+A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
+has a menu of captured drafts, look-ups are made while there are few sequences, and mostly while the device is at work.
+
+Tenants: whose request a sequence is, so that what drafters learn from it never reaches another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+
+from torch import Tensor
+
+from forerun.drafters.base import Drafter, LookupDrafter, SwitchesForms, committed_tokens, switcher_of
+from forerun.drafters.heads.growth import best_count
+from forerun.offers import Offer
+from forerun.trees import GrowsNext
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
+LOOKUP_MEMORY = 0.95  # per position tested
+RETURN = 0.99  # per round: decay of the counts of the drafter that does not draft
+
+
+@dataclass(slots=True)
+class _Record:
+    """How often one drafter's tokens were accepted on one sequence."""
+
+    hits: float = PRIOR * WEIGHT
+    tries: float = WEIGHT
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.tries
+
+    def count(self, depth: int, accepted: int) -> None:
+        tried = min(accepted + 1, depth)
+        memory = LOOKUP_MEMORY**tried
+        self.hits = self.hits * memory + accepted
+        self.tries = self.tries * memory + tried
+
+    def rest(self) -> None:
+        self.hits = self.hits * RETURN + (1.0 - RETURN) * PRIOR * self.tries
+
+
+@dataclass(slots=True)
+class _LookupSequence:
+    records: tuple[_Record, _Record] = field(default_factory=lambda: (_Record(), _Record()))
+    drafted: int | None = None  # which one made the tree that is being verified
+
+
+class EitherDrafter:
+    """Hands each sequence, each round, to one of two drafters."""
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.members = first, second
+        self._sequences: dict[int, _LookupSequence] = {}
+
+    @property
+    def needs(self) -> Needs:
+        return self.members[0].needs | self.members[1].needs
+
+    def offer(self, seq: Seq) -> Offer:
+        """That of the drafter chosen now; what it expected counts only if it made the last draft."""
+        member_index, held = self._choose(seq), self._sequences.get(seq.id)
+        offer = self.members[member_index].offer(seq)
+        return offer if held is not None and held.drafted == member_index else replace(offer, expected=None)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        choices = [self._choose(seq) for seq in seqs]
+        parts, order = [], list[int]()
+        for member_index, member in enumerate(self.members):
+            which = [b for b, one in enumerate(choices) if one == member_index]
+            if which:
+                parts.append(member.propose([seqs[b] for b in which], [budgets[b] for b in which]))
+                order += which
+        for seq, member_index in zip(seqs, choices, strict=True):
+            self._sequences.setdefault(seq.id, _LookupSequence()).drafted = member_index
+        return TreeBatch.join(parts, order)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Both observe every round."""
+        depths, (paths, _) = trees.host_depths(), verdict.to_host()
+        for b, seq in enumerate(seqs):
+            held = self._sequences.get(seq.id)
+            depth = max(depths[trees.starts[b] : trees.starts[b + 1]], default=0)
+            if held is not None and held.drafted is not None and depth:
+                held.records[held.drafted].count(depth, len(paths[b]))
+                held.records[1 - held.drafted].rest()
+        for member in self.members:
+            member.observe(seqs, trees, scores, verdict)
+
+    def forget(self, seq: Seq) -> None:
+        self._sequences.pop(seq.id, None)
+        for member in self.members:
+            member.forget(seq)
+
+    def _choose(self, seq: Seq) -> int:
+        """Which of the two drafts for this sequence now; the first on a tie."""
+        held = self._sequences.get(seq.id)
+        return int(held is not None and held.records[1].rate > held.records[0].rate)
+
+
+HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, where no controller weighs costs
+MEMORY = 0.95  # per position tested
+BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
+LONGEST_BESIDE = 8
+FEW = 2  # sequences for which look-ups are made beside a drafter on a device
+
+ANY, NOTHING = Budget(1, 1), Budget(0, 0)
+
+Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is kept per sequence."""
+
+    hits: float = 2.1  # of the second drafter: a prior acceptance of 0.7 that counts for three tries
+    tries: float = 3.0
+    silenced: bool = False  # the second drafter's last budget was empty
+    drafted: bool = False  # the second drafter made the tree that is being verified
+    beside_hits: float = 4.0 * BESIDE  # of n-gram, where it differs from the other's tree
+    beside_tries: float = 4.0
+    parting: tuple[int, int] | None = None  # the node after which it differs, and its token there
+    merged: bool = False
+
+
+class _GrowsBeside:
+    """Implements forerun.trees.GrowsNext where no controller decides whether a look-up is worth reading first."""
+
+    def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
+        self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted
+
+    def follow(
+        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        """By the tokens that are known: a match of these is likely to go on."""
+        if self.drafter.wants_to_read([seq for seq, _ in going]):
+            return None
+        grown = self.grower.follow(going, trees, hidden)
+        return None if grown is None else grown.grown_by(self)
+
+
+class HybridDrafter:
+    """Hands each sequence, each round, to one of two drafters."""
+
+    def __init__(self, first: LookupDrafter, second: Drafter) -> None:
+        self.first, self.second = first, second
+        self._sequences: dict[int, _Sequence] = {}
+        self._is_crowded = False  # no look-ups were made for the last round
+        self._needs = Needs(), Needs(), Needs()  # of both, and of them together
+        self._alone = Offer(), Offer()  # the second's offer, and ours where the first has none
+
+    @classmethod
+    def compose(cls, first: Drafter, second: Drafter) -> Drafter:
+        """`first+second`: a lookup drafter goes first; of two that cost, the better one drafts (EitherDrafter)."""
+        if isinstance(first, LookupDrafter):
+            return cls(first, second)
+        return cls(second, first) if isinstance(second, LookupDrafter) else EitherDrafter(first, second)
+
+    @property
+    def needs(self) -> Needs:
+        first, second = self.first.needs, self.second.needs
+        if self._needs[:2] != (first, second):
+            self._needs = first, second, first | second
+        return self._needs[2]
+
+    @property
+    def switcher(self) -> SwitchesForms | None:
+        """The second's, for batches in which nothing is looked up."""
+        return switcher_of(self.second)
+
+    def offer(self, seq: Seq) -> Offer:
+        """What the second costs, what is free, and what the second expected of a tree that is all its own."""
+        second, state = self.second.offer(seq), self._sequences.get(seq.id)
+        if second.menu is not None and len(self._sequences) > FEW:
+            return second
+        first = self.first.offer(seq)
+        own = state is not None and state.drafted and not state.merged
+        if not (first.free or own):
+            return self._without_match(second)
+        return replace(
+            second,
+            free=max(first.free, second.free, key=sum) if second.free else first.free,
+            chosen=second.chosen or not second.costs,
+            expected=second.expected if own else None,
+        )
+
+    def _without_match(self, second: Offer) -> Offer:
+        """What the second offers in a round behind one that it did not draft; often the same again and again."""
+        if second is not self._alone[0]:
+            chosen = second.chosen or not second.costs
+            self._alone = second, replace(second, chosen=chosen, expected=None)
+        return self._alone[1]
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        if len(seqs) == 1 and not budgets[0].nodes and budgets[0].source == "free":
+            state = self._sequences.setdefault(seqs[0].id, _Sequence())
+            state.drafted, state.parting, state.merged, self._is_crowded = False, None, False, False
+            return self.first.propose(seqs, budgets)
+        self._is_crowded = len(seqs) > FEW and self.second.offer(seqs[0]).menu is not None
+        if self._is_crowded:
+            for seq in seqs:
+                self._sequences.setdefault(seq.id, _Sequence()).drafted = False
+            return self.second.propose(seqs, budgets)
+        ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        # the first drafter proposes for all sequences: it scores its own guesses, used or not, at no cost
+        asked = [budget if mine else NOTHING for budget, mine in zip(budgets, ours, strict=True)]
+        trees = self.first.propose(seqs, asked)
+        theirs = [b for b, mine in enumerate(ours) if not mine]  # those that end too: a device drafts for all
+        if not any(budgets[b].nodes for b in theirs):
+            theirs = []
+        for b, seq in enumerate(seqs):
+            state = self._sequences[seq.id]
+            drafted = b in theirs and budgets[b].nodes > 0
+            state.drafted, state.parting, state.merged = drafted, None, False
+            if not ours[b]:
+                state.silenced = budgets[b].nodes == 0
+        if not theirs:
+            return trees
+        some, limits = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
+        second = self._with_matches(self.second.propose(some, limits), some, limits)
+        if second.grower is not None and any([limit.source == "any" for limit in limits]):  # noqa: C419
+            second = second.grown_by(_GrowsBeside(self, second.grower))
+        mine = [b for b in range(len(seqs)) if b not in theirs]
+        return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        known = trees.form is not None or all([seq.id in self._sequences for seq in seqs])  # noqa: C419 - quicker
+        if self._is_crowded and known:  # then nothing of the first's was drafted
+            self.second.observe(seqs, trees, scores, verdict)
+            return
+        verified = [
+            b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted
+        ]
+        for b in verified:
+            state, path = self._sequences[seqs[b].id], verdict.path(b)
+            _count(state, trees.topology()[b].deepest, len(path))
+            if state.parting is not None:
+                committed = committed_tokens(trees, verdict)[b]
+                _count_parting(state, dict(zip([0, *path], committed, strict=True)))
+        self.first.observe(seqs, trees, scores, verdict)
+        self.second.observe(seqs, trees, scores, verdict)
+
+    def forget(self, seq: Seq) -> None:
+        self._sequences.pop(seq.id, None)
+        self.first.forget(seq)
+        self.second.forget(seq)
+
+    def _goes_first(self, seq: Seq, budget: Budget) -> bool:
+        """Does the first drafter draft this round? By the budget's source, else by the higher acceptance."""
+        state = self._sequences.get(seq.id)
+        if state is None:
+            state = self._sequences[seq.id] = _Sequence()
+        if budget.source == "costly":
+            return False
+        if budget.source == "free":
+            second = self.second.offer(seq)
+            if second.free:
+                return sum(self.first.offer(seq).free) >= sum(second.free)
+            if second.costs:
+                return True
+        rival = 0.0 if state.silenced else state.hits / state.tries - HANDICAP
+        confidence = self.first.confidence(seq)
+        return confidence > 0.0 and confidence >= rival
+
+    def wants_to_read(self, seqs: Sequence[Seq]) -> bool:
+        """Would the first drafter draft for one of these, if nobody else decides that?"""
+        return any([self._goes_first(seq, ANY) for seq in seqs])  # noqa: C419
+
+    def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """The second's trees, with n-gram chains added where that pays."""
+        if trees.device.type != "cpu":
+            return trees  # reading them would make the host wait, which costs more than a match gains
+        if trees.drawn_from is not None or trees.is_plain() or not any(budget.price for budget in budgets):
+            return trees
+        tokens, parents = trees.to_host()
+        made: list[Tree] = []
+        for b, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
+            span = slice(trees.starts[b], trees.starts[b + 1])
+            made.append(self._merged(seq, budget, (tokens[span], parents[span])))
+        if not any(self._sequences[seq.id].merged for seq in seqs):
+            return trees
+        return TreeBatch.trees(made, device=trees.device)
+
+    def _merged(self, seq: Seq, budget: Budget, tree: Tree) -> Tree:
+        tokens, parents = tree
+        room = budget.nodes - len(tokens) + 1
+        if budget.price is None or room <= 0 or len(tokens) == 1:
+            return tree
+        chain = list(self.first.chain(seq, min(LONGEST_BESIDE, budget.depth)))
+        known = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
+        node, shared = 0, 0
+        while shared < len(chain) and (node, chain[shared][0]) in known:
+            node = known[node, chain[shared][0]]
+            shared += 1
+        if shared == len(chain):
+            return tree
+        state = self._sequences[seq.id]
+        survivals = list(accumulate((rate for _, rate in chain), mul))
+        if node in parents:  # they differ here
+            state.parting = node, chain[shared][0]
+            doubt = state.beside_hits / state.beside_tries / chain[shared][1]
+            survivals = [survival * min(1.0, doubt) for survival in survivals]
+        price = budget.price[len(tokens) - 1 :]
+        more = best_count(survivals[shared : shared + room], price) if price else 0
+        state.merged = more > 0
+        for token, _ in chain[shared : shared + more]:
+            tokens, parents = [*tokens, token], [*parents, node]
+            node = len(tokens) - 1
+        return tokens, parents
+
+
+def _count(state: _Sequence, depth: int, accepted: int) -> None:
+    tried = min(accepted + 1, depth)
+    memory = MEMORY**tried
+    state.hits = state.hits * memory + accepted
+    state.tries = state.tries * memory + tried
+
+
+def _count_parting(state: _Sequence, committed: dict[int, int]) -> None:
+    """Where n-gram differs from the tree at a node on the path: was it right?"""
+    assert state.parting is not None
+    node, token = state.parting
+    if node in committed:
+        state.beside_hits = state.beside_hits * MEMORY + (committed[node] == token)
+        state.beside_tries = state.beside_tries * MEMORY + 1.0
+
+
+def tenant_of(seq: Seq) -> str | None:
+    """Requests of one salt may learn from each other; None = from no other and for no other."""
+    return seq.cache_salt

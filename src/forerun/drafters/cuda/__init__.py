@@ -1,1 +1,0 @@
-"""Draft models that draft on the GPU, without the host between their tokens."""

@@ -1,0 +1,283 @@
+"""The plan of a GPU draft: a few integers of every sequence from the host, all others worked out on the device.
+
+Here are the parts that the host knows: where each integer lies, and what is sent; draft_completion.py has the rest.
+
+First the rows that the head has not read yet, for their keys and values; then the last row of each sequence, from which
+its draft starts; then one pass per level; then, behind room for ancestors, what the host sends: of every sequence its
+unread rows and where they are, and its pages. Where the last round was not read yet, the host does not know these rows:
+then it names the sequence's tree in that round, and the device takes root and path from there.
+
+Batch sizes are rounded up to a few buckets. Padding takes the place of the sequences that are missing: all of it is one
+sequence of one row, with slots of its own, so that nothing has to be treated apart.
+
+DraftMenu: the forms of drafts that are captured for each batch size, what each takes, and what it should bring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import DEEPEST, FIELDS, MAX_ROWS, ROW_SIZES, Size, round_up, splits_to
+from forerun.models.paged import Ints
+from forerun.offers import Form
+from forerun.types import TreeForm
+
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
+MOST = BUCKETS[-1]  # sequences in one draft
+# sequences that have rows: some are read before there is a place in the batch for them
+PLACES = MOST + MOST // 4
+ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
+KNOWN = 6  # integers of a sequence that the host sends, beside its unread tokens and its pages
+
+
+class Lane(NamedTuple):
+    """What a draft must know of one sequence: its unread rows, at least one, and where they are."""
+
+    root: int  # the last token
+    tokens: Sequence[int]  # after each of these rows
+    pages: Ints  # of the head's slots, by position; with room for the draft
+    first: int  # position of the first of these rows
+    ring: int  # place of its position 0 among all feature rows
+    # its tree in the last round, which was not read: root and tokens are to be taken from there
+    follows: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForm:
+    """What drafts must agree in to be replays of one graph."""
+
+    sequences: int  # B, a bucket
+    shape: Form
+    splits: int  # of the context
+    attends: bool = False  # do unread rows attend too? So in heads of several layers
+
+    @property
+    def trees(self) -> TreeForm:
+        shape = self.shape
+        return TreeForm(self.sequences, shape.nodes + 1, shape.depth, chain=shape.width == 1)
+
+    @property
+    def behind(self) -> int:
+        """Unread rows per sequence, at most."""
+        return behind(self.shape)
+
+    @property
+    def unread(self) -> int:
+        """Rows whose keys and values are computed, padding included."""
+        return self.sequences * self.behind
+
+    def caught(self, group_nodes: int) -> Size:
+        """The pass over the unread rows, without the rest of the last layer."""
+        groups = self.sequences * -(-self.behind // group_nodes) if self.attends else 0
+        return Size(self.unread, groups, self.splits if self.attends else 0)
+
+    @property
+    def last(self) -> Size:
+        """The last row of each sequence."""
+        return Size(self.sequences, self.sequences, self.splits)
+
+    def level(self, group_nodes: int) -> Size:
+        """The pass over a level."""
+        width, shape = self.shape.width, self.shape
+        single = width if width > 1 else 0
+        groups = self.sequences * (-(-width // group_nodes) + single)
+        lone = single if shape.depth <= DEEPEST else 0
+        return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
+
+    @property
+    def sources_at(self) -> int:
+        """Where each unread row's place among the feature rows is."""
+        return 3 * aligned(self.unread)
+
+    @property
+    def last_at(self) -> int:
+        """The last rows: [roots | places among the unread rows | positions], then their groups."""
+        return self.sources_at + aligned(self.unread)
+
+    @property
+    def caught_at(self) -> int:
+        """The groups of the unread rows."""
+        return self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
+
+    def level_at(self, level: int, group_nodes: int) -> int:
+        first = self.caught_at + FIELDS * self.caught(group_nodes).groups
+        return first + level * extent_of(self.level(group_nodes))
+
+    def sent_at(self, group_nodes: int) -> int:
+        """What the host sends lies behind all ancestors."""
+        return self.ancestors_at(self.shape.depth - 1, group_nodes)
+
+    def pages_at(self, group_nodes: int) -> int:
+        """The last of what it sends."""
+        return self.sent_at(group_nodes) + self.sequences * (KNOWN + self.behind)
+
+    def ancestors_at(self, level: int, group_nodes: int) -> int:
+        """Level i has i + 1 steps per node."""
+        size, end = self.level(group_nodes), self.level_at(self.shape.depth - 1, group_nodes)
+        return end + aligned(size.rows) * (level * (level + 1) // 2)
+
+
+def behind(shape: Form) -> int:
+    """Root and path of a round of trees like this: the rows that the next draft finds unread, at most."""
+    return shape.depth + 1
+
+
+def below(shape: Form) -> int:
+    """Positions behind the last row that a draft writes."""
+    return (shape.depth - 1) * shape.width
+
+
+def lone_roots(count: int) -> TreeForm:
+    """The form of a plain round of so many sequences, as far as a draft behind it goes."""
+    return TreeForm(count, 1, 0, chain=True)
+
+
+def bucket_of(batch: int) -> int:
+    """The batch size that graphs are captured for."""
+    return round_up(batch, BUCKETS)
+
+
+def plan_draft(
+    lanes: Sequence[Lane], shape: Form, group_nodes: int, farthest: int = 0, attends: bool = False
+) -> tuple[DraftForm, Ints]:
+    """What is sent of as many lanes as a bucket has, padding included: [KNOWN, B], unread tokens [B, behind], pages.
+
+    `farthest` asks for as many splits as a context that long needs; `attends`: see DraftForm.
+    """
+    count, most = len(lanes), behind(shape)
+    ends = [one.first + (len(one.tokens) if one.follows < 0 else most) for one in lanes]
+    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth), attends)
+    at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
+    ints = np.zeros(count * (KNOWN + most) + len(pages), dtype=np.int32)
+    table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
+    roots, known, own, firsts, rings, follows = zip(*lanes, strict=True)
+    starts = np.cumsum([at, *map(len, own)])[:-1]
+    table[:] = firsts, [len(tokens) for tokens in known], rings, starts, roots, follows
+    for b, tokens in enumerate(known):
+        if tokens:  # none where the last round was not read
+            unread[b * most : b * most + len(tokens)] = tokens
+    unread[count * most :] = pages
+    return form, ints
+
+
+def run_at(ints: Tensor, size: Size, first: int) -> Run:
+    """The integers of one pass, which start behind the identity at `first`."""
+    at, rows = MAX_ROWS + first, aligned(size.rows)
+    tokens, positions, slots = ints[at : at + 3 * rows].view(3, rows)[:, : size.rows].unbind(0)
+    at += 3 * rows
+    groups = ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
+    return Run(size, ints, tokens, positions, slots, groups)
+
+
+def caught_run(ints: Tensor, form: DraftForm, group_nodes: int) -> Run:
+    """The pass over the unread rows."""
+    run, size = run_at(ints, Size(form.unread, 0, 0), 0), form.caught(group_nodes)
+    at = MAX_ROWS + form.caught_at
+    return replace(run, size=size, groups=ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS))
+
+
+def last_run(ints: Tensor, form: DraftForm) -> tuple[Run, Tensor, Tensor]:
+    """The pass over the last row of each sequence, the roots, and which of the unread rows those are."""
+    at, rows = MAX_ROWS + form.last_at, aligned(form.sequences)
+    roots, ends, positions = ints[at : at + 3 * rows].view(3, rows)[:, : form.sequences].unbind(0)
+    at += 3 * rows
+    groups = ints[at : at + FIELDS * form.sequences].view(form.sequences, FIELDS)
+    return Run(form.last, ints, positions, positions, positions, groups), roots, ends
+
+
+def extent_of(size: Size) -> int:
+    """Integers of one pass."""
+    return 3 * aligned(size.rows) + FIELDS * size.groups
+
+
+def aligned(count: int) -> int:
+    """16 bytes: kernels are compiled for integers that start so."""
+    return -(-count // 4) * 4
+
+
+FORMS = tuple(
+    Form(*sizes)
+    for sizes in (
+        (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (5, 5, 1),
+        (7, 5, 3), (11, 5, 4), (15, 6, 5), (23, 6, 6), (31, 6, 8), (47, 7, 8), (59, 7, 10),
+    )
+)  # fmt: skip
+ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
+FILLED = 0.9  # of a pass, at least, by trees that branch
+UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
+# how often a head's likeliest tokens are accepted, where its config does not say
+UNKNOWN = ((0.6, 0.1, 0.05, 0.03, 0.02),)
+
+
+def forms_for(bucket: int) -> tuple[Form, ...]:
+    """The forms for so many sequences: those whose trees fit a pass that can pay for itself, and fill it.
+
+    A pass is computed for the next of a few numbers of rows (ROW_SIZES). Trees of 15 nodes and a root fill one of
+    128 rows at batch 8, while trees of 16 would pay for 160.
+    """
+    most = min(ROWS, MAX_ROWS)
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= most and _fills(form, bucket))
+
+
+def _fills(form: Form, bucket: int) -> bool:
+    rows = bucket * (form.nodes + 1)
+    return form.width == 1 or rows >= FILLED * round_up(rows, ROW_SIZES)
+
+
+class DraftMenu:
+    """Implements forerun.offers.Menu."""
+
+    def __init__(self, rates: Sequence[Sequence[float]] = ()) -> None:
+        self._rates = rates or UNKNOWN
+        self._seconds: dict[tuple[int, Form], float] = {}
+        self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
+        self._expected = {form: expected(self._rates, form) for form in FORMS}
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return FORMS
+
+    def seconds(self, form: Form, batch: int) -> float:
+        """Infinite where this form is not captured for so many sequences."""
+        found = self._found.get((form, batch))
+        if found is None:
+            listed = batch <= MOST and form in forms_for(bucket_of(batch))
+            found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
+        return found
+
+    def rows(self, form: Form, batch: int) -> int:
+        return (bucket_of(batch) if batch <= MOST else batch) * (form.nodes + 1)
+
+    def drafting(self, form: Form, batch: int) -> float:
+        """The same of any form; a guess where none was timed for so many sequences or a few more."""
+        larger = [bucket for bucket in BUCKETS if bucket >= batch]
+        known = (self._seconds.get((bucket, form)) for bucket in larger)
+        return next((seconds for seconds in known if seconds is not None), UNMEASURED * form.depth)
+
+    def note(self, bucket: int, form: Form, seconds: float) -> None:
+        """A draft of this form for so many sequences was timed."""
+        self._seconds[bucket, form] = seconds
+        self._found.clear()
+
+    def measured(self) -> dict[tuple[int, Form], float]:
+        return dict(self._seconds)
+
+    def expected(self, form: Form) -> float:
+        return self._expected[form] if form in self._expected else expected(self._rates, form)
+
+
+def expected(rates: Sequence[Sequence[float]], form: Form) -> float:
+    """Expected accepted tokens of a tree of this form, given the acceptance rates of each level and rank."""
+    level, found = [1.0], list[float]()
+    for i in range(form.depth):
+        ranks = rates[min(i, len(rates) - 1)][: form.width]
+        level = sorted((above * rate for above in level[: form.width] for rate in ranks), reverse=True)
+        found += level
+    return sum(sorted(found, reverse=True)[: form.nodes])

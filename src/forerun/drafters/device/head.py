@@ -1,0 +1,402 @@
+"""HeadModel: the weights of a drafting head on the device, as a model whose first layer has another input.
+
+A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all products. Their size must then
+be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
+the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
+head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
+input features are, and by how large what all layers add to them should be.
+
+Rows that change their places in a drafted round: one kernel each on a GPU (kernels_features.py), torch elsewhere.
+
+A drafting head of one layer or of several, run by the steps of the GPU decoder.
+
+An EAGLE-3 head's first layer is a decoder layer with a wider input: the normed embedding of a token beside a normed row
+of features. So everything after the input (rotation, slots, tree attention, gate, residuals, further layers, the LM
+head over the draft vocabulary) is shared with the target's passes. Only keys and values outlast a pass: rows of a
+prompt need all layers but the last, and of that the first product only. In a head of one layer keys and values depend
+on the input alone, and such rows attend to nothing. An EAGLE-1 head has no norms before its layer: one product makes
+its input, and the residual stream, of embedding and features. A multi-token-prediction layer has both: two norms, then
+a product that starts the residual stream, then an ordinary layer.
+
+The steps of a head's layers as Triton kernels: the target's, with another input step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.device.eagle_plan import ROOM
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.early_start import starts_early
+from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
+from forerun.models.cuda.plain import PlainSteps
+from forerun.models.cuda.plan import LONGEST, MAX_ROWS
+from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
+from forerun.types import TreeForm
+
+LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
+ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm
+BYTES_STEP = 32  # depth of one product of bytes on tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of a head: rows of queries and keys paired up for rotation, gate and up interleaved."""
+
+    input_norm: Tensor  # [D] in front of attention; EAGLE's first layers have none
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in EAGLE-3's first layer
+    o: Tensor  # [D, H Dh]
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+    qk_norm: Tensor | None = None  # [H + Hkv, Dh]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What a head is made of."""
+
+    embedding: Tensor  # [V, D] the target's, or its own
+    token_norm: Tensor  # [D]
+    feature_norm: Tensor  # [D]
+    layers: Sequence[LayerWeights]
+    norm: Tensor | None  # behind all layers; None = there is none
+    head: Tensor  # [Vd, D]
+    mix: Tensor | None = None  # [D, 2D] EAGLE-1: makes the input, in place of the two norms
+    mix_bias: Tensor | None = None
+    entry: Tensor | None = None  # [D, 2D] MTP: makes the input of an ordinary layer, behind the two norms
+
+
+class HeadModel(Model):
+    """A head as a model whose first layer has another input."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: HeadWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: WeightKind,
+        normed_residual: bool,
+    ) -> None:
+        self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
+        self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
+        first = weights.layers[0]
+        norm = torch.ones_like(first.mlp_norm) if weights.norm is None else weights.norm
+        self.token_norm, self.feature_norm, self.final_norm = (
+            norm.to(device, dtype) for norm in (weights.token_norm, weights.feature_norm, norm)
+        )
+        self.norms_output = weights.norm is not None
+        self.starts_from: ResidualStart = "normed" if normed_residual else "features"
+        if weights.entry is not None:
+            self.starts_from = "nothing"
+        self.mix, self.mix_bias = (
+            None if part is None else part.to(device, dtype) for part in (weights.mix, weights.mix_bias)
+        )
+        widest = first.qkv if weights.entry is None else weights.entry
+        self.entering = widest.shape[1]  # columns of what goes into the first product
+        self.whole = kind == "int8" and not any(
+            weight.shape[1] % BYTES_STEP for weight in (first.o, first.down, weights.head)
+        )
+        with torch.no_grad(), torch.inference_mode(False):
+            self.embedding = weights.embedding.to(device, dtype)
+            self.lift = 1.0  # of what goes into the first product
+            self.added = 0.0  # mean square of what all layers together should add to a row's features
+            self._head_norm = self.final_norm
+            self.head = self._packed(weights.head)
+            self.entry = None if weights.entry is None else self._packed(weights.entry)
+            rope = self._rope(0)
+            self.layers = [self._layer_of(part, rope) for part in weights.layers]
+            if self.whole:
+                self._lift(weights)
+
+    def next_norm(self, layer: int) -> Tensor:
+        return self._head_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
+
+    def _layer_of(self, weights: LayerWeights, rope: Tensor) -> Layer:
+        return Layer(
+            attention_norm=weights.input_norm.to(self.device, self.dtype),
+            qkv=self._packed(weights.qkv),
+            qkv_bias=None,
+            qk_norm=None if weights.qk_norm is None else weights.qk_norm.to(self.device, self.dtype),
+            o=self._packed(weights.o),
+            mlp_norm=weights.mlp_norm.to(self.device, self.dtype),
+            gate_up=self._packed(weights.gate_up),
+            down=self._packed(weights.down),
+            rope=rope,
+            window=0,
+        )
+
+    def mixed(self, tokens: Tensor, carried: Tensor) -> Tensor:
+        """[N, D] EAGLE-1's input of these tokens and features."""
+        assert self.mix is not None
+        both = torch.cat((F.embedding(tokens.long(), self.embedding), carried.to(self.dtype)), -1)
+        found = both @ self.mix.t()
+        return found if self.mix_bias is None else found + self.mix_bias
+
+    def _packed(self, weight: Tensor) -> Weight:
+        return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
+
+    def _lift(self, weights: HeadWeights) -> None:
+        """The same head for rows of whole numbers: they are scaled up where written and down where read."""
+        entering, last = torch.cat((self.token_norm, self.feature_norm)), lift_of(self.final_norm)
+        self.lift = lift_of(entering)
+        self.added = _size(self.feature_norm) ** 2 if self.starts_from == "normed" else 0.0
+        if weights.entry is not None:
+            self.entry = cast(Packed, self.entry).scaled(1 / self.lift)
+            self.added = _size(_outputs(weights.entry, entering)) ** 2
+        self.head, self._head_norm = cast(Packed, self.head).scaled(1 / last), self.final_norm * last
+        lifted = list[Layer]()
+        for i, (layer, plain) in enumerate(zip(self.layers, weights.layers, strict=True)):
+            ordinary = i > 0 or self.entry is not None
+            norm = layer.attention_norm if ordinary else entering
+            lift = lift_of(norm) if ordinary else self.lift
+            found, added = self._lifted(layer, plain, norm, lift)
+            lifted.append(replace(found, attention_norm=norm * lift) if ordinary else found)
+            self.added += added
+        self.layers = lifted
+
+    def _lifted(self, layer: Layer, plain: LayerWeights, norm: Tensor, lift: float) -> tuple[Layer, float]:
+        """A layer that reads rows behind this norm times `lift`, and the mean square of what it should add to them."""
+        qkv, o, gate_up, down = (cast(Packed, w) for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        first_value = (self.config.heads + self.config.kv_heads) * self.config.head_dim
+        gated = lift_of(layer.mlp_norm)
+        values = _outputs(plain.qkv[first_value:], norm)
+        gate, up = (_outputs(plain.gate_up[i::2], layer.mlp_norm) for i in range(2))
+        units = _size(gate) * up
+        found, inner = lift_of(values), lift_of(units)
+        parts = [_size(values) * _size(_lengths(plain.o)), _size(units) * _size(_lengths(plain.down))]
+        into_values = torch.ones_like(qkv.scales)
+        into_values[first_value:] = found
+        into_inner = torch.ones_like(gate_up.scales)
+        into_inner[1::2] = inner
+        lifted = replace(
+            layer,
+            qkv=qkv.scaled(into_values / lift),
+            o=o.scaled(1 / found),
+            mlp_norm=layer.mlp_norm * gated,
+            gate_up=gate_up.scaled(into_inner / gated),
+            down=down.scaled(1 / inner),
+        )
+        return lifted, sum(part * part for part in parts)
+
+
+def lift_of(sizes: Tensor) -> float:
+    """The power of two that brings numbers of these sizes to about LIFTED_TO."""
+    return float(2.0 ** round(math.log2(LIFTED_TO / _size(sizes))))
+
+
+def _size(values: Tensor) -> float:
+    return max(1e-6, float(values.float().square().mean().sqrt()))
+
+
+def _outputs(weight: Tensor, norm: Tensor) -> Tensor:
+    """[N] how large the outputs of normed rows are, if their numbers go together by chance."""
+    return _lengths(weight.to(norm) * norm)
+
+
+def _lengths(weight: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(weight.float(), dim=1)
+    return lengths
+
+
+def append_decided(
+    into: Tensor,
+    hidden: Sequence[Tensor],
+    sent: Tensor,
+    last: LastRound,
+    form: TreeForm,
+    fused: bool | None = None,
+) -> None:
+    """Add root and path of each tree, as the device has decided them, to the rows of its sequence.
+
+    `sent` is [2, B]: the first place of a tree's sequence, -1 = nobody owns the tree; and the rows that it has. The
+    last row of `into` is never read: what nobody owns may go there.
+    """
+    if into.device.type == "cuda" if fused is None else fused:
+        from forerun.drafters.device import kernels as kernels_features
+
+        width = hidden[0].shape[1]
+        kernels_features.append[(form.trees, form.depth + 1)](
+            tuple(hidden), into, sent, last.accepted, last.rows, form.trees, STEPS, ROOM=ROOM, WIDTH=width,
+            UP=1 << (width - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
+        return
+    first, seen = sent[..., None]
+    steps = torch.arange(form.depth + 1, device=first.device)
+    kept = (steps <= last.accepted[: form.trees, None]) & (first >= 0)
+    places = torch.where(kept, first + (seen + steps) % ROOM, len(into) - 1)
+    copy_rows(into, hidden, last.rows[: form.trees, : form.depth + 1].flatten(), places.flatten())
+
+
+def copy_rows(into: Tensor, hidden: Sequence[Tensor], sources: Tensor, places: Tensor) -> None:
+    """Rows of all layers side by side."""
+    into.index_copy_(0, places, torch.cat([rows.index_select(0, sources) for rows in hidden], -1))
+
+
+def pick_plainly(buffers: Iterable[Tensor], rows: Tensor) -> None:
+    """Bring some rows of each buffer to its start."""
+    for buffer in buffers:
+        buffer[: len(rows)] = buffer.index_select(0, rows)
+
+
+def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
+    """The same in one kernel, for the buffers that the head reads next."""
+    from forerun.drafters.device import kernels as kernels_features
+
+    widths, pdl = (x.shape[1], queries.shape[1]), starts_early(x.device)
+    up = 1 << max(2, (len(rows) - 1).bit_length())
+    columns = min(512, 8192 // up)
+    kernels_features.pick[(-(-max(widths) // columns),)](
+        x, queries, lifts, rows, len(rows), *widths, B_UP=up, COLUMNS=columns, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+class HeadSteps(Protocol):
+    """The decoder's steps and the head's input step."""
+
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None: ...
+    def pick(self, rows: Tensor) -> None: ...
+    def qkv(self, run: Run, layer: int) -> None: ...
+    def attend(self, run: Run, layer: int) -> None: ...
+    def leave_attention(self, run: Run, layer: int) -> None: ...
+    def gate(self, run: Run, layer: int) -> None: ...
+    def leave_mlp(self, run: Run, layer: int) -> None: ...
+    def head(self, run: Run) -> None: ...
+
+
+class PlainHeadSteps(PlainSteps):
+    """In plain torch."""
+
+    def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._head_model = model
+        self.entered = torch.empty(MAX_ROWS, model.entering, dtype=model.dtype, device=model.device)
+        self.lifts = torch.ones(MAX_ROWS, 1, device=model.device)
+
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """`sources`: which rows of `carried` to take; None = all, in order."""
+        carried = carried if sources is None else carried.index_select(0, sources)
+        model, rows, eps = self._head_model, run.size.rows, self.model.config.norm_eps
+        if model.mix is not None:
+            self.entered[:rows] = model.mixed(run.tokens, carried)
+            self.buffers.x[:rows] = self.entered[:rows].float()
+            return
+        embedded = F.embedding(run.tokens.long(), model.embedding).float()
+        normed = F.rms_norm(carried.float(), carried.shape[-1:], model.feature_norm.float(), eps)
+        token = F.rms_norm(embedded, embedded.shape[-1:], model.token_norm.float(), eps)
+        self.entered[:rows] = torch.cat((token, normed), -1).mul(model.lift).to(model.dtype)
+        self._round(self.entered[:rows])
+        if model.entry is not None:
+            self.buffers.x[:rows] = times(self.entered[:rows], model.entry).float()
+        else:
+            self.buffers.x[:rows] = normed if model.starts_from == "normed" else carried.float()
+        if model.whole:
+            handed_on = model.starts_from == "features"
+            squares = carried.float().square().mean(-1, keepdim=True) if handed_on else 0.0
+            self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
+
+    def pick(self, rows: Tensor) -> None:
+        """Go on with these rows only, in this order."""
+        pick_plainly((self.buffers.x, self.buffers.queries, self.lifts), rows)
+
+    def attend(self, run: Run, layer: int) -> None:
+        super().attend(run, layer)
+        self._round(self.buffers.found[: run.size.rows])
+
+    def gate(self, run: Run, layer: int) -> None:
+        super().gate(run, layer)
+        self._round(self.buffers.inner[: run.size.rows])
+
+    def head(self, run: Run) -> None:
+        if self._head_model.norms_output:
+            rows = self._normed(run, self.model.next_norm(len(self.model.layers) - 1))
+        else:
+            rows = self.buffers.x[: run.size.rows].to(self.model.dtype)
+        self.buffers.logits[: run.size.rows] = times(rows, self.model.head).float()
+
+    def _into_attention(self, run: Run, weights: Layer) -> Tensor:
+        entered = weights is self.model.layers[0] and self._head_model.entry is None
+        return self.entered[: run.size.rows] if entered else super()._into_attention(run, weights)
+
+    def _normed(self, run: Run, weight: Tensor) -> Tensor:
+        if not self._head_model.whole:
+            return super()._normed(run, weight)
+        x, lifts = self.buffers.x[: run.size.rows], self.lifts[: run.size.rows]
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.norm_eps)
+        return whole(x * weight.float() * lifts) * (inverse / lifts)
+
+    def _round(self, rows: Tensor) -> None:
+        """Rows as a head of int8 weights has them."""
+        if self._head_model.whole:
+            rows.copy_(whole(rows))
+
+
+class HeadNet:
+    """A head with its buffers, and the pages of its sequences."""
+
+    def __init__(self, model: HeadModel, kv_slots: int, kernels: str) -> None:
+        config = model.config
+        self.model, self.buffers = model, Buffers(model)
+        self.attends = len(model.layers) > 1  # do rows attend that are read for keys and values alone?
+        self.group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
+        self.pool = PagePool(pages_for(kv_slots))  # nobody shares a head's pages: only hidden rows are shared
+        with torch.inference_mode(False):
+            shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
+            self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.steps: HeadSteps
+        if kernels == "triton":
+            from forerun.drafters.device.fused_head import FusedHeadSteps
+
+            self.steps = FusedHeadSteps(model, self.buffers, self.kv)
+        else:
+            self.steps = PlainHeadSteps(model, self.buffers, self.kv)
+
+    @property
+    def out(self) -> Tensor:
+        """[MAX_ROWS, D] fp32: the outputs of the last pass, before the norm."""
+        return self.buffers.x
+
+    @property
+    def logits(self) -> Tensor:
+        """[MAX_ROWS, Vd] fp32 of what follows the rows of the last pass."""
+        return self.buffers.logits
+
+    def keep(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """Keys and values of rows in all layers, and nothing else; where there are several, rows attend."""
+        self.steps.enter(run, carried, sources)
+        last = len(self.model.layers) - 1
+        for layer in range(last):
+            self.steps.qkv(run, layer)
+            self._behind_qkv(run, layer)
+        self.steps.qkv(run, last)
+
+    def run(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """All layers, and the logits; `sources` says which rows of `carried` to take, None = all."""
+        self.keep(run, carried, sources)
+        self._finish(run)
+
+    def run_some(self, run: Run, carried: Tensor, some: Run, rows: Tensor) -> None:
+        """Keys and values of all rows, the rest of the last layer and the logits for some of them only."""
+        self.keep(run, carried)
+        self.steps.pick(rows)
+        self._finish(some)
+
+    def _finish(self, run: Run) -> None:
+        self._behind_qkv(run, len(self.model.layers) - 1)
+        self.steps.head(run)
+
+    def _behind_qkv(self, run: Run, layer: int) -> None:
+        self.steps.attend(run, layer)
+        self.steps.leave_attention(run, layer)
+        self.steps.gate(run, layer)
+        self.steps.leave_mlp(run, layer)

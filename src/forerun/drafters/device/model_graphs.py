@@ -1,0 +1,395 @@
+"""The plan of a draft by a draft model: a few integers of every sequence from the host, all others from the device.
+
+The first pass reads what the model has not read of every sequence, one token or two: after a draft that was accepted
+whole, its last token and the target's own; after any other, the target's own. Each further pass reads one drafted
+token per sequence, whose id only the device knows. Positions, slots and groups follow from a sequence's pages and
+length. Where the last round was not read yet, the host knows neither these tokens nor the length: then it names the
+sequence's tree in that round, and the device takes them from its own record of it. Batch sizes are rounded up to a few
+buckets; rows of padding are written nowhere and attend to nothing.
+
+ChainGraphs: the passes of a draft model, captured, each fed with the token that the last one chose.
+
+A chain of k tokens is k passes and nothing that waits: the host sends a few integers of each sequence in one copy, then
+launches the first pass, which ends with the choice of a token, and such a pass again for every further token. All
+further passes of a batch size are replays of one graph, which counts for itself how far the draft is. What lies between
+passes is kernels on a GPU (kernels_chain.py), and the same in torch elsewhere, step by step where nothing is captured.
+
+ChainMenu: chains that a draft model has ready on the device, what each takes, and what it should bring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.drafters.device.eagle_plan import aligned
+from forerun.drafters.device.growth import DraftNoise, Settings
+from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.integers import SentInts
+from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.network import Run, run_pass
+from forerun.models.cuda.pass_clock import seconds_of
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, round_up, splits_at, splits_to
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.paged import Ints
+from forerun.models.pages import PAGE
+from forerun.offers import Form
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # batch sizes that have graphs
+MOST = BUCKETS[-1]
+DEEPEST = 16  # tokens of a draft
+UNREAD = 2  # tokens per sequence that the first pass reads, at most
+KNOWN = 6  # integers of a sequence that the host sends, beside its pages
+
+
+class Lane(NamedTuple):
+    """One sequence of a draft: what the host sends of it to the device."""
+
+    tokens: Sequence[int]  # not read yet, the root last; of no account where it follows an unread round
+    pages: Sequence[int]  # of the draft model's slots, with room for the draft; none = nothing is drafted
+    first: int  # position of the first of these tokens
+    follows: int = -1  # its tree in the last round, which was not read: `tokens` was that tree's root
+    deep: int = 0  # tokens that were drafted in that round
+
+    @property
+    def root_at(self) -> int:
+        """Position of the root; before the last round, where it follows one that was not read."""
+        return self.first + len(self.tokens) - 1
+
+    @property
+    def farthest(self) -> int:
+        """Where the root may be, at most."""
+        return self.root_at + (self.deep + 1 if self.follows >= 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainForm:
+    """What passes must agree in to be replays of one graph."""
+
+    sequences: int  # B, a bucket
+    splits: int  # of the context
+
+    @property
+    def first(self) -> Size:
+        """The roots, then what comes before each of them."""
+        return Size(UNREAD * self.sequences, UNREAD * self.sequences, self.splits)
+
+    @property
+    def further(self) -> Size:
+        return Size(self.sequences, self.sequences, self.splits)
+
+    @property
+    def scored(self) -> int:
+        """Rows of the first pass with logits: the roots; all where products are those of many rows."""
+        rows = self.first.rows
+        return rows if rows > NARROW else self.sequences
+
+    @property
+    def passes_at(self) -> int:
+        """The further passes, each [positions | slots | groups], behind [tokens | positions | slots | groups]."""
+        return 3 * aligned(self.first.rows) + FIELDS * self.first.groups
+
+    @property
+    def extent(self) -> int:
+        """Integers of a further pass."""
+        return 2 * aligned(self.sequences) + FIELDS * self.sequences
+
+    @property
+    def sent_at(self) -> int:
+        """What the host sends: [KNOWN, B], then the pages of all sequences."""
+        return self.passes_at + (DEEPEST - 1) * self.extent
+
+
+def plan_chain(lanes: Sequence[Lane], depth: int, farthest: int = 0) -> tuple[ChainForm, Ints]:
+    """What is sent for a draft so deep, for as many lanes as a bucket has.
+
+    `farthest` asks for as many splits as a context that long needs.
+    """
+    count, real = len(lanes), [lane for lane in lanes if lane.pages]
+    form = ChainForm(count, splits_to(max(farthest, 0, *(lane.farthest for lane in real)) + depth))
+    ints = np.zeros(KNOWN * count + sum(len(lane.pages) for lane in real), dtype=np.int32)
+    table, at = ints[: KNOWN * count].reshape(KNOWN, count), KNOWN * count
+    for b, lane in enumerate(lanes):
+        before = lane.tokens[0] if len(lane.tokens) > 1 else -1  # unread beside the root
+        start = MAX_ROWS + form.sent_at + at if lane.pages else 0
+        table[:, b] = lane.root_at, lane.tokens[-1], before, start, lane.follows, lane.deep
+        ints[at : at + len(lane.pages)] = lane.pages
+        at += len(lane.pages)
+    return form, ints
+
+
+def complete(ints: Tensor, form: ChainForm, last: LastRound, vocab_size: int) -> Tensor:
+    """Work out all integers of a draft from what was sent, on the device; further passes as if it were deepest.
+
+    Returns the roots [B]. One outside the draft model's vocabulary is read as another token: the host learns of it when
+    it reads the round, and does not draft for that sequence from then on.
+    """
+    count, at = form.sequences, MAX_ROWS + form.sent_at
+    root_at, root, before, starts, follows, deep = ints[at : at + KNOWN * count].view(KNOWN, count)
+    decided, trees = follows >= 0, follows.clamp(min=0).long()
+    accepted, path = last.accepted[trees], last.tokens[trees]  # [B], and [B, STEPS] the path, then the bonus
+    places = torch.stack((accepted, (accepted - 1).clamp_(min=0)), 1)
+    bonus, end = path.gather(1, places).int().unbind(1)
+    whole = torch.where(accepted == deep, end, -1)  # accepted whole: its last token was never an input
+    tokens = torch.stack((torch.where(decided, bonus, root), torch.where(decided, whole, before)))  # [2, B]
+    first = torch.where(decided, root_at + accepted.int() + 1, root_at)
+    _write(ints, form, tokens.clamp(max=vocab_size - 1), first, starts)
+    return tokens[0]
+
+
+def _write(ints: Tensor, form: ChainForm, tokens: Tensor, root_at: Tensor, starts: Tensor) -> None:
+    """Rows of roots, of tokens before these, and of each further pass; fields of groups: models/cuda/plan.py.
+
+    A row attends alone, to all before it and to itself. Rows that are not there attend to nothing.
+    """
+    count, device = form.sequences, ints.device
+    steps = torch.arange(-2, DEEPEST, dtype=torch.int32, device=device)
+    steps = torch.cat((steps[2:3], steps[1:2], steps[3:]))[:, None]  # 0, -1, 1, 2, ...
+    real = (starts > 0).expand(len(steps), count)
+    real = real & torch.cat((real[:1], tokens[1:] >= 0, real[2:]))
+    at = torch.where(real, root_at + steps, 0)  # [1 + DEEPEST, B]
+    pages = ints[(starts + at // PAGE).clamp_(max=len(ints) - 1)]  # of deeper drafts than this one, any
+    slots = torch.where(real, pages * PAGE + at % PAGE, -1)
+    lanes = torch.arange(count, dtype=torch.int32, device=device).expand_as(at)
+    lanes = torch.cat((lanes[:1], lanes[1:2] + count, lanes[2:]))  # rows of their passes
+    none, one = torch.zeros_like(at), torch.ones_like(at)
+    groups = torch.stack((none, splits_at(at) + 1, lanes, one, none, at, none, starts.expand_as(at)), -1)
+    groups = groups * real[..., None]
+    own, rows, wide = ints[MAX_ROWS:], aligned(form.first.rows), aligned(count)
+    parts = own[: 3 * rows].view(3, rows)[:, : form.first.rows].view(3, UNREAD, count)
+    parts[0].copy_(tokens.clamp(min=0))
+    parts[1].copy_(at[:UNREAD])
+    parts[2].copy_(slots[:UNREAD])
+    own[3 * rows : form.passes_at].view(UNREAD, count, FIELDS).copy_(groups[:UNREAD])
+    passes = own[form.passes_at : form.sent_at].view(DEEPEST - 1, form.extent)
+    passes[:, :count].copy_(at[UNREAD:])
+    passes[:, wide : wide + count].copy_(slots[UNREAD:])
+    passes[:, 2 * wide :].copy_(groups[UNREAD:].flatten(1))
+
+
+INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
+PADDING = Lane((0,), (), 0)
+
+
+class ChainGraphs:
+    """Drafts chains for sequences of one CUDA decoder."""
+
+    def __init__(
+        self, model: CudaDecoder, vocab_size: int, last: LastRound, fused: bool | None = None
+    ) -> None:
+        """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided."""
+        self.fused = model.kernels == "triton" if fused is None else fused  # by kernels, or in plain torch
+        self.model, self._last, device = model, last, model.device
+        self._vocab = min(vocab_size, model.vocab_size)
+        self.noise = DraftNoise(torch.arange(self._vocab, device=device))
+        self.replays = Replays(device, capture=model.kernels == "triton")
+        self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
+        with torch.inference_mode(False):
+            self.trees = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
+            self._drafted = torch.zeros(DEEPEST, MOST, dtype=torch.long, device=device)
+            self._roots = torch.zeros(MOST, dtype=torch.long, device=device)
+            self._tokens = torch.zeros(MOST, dtype=torch.int32, device=device)  # of the next pass
+            self._now = torch.zeros(
+                2 * MOST + FIELDS * MOST, dtype=torch.int32, device=device
+            )  # its integers
+            self._count = torch.zeros(1, dtype=torch.long, device=device)  # tokens drafted so far
+            # of each sequence, for kernels: the root's position, where its pages start, tokens drafted so far
+            self._lanes = torch.zeros(3, MOST, dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def draft(
+        self, lanes: Sequence[Lane], depth: int, noise: Sequence[Settings | None] = (), farthest: int = 0
+    ) -> None:
+        """Leave a chain so deep behind the root of every lane in `trees`; `noise`: by which tokens are drawn."""
+        form, ints = plan_chain(lanes, depth, farthest)
+        self.ints.send(ints, form.sent_at)
+        self.noise.send(noise)
+        self._do_first(form)
+        for _ in range(depth - 1):
+            self._do_further(form)
+        self.rehearse_trees(len(lanes), depth)
+
+    def rehearse_trees(self, count: int, depth: int) -> None:
+        """Lay out so many chains that were drafted last."""
+        self.replays.do(("trees", count, depth), lambda: self._lay_out(count, depth))
+
+    @torch.no_grad()
+    def keep(self, which: Sequence[int], depth: int) -> None:
+        """Keep only these of the chains that were drafted last, in this order."""
+        trees = self.trees.view(2, -1)[:, : (MAX_ROWS // (depth + 1)) * (depth + 1)].view(2, -1, depth + 1)
+        order = torch.tensor(which).to(trees.device, non_blocking=True)
+        trees[:, : len(which)] = trees.index_select(1, order)
+
+    def rehearse(self, bucket: int, farthest: int) -> None:
+        """Capture the passes of a batch size, in contexts up to `farthest`; they are written nowhere."""
+        form, ints = plan_chain([PADDING] * bucket, 2, farthest)
+        self.ints.send(ints, form.sent_at)
+        self.noise.is_on = False
+
+        def both() -> None:
+            self._do_first(form)
+            self._do_further(form)
+
+        both()
+        self.noise.rehearse(both)
+
+    def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
+        """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
+        form, ints = plan_chain([PADDING] * bucket, 2)
+        self.ints.send(ints, form.sent_at)
+        self.noise.is_on = False
+
+        def both() -> None:
+            self._do_first(form)
+            self._do_further(form)
+
+        both()
+        works = (lambda: self._do_first(form)), both
+        one, two = (seconds_of(work, self.model.device, repeats) for work in works)
+        return one, max(two - one, 0.0)
+
+    def _do_first(self, form: ChainForm) -> None:
+        self.replays.do(("first", form, self.noise.is_on), lambda: self._first(form))
+
+    def _do_further(self, form: ChainForm) -> None:
+        self.replays.do(("further", form, self.noise.is_on), lambda: self._further(form))
+
+    def _first(self, form: ChainForm) -> None:
+        """Over what was not read, the roots first; then a token behind each root."""
+        if self.fused:
+            self._begin(form)
+        else:
+            roots = complete(self.ints.all, form, self._last, self.model.vocab_size)
+            self._roots[: form.sequences].copy_(roots)
+            self._count.zero_()
+        size, ints, rows = form.first, self.ints.all, aligned(form.first.rows)
+        parts = ints[MAX_ROWS : MAX_ROWS + 3 * rows].view(3, rows)[:, : size.rows]
+        groups = ints[MAX_ROWS + 3 * rows : MAX_ROWS + form.passes_at].view(size.groups, FIELDS)
+        tokens, positions, slots = parts.unbind(0)
+        self._run(Run(size, ints, tokens, positions, slots, groups), form.scored)
+        self._take_tokens(form)
+
+    def _further(self, form: ChainForm) -> None:
+        """Over the tokens that were chosen last; then a token behind each of these."""
+        size, count = form.further, form.sequences
+        now, wide = self._now[: form.extent], aligned(count)
+        if not self.fused:  # there the choice leaves them
+            at = MAX_ROWS + form.passes_at
+            passes = self.ints.all[at : at + (DEEPEST - 1) * form.extent].view(DEEPEST - 1, form.extent)
+            now.copy_(passes.index_select(0, self._count - 1)[0])
+        groups = now[2 * wide :].view(count, FIELDS)
+        positions, slots = now[:count], now[wide : wide + count]
+        self._run(Run(size, self.ints.all, self._tokens[:count], positions, slots, groups), count)
+        self._take_tokens(form)
+
+    def _run(self, run: Run, scored: int) -> None:
+        model = self.model
+        run_pass(model.passes.steps, model.model, model.buffers, run, (), scored)
+
+    def _take_tokens(self, form: ChainForm) -> None:
+        """The likeliest token behind every row, or the one that the verifier's noise would draw."""
+        count, first = form.sequences, MAX_ROWS + aligned(form.first.rows)
+        logits = self.model.buffers.logits[:count, : self._vocab]
+        if self.fused:
+            self._choose(form, logits)
+            return
+        # a root's position; the token drafted first is one behind it, which DraftNoise counts from the row before it
+        before = self.ints.all[first : first + count] - 1 + self._count
+        chosen = self.noise.of(before, 1)(logits, 0).argmax(-1)
+        self._drafted[:, :count].index_copy_(0, self._count, chosen[None])
+        self._tokens[:count].copy_(chosen)
+        self._count += 1
+
+    def _begin(self, form: ChainForm) -> None:
+        from forerun.drafters.device import kernels as kernels_chain
+
+        rows = aligned(form.first.rows)
+        kernels_chain.begin[(form.sequences,)](
+            self.ints.all, self._last.accepted, self._last.tokens, self._roots, self._lanes, MAX_ROWS,
+            MAX_ROWS + form.sent_at, rows, MAX_ROWS + 3 * rows, form.sequences, STEPS, self.model.vocab_size, MOST,
+            num_warps=1,
+        )  # fmt: skip
+
+    def _choose(self, form: ChainForm, logits: Tensor) -> None:
+        from forerun.drafters.device import kernels as kernels_chain
+
+        count, chunk = form.sequences, kernels_chain.CHUNK
+        chunks = -(-self._vocab // chunk)
+        highs = torch.empty(count, chunks, device=logits.device)
+        spots = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
+        kernels_chain.look[(count, chunks)](
+            logits, self._lanes, self.noise.sent, highs, spots, logits.stride(0), self._vocab, MOST, CHUNK=chunk,
+            NOISE=self.noise.is_on, num_warps=4,
+        )  # fmt: skip
+        kernels_chain.choose[(count,)](
+            self.ints.all, highs, spots, self._lanes, self._drafted, self._tokens, self._now, aligned(count), count,
+            MOST, C=chunks, C_UP=1 << max(2, (chunks - 1).bit_length()), num_warps=1,
+        )  # fmt: skip
+
+    def _lay_out(self, count: int, depth: int) -> None:
+        if self.fused:
+            from forerun.drafters.device import kernels as kernels_chain
+
+            kernels_chain.lay_out[(count,)](
+                self._roots, self._drafted, self.trees, depth, MOST, self.trees.stride(0), UP=32, num_warps=1
+            )
+            return
+        trees = self.trees[:, : count * (depth + 1)].view(2, count, depth + 1)
+        trees[0, :, 0] = self._roots[:count]
+        trees[0, :, 1:] = self._drafted[:depth, :count].t()
+        trees[1] = torch.arange(-1, depth, device=trees.device)
+
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+FORMS = tuple(Form(depth, depth, 1) for depth in DEPTHS)
+ROWS = 384  # of a target's pass over all chains: a larger pass costs more than any draft brings
+UNMEASURED = 1e-3  # seconds of a pass
+ACCEPTED = 0.75  # of a draft model's tokens, each, until rounds have shown it
+
+
+def forms_for(bucket: int) -> tuple[Form, ...]:
+    """The chains whose target pass can pay for itself, for so many sequences."""
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= min(ROWS, MAX_ROWS))
+
+
+class ChainMenu:
+    """Implements forerun.offers.Menu: seconds are those of the first pass and of each further one, on the device."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return FORMS
+
+    def seconds(self, form: Form, batch: int) -> float:
+        """Infinite where this form is not captured for so many sequences."""
+        found = self._found.get((form, batch))
+        if found is None:
+            listed = batch <= MOST and form in forms_for(round_up(batch, BUCKETS))
+            found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
+        return found
+
+    def drafting(self, form: Form, batch: int) -> float:
+        """The same of any form; a guess where nothing was timed for so many sequences or a few more."""
+        known = (self._seconds.get(bucket) for bucket in BUCKETS if bucket >= batch)
+        first, further = next((pair for pair in known if pair is not None), (UNMEASURED, UNMEASURED))
+        return first + (form.depth - 1) * further
+
+    def note(self, bucket: int, first: float, further: float) -> None:
+        """The passes of a draft for so many sequences were timed."""
+        self._seconds[bucket] = first, further
+        self._found.clear()
+
+    def rows(self, form: Form, batch: int) -> int:
+        return (round_up(batch, BUCKETS) if batch <= MOST else batch) * (form.nodes + 1)
+
+    def expected(self, form: Form) -> float:
+        return sum(ACCEPTED**depth for depth in range(1, form.depth + 1))

@@ -1,1 +1,0 @@
-"""EAGLE heads: a transformer layer, or a few, that draft from the target's hidden states."""

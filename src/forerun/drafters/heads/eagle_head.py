@@ -1,0 +1,448 @@
+"""HeadLayer: one transformer layer of an EAGLE head or of a multi-token-prediction layer, in torch.
+
+EagleConfig: an EAGLE head's shape, the features it reads, and its measured acceptance.
+
+Three kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
+own LM head turns it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, keeps its own LM head, over
+a reduced vocabulary, and predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction
+layer (`mtp`, forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
+
+EagleHead: an EAGLE head's weights, and one pass of its layers over any rows, in torch.
+
+Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
+the feature), and predicts token t + 2. Steps beyond the committed sequence use the head's own output as
+the feature. The caller decides what a row attends to.
+
+HeadCache: the KV cache of a drafting head, one row of slots per sequence.
+
+EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
+
+In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
+whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them; they
+are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its
+own. A pickle is read only when asked for, and then as weights only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of
+from forerun.drafters.heads.formats import (
+    Matrix,
+    in_bytes,
+    read_config,
+    read_tensors,
+    settings_in,
+    size_in,
+    widened,
+    write_config,
+    write_shards,
+)
+from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.heads import kind_of
+from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
+from forerun.models.rope import RopeConfig
+from forerun.models.shared import SharedWeights
+
+# q [N, H, Dh], k and v [N, Hkv, Dh] of a layer, and which layer it is -> [N, H Dh]
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+class HeadLayer:
+    """Weights under `prefix`, in one precision on one device, and a pass over any rows."""
+
+    def __init__(
+        self,
+        config: HeadShape,
+        weights: Mapping[str, Tensor],
+        prefix: str,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config, self._index, dims = config, index, config.head_dim
+
+        def get(name: str) -> Tensor:
+            return weights[prefix + name].detach().to(device, dtype).contiguous()
+
+        def maybe(name: str) -> Tensor | None:
+            return get(name) if prefix + name in weights else None
+
+        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
+        # exact: packed heads run natively
+        self._qkv = Matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)), packed=False)
+        self._o = Matrix(get("self_attn.o_proj.weight"), packed=False)
+        gates = [get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]
+        self._gate_up = Matrix(torch.cat(gates), packed=False)
+        self._down = Matrix(get("mlp.down_proj.weight"), packed=False)
+        self._mlp_norm = get("post_attention_layernorm.weight")
+        self.input_norm, self.feature_norm = maybe("input_layernorm.weight"), maybe("hidden_norm.weight")
+        self._qk_norm: Tensor | None = None
+        if prefix + "self_attn.q_norm.weight" in weights:
+            norms = [pair_up(get(f"self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
+            heads = zip(norms, (config.heads, config.kv_heads), strict=True)
+            self._qk_norm = torch.cat([norm.expand(count, -1) for norm, count in heads])
+
+    def run(self, x: Tensor, into: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """Rows x [N, D], whose attention reads `into`, through the layer; x may be overwritten."""
+        config, eps = self._config, self._config.norm_eps
+        qkv = self._qkv.times(into).view(len(into), -1, config.head_dim)
+        both = config.heads + config.kv_heads
+        turned, v = qkv[:, :both], qkv[:, both:]
+        if self._qk_norm is not None:
+            turned = rms_norm(turned, self._qk_norm, eps)
+        rotate_(torch.unflatten(turned, -1, (-1, 2)), rotations)
+        x = self._o.add_to(x, attend(turned[:, : config.heads], turned[:, config.heads :], v, self._index))
+        inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")
+        return self._down.add_to(x, inner)
+
+    def behind(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """As an ordinary layer, which reads the rows themselves behind its norm."""
+        assert self.input_norm is not None
+        return self.run(x, rms_norm(x, self.input_norm, self._config.norm_eps), rotations, attend)
+
+
+Kind = Literal["eagle", "eagle3", "mtp"]
+MOST_LAYERS = 64  # that a file may say it has
+NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "MTP"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig(HeadShape):
+    """Layers on the target's features: one, or several in an EAGLE-3 head."""
+
+    kind: Kind
+    depth: int = 1  # layers of its own
+    fc_norm: bool = False  # EAGLE-3.1: a norm on each feature before they are fused
+    norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
+    norm_before_fc: bool = False  # one norm over all features, side by side
+    norm_before_residual: bool = False
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], kind: Kind) -> EagleConfig:
+        """From a config.json in the authors' form, or in that of speculators; layers stay empty if not named."""
+        try:
+            ids = values.get("eagle_aux_hidden_state_layer_ids") or _nested_ids(values) or ()
+            return cls(
+                **shape_in(values),
+                kind=kind,
+                depth=_depth_in(values) if kind == "eagle3" else 1,
+                layers=tuple(int(layer) for layer in ids) if kind == "eagle3" else (-1,),
+                fc_norm=bool(values.get("fc_norm")),
+                norm_output=bool(values.get("norm_output")),
+                norm_before_fc=bool(values.get("norm_before_fc")),
+                norm_before_residual=bool(values.get("norm_before_residual")),
+            )
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise DamagedFile(
+                f"config.json of the head lacks or garbles {brief(error)}; is it an EAGLE head's config?"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """config.json in the authors' form, with what only we measure under a key of our own."""
+        name = "LlamaForCausalLMEagle3" if self.kind == "eagle3" else "LlamaForCausalLMEagle"
+        values = {
+            "architectures": [name],
+            **self.layer_json("llama", self.depth),
+            **self.target_json(),
+            "forerun": self.measured_json(),
+        }
+        return {**values, **self._eagle3_settings()}
+
+    def to_speculators_json(self, speculative_tokens: int = 5) -> dict[str, Any]:
+        """config.json in the form of speculators, which vLLM loads."""
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.7.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
+                "verifier": {"name_or_path": self.target, "architectures": ["LlamaForCausalLM"]},
+            },
+            "transformer_layer_config": self.layer_json("llama", self.depth),
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_width,
+            "embed_requires_grad": False,
+            "forerun": self.measured_json(),
+            **self._eagle3_settings(),
+        }
+
+    def _eagle3_settings(self) -> dict[str, Any]:
+        if self.kind != "eagle3":
+            return {}
+        return {
+            "eagle_aux_hidden_state_layer_ids": list(self.layers),
+            "fc_norm": self.fc_norm,
+            "norm_output": self.norm_output,
+            "norm_before_fc": self.norm_before_fc,
+            "norm_before_residual": self.norm_before_residual,
+        }
+
+
+def default_layers(layers: int) -> tuple[int, int, int]:
+    """The inputs of layers 2, L/2 and L - 3: what EAGLE-3 heads read where their files do not say."""
+    return (min(2, layers), layers // 2, max(0, layers - 3))
+
+
+def _depth_in(values: Mapping[str, Any]) -> int:
+    depth = size_in({**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers", 1)
+    if depth > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers = {depth}")
+    return depth
+
+
+def _nested_ids(values: Mapping[str, Any]) -> Any:
+    return settings_in(values, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
+
+
+class EagleHead:
+    """Weights of one head, and its layers."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, Tensor],
+        shared: SharedWeights | None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+
+        def get(name: str) -> Tensor:
+            return weights[name].detach().to(self.device, dtype).contiguous()
+
+        def matrix(weight: Tensor) -> Matrix:  # exact: packed heads run natively
+            return Matrix(weight, packed=False)
+
+        def maybe(name: str) -> Tensor | None:
+            return get(name) if name in weights else None
+
+        with torch.no_grad(), torch.inference_mode(False):
+            self._fc, self._fc_bias = matrix(get("fc.weight")), maybe("fc.bias")
+            prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
+            self._layers = [
+                HeadLayer(config, weights, prefix, i, dtype, self.device) for i, prefix in enumerate(prefixes)
+            ]
+            self._norm = maybe("norm.weight")
+            self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
+            self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
+            self.vocabulary = vocabulary_of(config, weights).to(self.device)
+            self._embedding = maybe("embed_tokens.weight")
+            self._embed_proj = maybe("embed_proj.weight")  # of a head that is narrower than its target
+            self._shared = checked_shared(config, weights, shared)
+            self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
+        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
+        self._rotations = Rotations(rope, self.device)
+        self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[N, F] of the target -> [N, D], what a row carries of them."""
+        if self.config.kind == "eagle":
+            return features
+        features = features.to(self.dtype)
+        if self._input_norm is not None:
+            features = rms_norm(features, self._input_norm, self.config.norm_eps)
+        if self._fc_norms:
+            parts = zip(features.chunk(len(self._fc_norms), -1), self._fc_norms, strict=True)
+            features = torch.cat([rms_norm(part, norm, self.config.norm_eps) for part, norm in parts], -1)
+        return self._through_fc(features)
+
+    def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass over N rows -> their output [N, D], before any norm."""
+        config, eps, first = self.config, self.config.norm_eps, self._layers[0]
+        embedded, rotations = self._embed(tokens), self._rotations_at(positions)
+        if config.kind == "eagle":
+            into = self._through_fc(torch.cat((embedded, carried.to(self.dtype)), -1))
+            x = into.clone()
+        else:
+            assert first.input_norm is not None and first.feature_norm is not None  # noqa: PT018
+            normed = rms_norm(carried, first.feature_norm, eps)
+            into = torch.cat((rms_norm(embedded, first.input_norm, eps), normed), -1)
+            x = normed.clone() if config.norm_before_residual else carried.clone()
+        x = first.run(x, into, rotations, attend)
+        for layer in self._layers[1:]:
+            x = layer.behind(x, rotations, attend)
+        return x
+
+    def logits(self, out: Tensor) -> Tensor:
+        """[N, Vd] fp32 of what follows the rows with these outputs."""
+        return self._lm_head.times(self._normed(out)).float()
+
+    def carry(self, out: Tensor) -> Tensor:
+        """What the next row carries after a row with this output."""
+        return self._normed(out) if self.config.norm_output else out
+
+    def _normed(self, out: Tensor) -> Tensor:
+        return out if self._norm is None else rms_norm(out, self._norm, self.config.norm_eps)
+
+    def _rotations_at(self, positions: Tensor) -> Tensor:
+        last = int(positions.max()) if self.device.type == "cpu" else len(self._rotation_table)
+        if self.device.type != "cpu":
+            return self._rotations.at(positions, 0)
+        if last >= len(self._rotation_table):
+            self._rotation_table = self._rotations.at(torch.arange(2 * (last + 1)), 0)
+        return self._rotation_table[positions]
+
+    def _through_fc(self, rows: Tensor) -> Tensor:
+        out = self._fc.times(rows)
+        return out if self._fc_bias is None else out.add_(self._fc_bias)
+
+    def _own_or_shared_head(self, own: Tensor | None) -> Tensor:
+        if own is not None:
+            return own
+        assert self._shared is not None
+        return self._shared.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[N, D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._shared is not None
+        rows = self._shared.embed(tokens).to(self.dtype)
+        return rows if self._embed_proj is None else F.linear(rows, self._embed_proj)
+
+
+class HeadCache:
+    """Keys and values of each layer of many sequences, a row of slots each, of which the first `length` are valid."""
+
+    def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = config.kv_heads, config.head_dim
+        empty = (config.depth, 2, 0, self._shape[0], 0, self._shape[1])  # [L, 2, rows, Hkv, slots, Dh]
+        self.data = torch.zeros(empty, dtype=dtype, device=device)
+        self.rows: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+
+    def admit(self, seq_id: int, slots: int) -> None:
+        """A row for a sequence, with room for so many slots."""
+        if seq_id not in self.rows:
+            free = set(range(len(self.rows) + 1)) - set(self.rows.values())
+            self.rows[seq_id], self.lengths[seq_id] = min(free), 0
+        depth, _, rows, _, have, _ = self.data.shape
+        need = self.rows[seq_id] + 1
+        if need > rows or slots > have:
+            slots = max(slots + slots // 2, have)
+            data = self.data.new_zeros(depth, 2, max(need, rows), self._shape[0], slots, self._shape[1])
+            data[:, :, :rows, :, :have] = self.data
+            self.data = data
+
+    def release(self, seq_id: int) -> None:
+        self.rows.pop(seq_id, None)
+        self.lengths.pop(seq_id, None)
+
+    def base(self, seq_id: int) -> int:
+        """Where a sequence's slots start, counted in slots of its first key head."""
+        return self.rows[seq_id] * self._shape[0] * self.data.shape[4]
+
+    def write(self, ids: Sequence[int], first: Tensor, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Keys and values [B, R, Hkv, Dh] of a layer into the slots from `first` [B] on."""
+        slots = first[:, None] + torch.arange(keys.shape[1], device=first.device)  # [B, R]
+        rows = torch.tensor([self.rows[i] for i in ids], device=first.device)[:, None].expand_as(slots)
+        self.data[layer, 0][rows, :, slots] = keys
+        self.data[layer, 1][rows, :, slots] = values
+
+    def view(self, ids: Sequence[int], slots: int) -> Tensor:
+        """[L, 2, B, Hkv, slots, Dh]: the sequence's own slots where it is alone, else a copy."""
+        rows = [self.rows[i] for i in ids]
+        if len(rows) == 1:
+            return self.data[:, :, rows[0] : rows[0] + 1, :, :slots]
+        return self.data[:, :, rows, :, :slots]
+
+
+Layout = Literal["eagle", "speculators"]
+
+
+def read_head(
+    folder: Path, *, kind: Kind | None = None, pickle: bool = False
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
+    values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
+    weights = {_our_name(name): weight for name, weight in weights.items()}
+    weights = widened(weights)
+    kind_found = kind_of(values, lambda: weights)
+    if kind_found not in ("eagle", "eagle3"):
+        raise InvalidInput(
+            f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
+        )
+    found: Kind = "eagle3" if kind_found == "eagle3" else "eagle"
+    if kind is not None and found != kind:
+        raise InvalidInput(
+            f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"
+        )
+    config = EagleConfig.from_json(values, found)
+    check_shapes(config, weights, folder)
+    return config, weights
+
+
+def write_head(
+    folder: Path,
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout = "eagle",
+    *,
+    one_byte: bool = False,
+) -> None:
+    """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index.
+
+    `one_byte` writes large matrices as int8 blocks with a scale each: only Forerun reads these.
+    """
+    if layout == "speculators" and config.kind != "eagle3":
+        raise InvalidInput("the speculators layout is for EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
+    write_config(folder, config.to_json() if layout == "eagle" else config.to_speculators_json())
+    prefix = "midlayer." if config.kind == "eagle3" and layout == "eagle" else "layers.0."
+    named = {name.replace("midlayer.", prefix): weight.contiguous().cpu() for name, weight in weights.items()}
+    write_shards(folder, in_bytes(named) if one_byte else named)
+
+
+def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
+    optional: Sizes = {
+        "embed_proj.weight": (config.width, config.target_width),
+        "fc.bias": (config.width,),
+        "norm.weight": (config.width,),
+    }
+    for name in weights:
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        if layer.isdecimal() and int(layer) >= config.depth:
+            raise DamagedFile(
+                f"{folder} has a weight {name!r}, but its head has {config.depth} layers (num_hidden_layers)"
+            )
+    config.check(folder, weights, expected_shapes(config), optional)
+
+
+def expected_shapes(config: EagleConfig) -> Sizes:
+    """What must be there; embedding, LM head and vocabulary may be."""
+    width, layers = config.width, max(1, len(config.layers) or 3)
+    fused = layers * config.target_width if config.kind == "eagle3" else 2 * width
+    layer = config.layer_weights(2 * width if config.kind == "eagle3" else width)
+    shapes: Sizes = {"fc.weight": (width, fused)} | {f"midlayer.{name}": size for name, size in layer.items()}
+    if config.kind == "eagle3":
+        shapes |= {
+            "midlayer.hidden_norm.weight": (width,),
+            "midlayer.input_layernorm.weight": (width,),
+            "norm.weight": (width,),
+        }
+        later = config.layer_weights(width) | {"input_layernorm.weight": (width,)}
+        for i in range(1, config.depth):
+            shapes |= {f"layers.{i}.{name}": size for name, size in later.items()}
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(layers)}
+        if config.norm_before_fc:
+            shapes["input_norm.weight"] = (fused,)
+    return shapes
+
+
+def _our_name(name: str) -> str:
+    """The authors' EAGLE-3 name of a weight, from any of the layouts."""
+    name = name.removeprefix("model.").removeprefix("eagle.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

@@ -1,0 +1,337 @@
+"""CapturedHeads: base of drafters with heads on the last row, whose drafts are captured on a GPU and replayed.
+
+A graph holds for one number of sequences and one form of drafts, with shared noise or without. The usual forms for one
+sequence are captured and timed when heads are loaded.
+
+MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
+
+Head k is a few residual blocks, h + SiLU(W h + b), and an LM head: its own, or the target's, which all heads then
+share (one pass over it serves them all). Heads do not see each other's guesses, so the tree has a fixed shape: the
+nodes whose ranks were most often right, by the product of the rates measured on held-back text.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.base import Parts
+from forerun.drafters.device.graphs import MOST, NOT_CAPTURED, CapturedCalls
+from forerun.drafters.heads.base import LastRowDrafter, head_dtype, rehearse
+from forerun.drafters.heads.formats import (
+    DraftVocabulary,
+    Matrix,
+    check_weight,
+    rates_in,
+    read_config,
+    read_tensors,
+    settings_in,
+    size_in,
+    write_config,
+    write_shards,
+)
+from forerun.drafters.heads.growth import lay_out
+from forerun.drafters.lookup.recycling import filled_tree
+from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
+from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.models.base import Target
+from forerun.models.shared import SharedWeights
+from forerun.params import SamplingParams
+from forerun.types import Budget, Seq, TreeBatch
+
+if TYPE_CHECKING:
+    from forerun.drafters.device.growth import DraftNoise
+
+
+log = logging.getLogger(__name__)
+
+# rows [B, D], roots [B] and noise -> what the host reads
+HeadWork = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
+
+
+class CapturedHeads(LastRowDrafter, ABC):
+    """Replays drafts of chosen tokens, once `capture` was called."""
+
+    def __init__(self, heads: HeadSet) -> None:
+        super().__init__()
+        self.heads = heads
+        self._calls: CapturedCalls | None = None
+        self._noise: DraftNoise | None = None
+
+    @abstractmethod
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch: ...
+
+    def capture(self, budgets: Sequence[Budget]) -> None:
+        """From now on what a draft computes is captured; drafts of one sequence with these budgets at once."""
+        from forerun.drafters.device.growth import DraftNoise
+
+        heads, self._calls = self.heads, CapturedCalls()
+        self._noise = DraftNoise(heads.vocabulary.ids)
+        row = torch.zeros(1, heads.config.width, dtype=heads.dtype, device=heads.device)
+        try:
+            for heat in (1.0, 0.0):
+                rehearse(self, self._sequences, row, 1, budgets, SamplingParams(temperature=heat))
+        except Exception as error:  # no working Triton, no memory: neither stops generation
+            log.warning(NOT_CAPTURED, type(error).__name__, error)
+            self._calls = None
+
+    @property
+    def captures(self) -> int:
+        """Graphs that were captured so far."""
+        return 0 if self._calls is None else self._calls.made
+
+    def _replays(self, seqs: Sequence[Seq]) -> bool:
+        """Can their draft be captured? A temperature without shared noise changes confidences alone: seldom used."""
+        if self._calls is None or len(seqs) > MOST:
+            return False
+        return all(seq.params.is_greedy or has_noise(seq) for seq in seqs)
+
+    def _replay(
+        self, seqs: Sequence[Seq], hidden: Tensor, form: tuple[int, ...], levels: int, work: HeadWork
+    ) -> tuple[Tensor, ...]:
+        """The work of a draft of this form, from the last rows [B, D] of these sequences."""
+        from forerun.drafters.device.growth import settings_of
+
+        calls, noise = self._calls, self._noise
+        assert calls is not None
+        assert noise is not None
+        noise.send([settings_of(seq) for seq in seqs])
+        behind = [(seq.tokens[-1], len(seq.tokens) - 2) for seq in seqs]  # noise counts from the last row
+        roots, positions = torch.tensor(behind, device=self.heads.device).t().contiguous()
+
+        def run(hidden: Tensor, roots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            return work(hidden, roots, noise.of(positions, levels))
+
+        return calls.call((len(seqs), noise.is_on, *form), run, hidden, roots, positions.int())
+
+    def _stop_clock(self, levels: int, captures: int) -> None:
+        """So many levels were drafted; a draft that captured a graph says nothing of what drafts take."""
+        self._meter.stop(levels if self.captures == captures else 0)
+
+
+Family = Literal["medusa", "hydra"]
+RANKS = 10  # how many of a head's guesses a tree may use
+# Until rates are measured: roughly what Medusa's authors report, falling with depth.
+_RATES = tuple(
+    tuple(0.5 * 0.8**k * r for r in (1.0, 0.25, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02, 0.01))
+    for k in range(8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """A set of heads on the last hidden row."""
+
+    family: Family
+    count: int
+    blocks: int  # per head
+    width: int
+    vocab_size: int
+    target: str = ""
+    rates: tuple[
+        tuple[float, ...], ...
+    ] = ()  # [heads][ranks] how often each rank was right, given those before
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], family: Family, width: int, vocab_size: int) -> HeadsConfig:
+        try:
+            return cls(
+                family=family,
+                count=size_in(values, f"{family}_num_heads"),
+                blocks=size_in(values, f"{family}_num_layers", 1),
+                width=size_in(values, "hidden_size", width),
+                vocab_size=size_in(values, "vocab_size", vocab_size),
+                target=str(values.get("base_model_name_or_path") or ""),
+                rates=rates_in(settings_in(values, "forerun")),
+            )
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise DamagedFile(
+                f"config.json of the head lacks or garbles {brief(error)}; is it {family}'s?"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            f"{self.family}_num_heads": self.count,
+            f"{self.family}_num_layers": self.blocks,
+            "base_model_name_or_path": self.target,
+            "hidden_size": self.width,
+            "vocab_size": self.vocab_size,
+            "forerun": {"rates": self.rates},
+        }
+
+    @property
+    def tree_rates(self) -> tuple[tuple[float, ...], ...]:
+        return (self.rates or _RATES)[: self.count]
+
+
+def read_heads(
+    folder: Path, family: Family, width: int = 0, vocab_size: int = 0, *, pickle: bool = False
+) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    """Config and weights `{head}.{block}.linear.*`, and `{head}.{blocks}.weight` where heads have LM heads."""
+    config = HeadsConfig.from_json(read_config(folder), family, width, vocab_size)
+    weights = read_tensors(folder, pickle=pickle)
+    for i in range(config.count):
+        for j in range(config.blocks):
+            into = config.width * (2 + i) if family == "hydra" and j == 0 else config.width
+            check_weight(folder, weights, f"{i}.{j}.linear.weight", (config.width, into))
+            if f"{i}.{j}.linear.bias" in weights:
+                check_weight(folder, weights, f"{i}.{j}.linear.bias", (config.width,))
+    own = [f"{i}.{config.blocks}.weight" for i in range(config.count)]
+    rows = len(weights["d2t"]) if "d2t" in weights and weights["d2t"].dim() == 1 else config.vocab_size
+    lm_heads = own if own[0] in weights else ["lm_head.weight"] if "lm_head.weight" in weights else []
+    for name in lm_heads:
+        check_weight(folder, weights, name, (rows, config.width))
+    if "embed_tokens.weight" in weights:
+        check_weight(folder, weights, "embed_tokens.weight", (config.vocab_size, config.width))
+    return config, weights
+
+
+def write_heads(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
+    """In the form of `medusa_lm_head.safetensors`."""
+    write_config(folder, config.to_json())
+    tensors = {name: weight.contiguous().cpu() for name, weight in weights.items()}
+    write_shards(folder, tensors, f"{config.family}_lm_head")
+
+
+class HeadSet:
+    """The weights of a set of heads, and what both families compute with them."""
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        weights: Mapping[str, Tensor],
+        shared: SharedWeights | None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+
+        def have(name: str) -> Tensor:
+            return weights[name].detach().to(self.device, dtype).contiguous()
+
+        def get(name: str) -> Tensor | None:
+            return have(name) if name in weights else None
+
+        self.weights = [
+            [Matrix(have(f"{i}.{j}.linear.weight")) for j in range(config.blocks)]
+            for i in range(config.count)
+        ]
+        self.biases = [
+            [get(f"{i}.{j}.linear.bias") for j in range(config.blocks)] for i in range(config.count)
+        ]
+        own = [get(f"{i}.{config.blocks}.weight") for i in range(config.count)]
+        self.own_heads = [Matrix(head) for head in own if head is not None]
+        head = get("lm_head.weight")
+        rows = self.own_heads[0].outputs if self.own_heads else len(head) if head is not None else None
+        if rows is None:
+            rows = len(weights["d2t"]) if "d2t" in weights else config.vocab_size
+        self.vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(self.device)
+        self._embedding, self._shared = get("embed_tokens.weight"), shared
+        shares = head is None and not self.own_heads
+        if shares or (config.family == "hydra" and self._embedding is None):
+            if shared is None:
+                raise InvalidInput(
+                    f"these {config.family} heads share the target's weights and this target shares none; "
+                    "use heads that store their own"
+                )
+            shared.must_fit(config.width, config.vocab_size, config.target)
+            if shares:
+                head = shared.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
+        self.shared_head = None if head is None else Matrix(head)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._shared is not None
+        return self._shared.embed(tokens.flatten()).to(self.dtype).view(*tokens.shape, -1)
+
+    def block(self, head: int, index: int, rows: Tensor, onto: Tensor) -> Tensor:
+        """onto + SiLU(W rows + b)."""
+        into, bias = self.weights[head][index].times(rows), self.biases[head][index]
+        return onto + F.silu(into if bias is None else into.add_(bias))
+
+    def logits(self, head: int, rows: Tensor) -> Tensor:
+        weight = self.own_heads[head] if self.own_heads else self.shared_head
+        assert weight is not None
+        return weight.times(rows).float()
+
+
+class MedusaDrafter(CapturedHeads):
+    """Heads that guess in parallel; the tree is chosen from measured rates."""
+
+    def __init__(self, heads: HeadSet) -> None:
+        super().__init__(heads)
+        self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
+
+    @classmethod
+    def build(cls, parts: Parts) -> MedusaDrafter:
+        drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
+        if parts.target.can.captures:
+            drafter.capture(drafter.usual_budgets())
+        return drafter
+
+    def usual_budgets(self) -> list[Budget]:
+        return [Budget(depth, depth) for depth in range(1, self.heads.config.count + 1)]
+
+    @torch.no_grad()
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
+        live = self._ready(seqs, budgets)
+        if live:
+            self._meter.start()
+            captures = self.captures
+            some = [seqs[b] for b in live]
+            levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
+            guesses = self._guesses(some, levels)
+            for i, b in enumerate(live):
+                trees[b] = filled_tree(
+                    seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b]
+                )
+            self._stop_clock(1 if self.one_pass else levels, captures)
+        return lay_out(trees)
+
+    def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
+        """[B][levels][ranks] the likeliest tokens of each head."""
+        hidden = self._last_rows(seqs, self.heads.dtype)  # [B, D]
+        if self._replays(seqs):
+            work: HeadWork = lambda rows, _, noised: (self._likeliest(rows, levels, noised),)  # noqa: E731
+            (best,) = self._replay(seqs, hidden, (levels,), levels, work)
+        else:
+            law = DraftLaw(seqs, self.heads.vocabulary, hidden.device)
+            best = self._likeliest(hidden, levels, lambda logits, i: law.applied(logits[:, None], i)[:, 0])
+        guesses: list[list[list[int]]] = best.tolist()
+        return guesses
+
+    def _likeliest(self, hidden: Tensor, levels: int, noised: Noised) -> Tensor:
+        """[B, levels, ranks] tokens of each head behind rows [B, D]."""
+        heads, rows = self.heads, list[Tensor]()
+        for i in range(levels):
+            row = hidden
+            for j in range(heads.config.blocks):
+                row = heads.block(i, j, row, row)
+            rows.append(row)
+        if heads.shared_head is not None:
+            logits = torch.unflatten(heads.logits(0, torch.cat(rows)), 0, (levels, len(hidden)))
+        else:
+            logits = torch.stack([heads.logits(i, row) for i, row in enumerate(rows)])  # [levels, B, Vd]
+        count = min(RANKS, len(heads.vocabulary))
+        best = [likeliest(noised(logits[i], i)[:, None], count)[1][:, 0] for i in range(levels)]
+        return heads.vocabulary.ids[torch.stack(best, 1)]
+
+
+def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
+    """Heads from their folder, for this target."""
+    shared = target.shared()
+    width = 0 if shared is None else shared.width
+    config, weights = read_heads(folder, family, width, target.vocab_size)
+    return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

@@ -1,0 +1,312 @@
+"""MatchNeeds: what a look-up needs of a target that runs passes ahead: to stop where a match is worth drafting.
+
+Every match would end a row of plain passes that run in one native call. Matches that were refused are run past, until
+there is a longer one, or one so short was drafted after all.
+
+NgramDrafter (prompt lookup): drafts what followed the last few tokens earlier in the same sequence.
+
+The longest recent match wins; where nothing matches, nothing is drafted. The hit rate of matches is learnt at no
+cost: whether or not a guess was proposed, the committed token shows whether it would have been accepted. There is one
+rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
+one longer.
+
+The text is kept as a string with a character per token: to search it takes less time than to keep an index of it,
+above all where look-ups are rare.
+
+Of an encoder-decoder the source comes first: it is looked up as if it had been written before the output, behind a
+start token of its own. So drafting begins with the source's first tokens, and wherever the output agrees with the
+source it goes on there: aggressive decoding (Ge et al., 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
+from forerun.drafters.heads.growth import TreeBuilder, best_count, least_step
+from forerun.offers import FREE, Offer
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
+# tokens that a native call writes at most: a match that is refused grows with each that it says right
+GOES_ON = 8
+
+
+class MatchNeeds:
+    """Of all sequences together."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._wanted = tuple(Needs(match_length=length) for length in range(longest + 2))
+        self._least, self._longest = max(1, shortest), longest  # shorter ones were not worth drafting of late
+        self.needs = self._wanted[self._least]
+
+    def refuse(self, match: int) -> None:
+        """A match so long was not worth drafting (0 = there was none): passes run past others as weak, and past a long
+        one, which grows token by token.
+        """
+        match = min(match, self._longest)
+        if match <= WEAK:
+            self._least = max(self._least, match + 1)
+            self.needs = self._wanted[self._least]
+        else:
+            # 0 = all
+            self.needs = self._wanted[match + GOES_ON if match + GOES_ON < len(self._wanted) else 0]
+
+    def take(self, match: int) -> None:
+        """A match so long is drafted: it is worth it after all."""
+        if match > 0:
+            self._least = min(self._least, match)
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing was refused."""
+        self.needs = self._wanted[self._least]
+
+
+KEYS = (4, 2, 1)  # n-gram lengths that are searched for, one after the other; matches may be longer
+CANDIDATES = 32  # earlier places that branches are taken from: the most recent ones
+_ROOT = (-1,)  # the parents of a tree where nothing is drafted
+_PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
+
+
+@dataclass(slots=True)
+class HitRates:
+    """How often the token after a match of length m was right; recent counts weigh more."""
+
+    hits: list[float]
+    tries: list[float]
+
+    @classmethod
+    def prior(cls, longest: int) -> HitRates:
+        rates = [_PRIOR[min(m, len(_PRIOR) - 1)] for m in range(longest)]
+        return cls([8.0 * rate for rate in rates], [8.0] * longest)
+
+    @classmethod
+    def empty(cls, longest: int) -> HitRates:
+        return cls([0.0] * longest, [0.0] * longest)
+
+    def count(self, match: int, hit: bool, memory: float) -> None:
+        i = min(match, len(self.tries)) - 1
+        self.hits[i] = self.hits[i] * memory + hit
+        self.tries[i] = self.tries[i] * memory + 1.0
+
+    def rate(self, match: int, prior: HitRates) -> float:
+        """The estimate for this sequence, with all sequences as a prior worth four tries."""
+        i = min(match, len(self.tries)) - 1
+        return (self.hits[i] + 4.0 * prior.hits[i] / prior.tries[i]) / (self.tries[i] + 4.0)
+
+    def survivals(self, match: int, length: int, prior: HitRates, least: float = 0.0) -> list[float]:
+        """How likely the first 1, 2, ... tokens after a match are all right, while that is `least` or more."""
+        survival, rate, last = 1.0, 0.0, len(self.tries)
+        found: list[float] = []
+        for i in range(match, match + length):
+            if i <= last or not found:  # beyond the longest match the rate stays the same
+                rate = self.rate(i, prior)
+            survival *= rate
+            if survival < least:
+                break
+            found.append(survival)
+        return found
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is kept per sequence."""
+
+    rates: HitRates
+    source: int = 0  # tokens in front of the sequence's own: a start token, and what the encoder reads
+    tokens: list[int] = field(default_factory=list)  # these and its own, in a list that is quick to read
+    text: str = ""  # the same, a character for each
+    looked: int = -1  # length of the sequence when matches were last looked up
+    found: list[tuple[int, int]] = field(default_factory=list)  # then: length and end of each, the best first
+    is_wide: bool = False  # are there several?
+    guess: list[int] = field(default_factory=list)  # what follows the best
+
+
+class NgramDrafter(LookupDrafter):
+    """Longest recent match of the sequence's end within the sequence itself, and within its source."""
+
+    def __init__(self, longest: int = 16, shortest: int = 1) -> None:
+        self.longest, self.shortest = longest, shortest
+        self._matches_needed = MatchNeeds(longest, shortest)
+        self._sequences: dict[int, _Sequence] = {}
+        self._looked_up: set[int] = set()  # sequences with a guess of the coming round
+        self._all = HitRates.prior(longest)
+
+    @classmethod
+    def build(cls, parts: Parts) -> NgramDrafter:
+        return cls(parts.speculative.prompt_lookup_max, parts.speculative.prompt_lookup_min)
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self._matches_needed.needs
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """Where nothing may be drafted, nothing is looked up."""
+        for budget in budgets:
+            if budget.nodes:
+                break
+        else:
+            self._matches_needed.rest()
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
+                self._run_past(seqs[0])
+            return lone_roots(seqs)
+        return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def _run_past(self, seq: Seq) -> None:
+        """A match was refused: passes may run past it."""
+        state = self._sequences.get(seq.id)
+        if state is not None and state.guess and state.looked == state.source + len(seq.tokens):
+            self._matches_needed.refuse(state.found[0][0])
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Score the guesses that were looked up against the committed tokens, proposed or not."""
+        if not self._looked_up:
+            return
+        for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
+            state = self._sequences.get(seq.id)
+            if state is None or not state.guess or state.looked != state.source + len(seq.tokens):
+                continue
+            match = state.found[0][0]
+            for i, (guess, token) in enumerate(zip(state.guess, committed, strict=False)):
+                state.rates.count(match + i, guess == token, memory=0.97)
+                self._all.count(match + i, guess == token, memory=0.998)
+                if guess != token:
+                    break
+        self._looked_up.clear()
+
+    def forget(self, seq: Seq) -> None:
+        self._sequences.pop(seq.id, None)
+        self._looked_up.discard(seq.id)
+
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Drop what comes after the first `length` tokens."""
+        state = self._sequences.get(seq.id)
+        if state is not None:
+            length += state.source
+            state.tokens, state.text, state.looked = state.tokens[:length], state.text[:length], -1
+            state.guess = []
+
+    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
+        """What follows the longest match: tokens, and how likely each is accepted if those before it are."""
+        state = self._look_up(seq)
+        for i, token in enumerate(state.guess[:length]):
+            yield token, state.rates.rate(state.found[0][0] + i, self._all)
+
+    def offer(self, seq: Seq) -> Offer:
+        """As LookupDrafter's, from the counts: every round asks for it."""
+        state = self._look_up(seq)
+        if not state.guess:
+            return FREE
+        survivals = state.rates.survivals(state.found[0][0], len(state.guess), self._all, NEGLIGIBLE)
+        return Offer(free=tuple(survivals))
+
+    def _look_up(self, seq: Seq, wide: bool = False) -> _Sequence:
+        """What is kept for a sequence, with the matches of its end as it is now; `wide`: several of them."""
+        state = self._sequences.get(seq.id)
+        if state is None:
+            before = [seq.tokens[0], *seq.source] if seq.source else []
+            state = _Sequence(HitRates.empty(self.longest), len(before), before, "".join(map(chr, before)))
+            self._sequences[seq.id] = state
+        if state.looked != state.source + len(seq.tokens) or (wide and not state.is_wide):
+            fresh = seq.tokens[len(state.tokens) - state.source :]
+            state.tokens += fresh
+            state.text += "".join(map(chr, fresh))
+            state.found, state.is_wide = self._matches(state, wide), wide
+            state.guess = _copy(state.tokens, state.found[0][1], AT_HAND, seq.stop_ids) if state.found else []
+            state.looked = len(state.tokens)
+            if state.guess:
+                self._looked_up.add(seq.id)
+        return state
+
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
+        if not budget.nodes:
+            return seq.tokens[-1:], _ROOT
+        state = self._look_up(seq)
+        if not state.found:
+            return state.tokens[-1:], _ROOT
+        self._matches_needed.take(state.found[0][0])
+        least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
+        # a second branch is right only where the first is not: often that is too seldom to look for one
+        if budget.width > 1 and 1.0 - state.rates.rate(state.found[0][0], self._all) >= least:
+            state = self._look_up(seq, wide=True)
+            if len(state.found) > 1:
+                return self._branches(state, budget, seq.stop_ids, least)
+        depth, guess = min(budget.nodes, budget.depth), state.guess
+        if depth > AT_HAND:
+            guess = _copy(state.tokens, state.found[0][1], depth, seq.stop_ids)
+        if depth and budget.price is not None:
+            survivals = state.rates.survivals(state.found[0][0], min(depth, len(guess)), self._all)
+            depth = best_count(survivals, budget.price)
+        tokens = [state.tokens[-1], *guess[:depth]]
+        return tokens, range(-1, len(tokens) - 1)
+
+    def _branches(
+        self, state: _Sequence, budget: Budget, stop_ids: frozenset[int], least: float
+    ) -> tuple[list[int], Sequence[int]]:
+        """A tree of several continuations; nodes of lower survivals than `least` would be cut off again."""
+        builder = TreeBuilder(state.tokens[-1])
+        left = 1.0  # probability at the root that the better branches leave
+        for match, end in state.found[: budget.width]:
+            if left < least:
+                break
+            node = 0
+            for i, token in enumerate(_copy(state.tokens, end, budget.depth, stop_ids)):
+                rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
+                node = builder.add(node, token, rate)
+                if builder.survivals[node] < least:
+                    break
+            left *= 1.0 - state.rates.rate(match, self._all)
+        return builder.cut(budget.nodes, budget.price)
+
+    def _matches(self, state: _Sequence, wide: bool) -> list[tuple[int, int]]:
+        """(length, end) of the longest match, of equal ones the most recent; `wide`: and of others, as long or shorter.
+
+        Those have other next tokens; the best come first.
+        """
+        tokens, text = state.tokens, state.text
+        for n in KEYS:
+            last = len(text) - 1  # a match ends before the last token: else it would be the end itself
+            at = text.rfind(text[-n:], 0, last) if n <= last else -1
+            if at < 0:
+                continue
+            if wide:
+                return self._several(tokens, text, n)
+            end = at + n
+            length = self._length(tokens, end, n)
+            while length < self.longest and (at := text.rfind(text[-length - 1 :], 0, end - 1)) >= 0:
+                end = at + length + 1
+                length = self._length(tokens, end, length + 1)
+            return [(length, end)] if length >= self.shortest else []
+        return []
+
+    def _several(self, tokens: list[int], text: str, n: int) -> list[tuple[int, int]]:
+        """The same, of the last places where the last n tokens came before."""
+        found, last, pattern = list[tuple[int, int]](), len(text) - 1, text[-n:]
+        while len(found) < CANDIDATES and (at := text.rfind(pattern, 0, last)) >= 0:
+            found.append((self._length(tokens, at + n, n), at + n))
+            last = at + n - 1
+        found.sort(reverse=True)
+        nexts: dict[int, tuple[int, int]] = {}
+        for match, end in found:
+            if match >= self.shortest:
+                nexts.setdefault(tokens[end], (match, end))
+        return list(nexts.values())
+
+    def _length(self, tokens: list[int], end: int, known: int) -> int:
+        """How many tokens before `end` equal those at the end of the sequence."""
+        length, most = known, min(self.longest, end)
+        while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
+def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> list[int]:
+    """What follows `start`, up to a token that would end the sequence; past the sequence's end it repeats itself."""
+    found = tokens[start : start + length]
+    while len(found) < length:
+        found += found[: length - len(found)]
+    if not stop_ids.isdisjoint(found):
+        found = found[: next(i for i, token in enumerate(found, start=1) if token in stop_ids)]
+    return found

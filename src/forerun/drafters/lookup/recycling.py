@@ -1,0 +1,237 @@
+"""RecyclingDrafter: drafts the successors that the target found likeliest after the same tokens before.
+
+Every pass gives the target's law after every scored node, rejected ones included, and most of it is thrown away. This
+drafter keeps the likeliest successors of each pair of tokens and of each single one (token recycling, Luo et al. 2024,
+keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
+trusted is learnt from the committed tokens, at no cost. What is kept belongs to one request, or where `shared` is set
+to one tenant.
+
+Trees of a fixed shape: the nodes whose ranks were most often right, by the rates measured on held-back text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
+from forerun.drafters.compose import tenant_of
+from forerun.drafters.heads.growth import Candidates, best_count, grow
+from forerun.drafters.model.draft_law import likeliest
+from forerun.offers import Offer
+from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
+
+KEPT = 8  # successors of a context
+MOST_CONTEXTS, MOST_TENANTS = 1 << 16, 16  # that are kept; beyond, the oldest are dropped
+MEMORY = 0.998  # of the hit rates, per try
+ANY = -1  # in the place of the first token of a context: whatever it was
+_SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+# the kind of a successor that stood in the prompt; others: which share the target gave it
+_COPIED = len(_SHARES) + 1
+# how often successors of a kind come
+_PRIOR = (0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85, 0.3)
+
+Successors = tuple[tuple[int, int], ...]  # token and kind, the likeliest first
+Context = tuple[int, int]
+
+
+class Table:
+    """Successors by context, and how often each kind of them was right."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[Context, Successors] = OrderedDict()
+        kinds = 2 * len(_PRIOR)  # found by two tokens, and by one
+        self._hits, self._tries = [10.0 * rate for rate in (*_PRIOR, *_PRIOR)], [10.0] * kinds
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def after(self, before: int, token: int) -> list[tuple[int, float]]:
+        """Successors of two tokens, else of the last one, and how likely each is."""
+        return [(successor, self._hits[i] / self._tries[i]) for successor, i in self._known(before, token)]
+
+    def learn(self, before: int, token: int, successors: Successors) -> None:
+        for context in ((before, token), (ANY, token)):
+            self._rows[context] = successors
+            self._rows.move_to_end(context)
+        while len(self._rows) > MOST_CONTEXTS:
+            self._rows.popitem(last=False)
+
+    def learn_copied(self, tokens: Sequence[int]) -> None:
+        """From a prompt: what followed each pair, unless the target's own law is known."""
+        for i in range(1, len(tokens)):
+            found = ((tokens[i], _COPIED),)
+            self._rows.setdefault((ANY, tokens[i - 1]), found)
+            if i > 1:
+                self._rows.setdefault((tokens[i - 2], tokens[i - 1]), found)
+
+    def count(self, before: int, token: int, came: int) -> None:
+        """Was what it would have drafted here right?"""
+        for successor, i in self._known(before, token):
+            self._hits[i] = self._hits[i] * MEMORY + (successor == came)
+            self._tries[i] = self._tries[i] * MEMORY + 1.0
+
+    def _known(self, before: int, token: int) -> list[tuple[int, int]]:
+        found = self._rows.get((before, token))
+        if found is not None:
+            return list(found)
+        shift = len(_PRIOR)
+        return [(successor, kind + shift) for successor, kind in self._rows.get((ANY, token), ())]
+
+
+class RecyclingDrafter(BaseDrafter):
+    """A tree of the likeliest successors."""
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
+        self._tables: dict[int, Table] = {}  # by sequence
+        self._tenants: OrderedDict[str, Table] = OrderedDict()
+
+    @classmethod
+    def build(cls, parts: Parts) -> RecyclingDrafter:
+        return cls(parts.speculative.shared)
+
+    def offer(self, seq: Seq) -> Offer:
+        """The likeliest chain costs nothing."""
+        table, free, survival = self._table(seq), list[float](), 1.0
+        before, token = _ends(seq.tokens)
+        while len(free) < AT_HAND:
+            after = table.after(before, token)
+            if not after:
+                break
+            successor, rate = max(after, key=lambda pair: pair[1])
+            survival *= rate
+            if survival < NEGLIGIBLE:
+                break
+            free.append(survival)
+            if successor in seq.stop_ids:
+                break
+            before, token = token, successor
+        return Offer(free=tuple(free))
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Keep the likeliest successors of every node; a prompt shows only what it holds itself."""
+        if scores.logits is None:
+            for seq in seqs:
+                self._table(seq).learn_copied(seq.tokens)
+            return
+        (tokens, parents), paths = trees.to_host(), verdict.to_host()[0]
+        committed = committed_tokens(trees, verdict)
+        found = _successors(scores.logits)
+        for b, seq in enumerate(seqs):
+            table, start = self._table(seq), trees.starts[b]
+            before = seq.tokens[-2] if len(seq.tokens) > 1 else ANY
+            below = range(start + 1, trees.starts[b + 1])
+            contexts = [(before, tokens[start]), *((tokens[start + parents[i]], tokens[i]) for i in below)]
+            path = [0, *paths[b]]
+            for node, token in zip(path, committed[b], strict=True):
+                table.count(*contexts[node], token)
+            for node, context in enumerate(contexts):
+                table.learn(*context, found[start + node])
+            for node in path:  # where contexts repeat, what was committed is the last word
+                table.learn(*contexts[node], found[start + node])
+
+    def rewind(self, seq: Seq, length: int) -> None:
+        """What the target would write after some tokens holds wherever they stand."""
+
+    def forget(self, seq: Seq) -> None:
+        self._tables.pop(seq.id, None)
+
+    def _table(self, seq: Seq) -> Table:
+        table = self._tables.get(seq.id)
+        if table is None:
+            tenant = tenant_of(seq) if self.shared else None
+            table = Table() if tenant is None else self._tenants.setdefault(tenant, Table())
+            while len(self._tenants) > MOST_TENANTS:
+                self._tenants.popitem(last=False)
+            self._tables[seq.id] = table
+        return table
+
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        """The likeliest nodes first, until the rest is negligible."""
+        table, width = self._table(seq), max(1, budget.width)
+
+        def below(before: int, token: int) -> Candidates:
+            found = [(rate, successor, token) for successor, rate in table.after(before, token)]
+            found.sort(key=itemgetter(0), reverse=True)
+            return found, 0.0
+
+        def ways(node: tuple[float, int, int]) -> Candidates | None:
+            return None if node[1] in seq.stop_ids else below(node[2], node[1])
+
+        size, first = (budget.nodes, budget.depth, width), below(*_ends(seq.tokens))
+        grown = grow(seq.tokens[-1], first, ways, None, size, NEGLIGIBLE / 4)
+        count = best_count(grown.survivals, budget.price)
+        return grown.tokens[: count + 1], grown.parents[: count + 1]
+
+
+def _ends(tokens: Sequence[int]) -> Context:
+    """The last two tokens."""
+    return (tokens[-2] if len(tokens) > 1 else ANY), tokens[-1]
+
+
+def _successors(logits: Tensor) -> list[Successors]:
+    """The likeliest tokens after every node, with the kind that says how likely they were."""
+    values, rows = likeliest(logits.float()[None], min(KEPT, logits.shape[-1]))
+    limits = _limits_on(values.device)
+    kinds = torch.bucketize(values[0], limits, right=True)
+    packed: list[list[int]] = (rows[0] * len(_PRIOR) + kinds).tolist()  # one copy to the host
+    return [tuple([divmod(one, len(_PRIOR)) for one in row]) for row in packed]
+
+
+@cache
+def _limits_on(device: torch.device) -> Tensor:
+    """Logarithms of the shares that divide the kinds."""
+    return torch.tensor(_SHARES, dtype=torch.float64).log().float().to(device)
+
+
+@lru_cache(maxsize=64)
+def best_tree(
+    rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
+) -> tuple[tuple[int, int, float], ...]:
+    """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
+
+    Greedy is optimal: a node adds exactly the product of its path's rates, and never more than its parent.
+    """
+    tree: list[tuple[int, int, float]] = []
+    open_nodes = [(1.0, 0, 0)]  # survival, level, index in the tree counting the root
+    taken = {0: 0}  # how many children each node has: the next child has that rank
+    while len(tree) < nodes:
+        best: tuple[float, int, int, int] | None = None
+        for survival, level, index in open_nodes:
+            rank = taken[index]
+            if level < min(depth, len(rates)) and rank < min(width, len(rates[level])):
+                gain = survival * rates[level][rank]
+                if best is None or gain > best[0]:
+                    best = (gain, level, index, rank)
+        if best is None:
+            break
+        gain, level, parent, rank = best
+        taken[parent] += 1
+        tree.append((parent, rank, gain))
+        taken[len(tree)] = 0
+        open_nodes.append((gain, level + 1, len(tree)))
+    return tuple(tree)
+
+
+def filled_tree(
+    root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
+) -> tuple[list[int], list[int]]:
+    """The fixed tree with this sequence's tokens in it."""
+    most = min(budget.width, len(guesses[0]))
+    tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
+    tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
+    tokens, parents, levels = [root], [-1], [0]
+    for parent, rank, _ in tree:
+        tokens.append(guesses[levels[parent]][rank])
+        parents.append(parent)
+        levels.append(levels[parent] + 1)
+    return tokens, parents

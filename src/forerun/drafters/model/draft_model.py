@@ -1,0 +1,360 @@
+"""ModelDrafter: drafts with a second, smaller model that shares the target's vocabulary.
+
+The draft model runs token by token; its KV cache is cut back to the committed sequence before each round. How its
+tokens are picked follows the request: greedy sequences take its argmax (chosen), a verifier that couples by noise
+takes its token under the *same* noise (chosen, and accepted more often), any other samples from its law, which goes
+with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is
+w siblings at the root, each the head of a chain.
+
+TextDrafter: a draft model with another tokenizer writes text, which is put into the target's tokens.
+
+String-level exact match (Timor et al. 2025): nothing of the draft model's law is used, so its whole vocabulary may
+draft, not only what the two share. It drafts greedily. The tokens are *chosen*: the verifier follows them where the
+target writes them itself. Where drafted text meets the committed text, both are put into tokens together, because a
+word may go on across the seam; if that would change committed tokens, the drafted text is taken alone. The last token
+is dropped: more text might have made another one of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.heads.base import Meter
+from forerun.drafters.model.translated import TranslatedTarget
+from forerun.models.base import Target
+from forerun.noise import DRAFT, draw, exponential, uniform
+from forerun.offers import Offer
+from forerun.params import SamplingParams
+from forerun.topology import topology_of
+from forerun.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.verify.warp import argmax_rows, warp
+
+UNMEASURED = 2e-3  # seconds per level, until the first draft was timed
+READING = 0.25  # of a level: what reading a token of a prompt takes, until one was read
+CATCH_UP = 8  # tokens; a draft model that is further behind reads them as a prompt, without logits
+
+
+@dataclass(slots=True, eq=False)
+class Branch(PlainSeq):
+    """A sequence as the draft model sees it: the committed sequence, and what was drafted on top."""
+
+    committed: int = 0  # length of the committed sequence
+    cached: int = -1  # tokens in the draft model's KV cache; -1 = it has not seen the sequence
+    foreign: bool = False  # it holds a token outside the draft model's vocabulary
+
+
+@dataclass(slots=True)
+class Growth:
+    """The tree of one sequence while it grows: parallel lists of nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    rows: list[int]
+
+    def add(self, parent: int, token: int, row: int) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.rows.append(row)
+        return len(self.tokens) - 1
+
+
+class ModelDrafter:
+    """Any Target as a drafter."""
+
+    needs = Needs()
+
+    def __init__(self, draft: Target, vocab_size: int) -> None:
+        self.draft, self.vocab_size = draft, vocab_size
+        self._meter = Meter()
+        self._reading = 0.0  # seconds per token of a prompt
+        self._branches: dict[int, Branch] = {}
+
+    def offer(self, seq: Seq) -> Offer:
+        """A level, and reading the sequence before the first one; a chain that may be sampled, so of fixed length."""
+        level = self._meter.seconds or UNMEASURED
+        unread = len(seq.tokens) - self.draft.cached_tokens(seq)
+        start = unread * (self._reading or READING * level) if unread > CATCH_UP else 0.0
+        return Offer((level,), start, chosen=False)
+
+    @classmethod
+    def build(cls, parts: Parts) -> Drafter:
+        """On the target's device where both models run in our own GPU decoder, else token by token from the host."""
+        draft, vocab_size = parts.checkpoint("draft_model"), parts.target.vocab_size
+        if draft.can.captures and not parts.by_host:
+            from forerun.drafters.device.model import on_device
+
+            length = parts.max_length or parts.target.max_length
+            drafter = on_device(parts.target, draft, lambda: cls(draft, vocab_size), parts.max_batch, length)
+            if drafter is not None:
+                return drafter
+        return cls(draft, vocab_size)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        wanted = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
+        if not wanted:
+            return TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
+        laws: list[Tensor] = []
+        trees = [Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
+        branches = {b: self._follow(seqs[b]) for b in wanted}
+        branches = {b: branch for b, branch in branches.items() if not branch.foreign}
+        live = list(branches)
+        behind = [b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP]
+        if behind:
+            started, unread = perf_counter(), sum(len(b.tokens) - max(0, b.cached) for b in behind)
+            self.draft.prefill(behind, self.needs)
+            spent = (perf_counter() - started) / unread
+            self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
+            for branch in behind:
+                branch.cached = len(branch.tokens) - 1
+        self._meter.start()
+        widths = {b: max(1, min(budgets[b].width, budgets[b].nodes)) for b in live}
+        first = self._heads(live, branches, widths, trees, laws)
+        for rank in range(max(widths.values(), default=0)):
+            with_head = [b for b in live if rank < len(first[b])]
+            for b in with_head:
+                self._rewind(branches[b], first[b][rank][0])
+            tips = {b: first[b][rank][1] for b in with_head}
+            depths = {
+                b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head
+            }
+            self._chains(with_head, branches, tips, depths, trees, laws)
+        self._meter.stop(max((topology_of(tuple(tree.parents)).deepest for tree in trees), default=0))
+        rows = torch.tensor([row for tree in trees for row in tree.rows])
+        drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
+        return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        pass  # the next proposal compares with the committed sequence itself
+
+    def forget(self, seq: Seq) -> None:
+        branch = self._branches.get(seq.id)
+        if branch is not None:  # kept until it is released: an interrupted call can be repeated
+            self.draft.release(branch)
+            self._branches.pop(seq.id, None)
+
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Of the sequence as it was, only the first `length` tokens still hold: it was drafted for a draft model."""
+        branch = self._branches.get(seq.id)
+        if branch is not None:
+            branch.committed = min(branch.committed, length)
+
+    def _depth(self, seq: Seq, budget: Budget) -> int:
+        """How deep to draft: the budget, within the draft model's own context; 0 if it cannot read the source."""
+        rules = self.draft.source_rules
+        if rules is not None and len(seq.source) > rules.longest:
+            return 0
+        return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
+
+    def _follow(self, seq: Seq) -> Branch:
+        """Cut the draft model's view back to the committed sequence."""
+        branch = self._branches.get(seq.id)
+        if branch is None:
+            length = min(seq.max_length, self.draft.max_length)
+            fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
+            branch = Branch(
+                seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules
+            )
+            self._branches[seq.id] = branch
+        branch.seed = seq.seed  # that of a cascade's level changes with its rounds
+        fresh = seq.tokens[branch.committed :]
+        branch.foreign = branch.foreign or max(fresh, default=0) >= self.draft.vocab_size
+        agreed = branch.committed
+        end = min(len(branch.tokens), len(seq.tokens))
+        while agreed < end and branch.tokens[agreed] == seq.tokens[agreed]:
+            agreed += 1
+        branch.cached = min(branch.cached, agreed, len(seq.tokens) - 1)
+        self.draft.truncate(branch, max(0, branch.cached))
+        # a part of the target has cached what the target has: nothing of it is read again
+        branch.cached = self.draft.cached_tokens(branch) or branch.cached
+        branch.tokens, branch.committed = list(seq.tokens), len(seq.tokens)
+        return branch
+
+    def _rewind(self, branch: Branch, head: int) -> None:
+        """Back to the committed sequence, followed by one drafted token."""
+        branch.tokens = [*branch.tokens[: branch.committed], head]
+        branch.cached = min(branch.cached, branch.committed)
+        self.draft.truncate(branch, branch.cached)
+
+    def _heads(
+        self,
+        live: list[int],
+        branches: dict[int, Branch],
+        widths: dict[int, int],
+        trees: list[Growth],
+        laws: list[Tensor],
+    ) -> dict[int, list[tuple[int, int]]]:
+        """The siblings at every root, as (token, node)."""
+        tips = [branches[b] for b in live]
+        found = self._picks(tips, self._step(tips), [widths[b] for b in live], laws)
+        heads: dict[int, list[tuple[int, int]]] = {}
+        for b, (picked, row) in zip(live, found, strict=True):
+            heads[b] = [(token, trees[b].add(0, token, row)) for token in picked]
+        return heads
+
+    def _chains(
+        self,
+        live: list[int],
+        branches: dict[int, Branch],
+        tips: dict[int, int],
+        depths: dict[int, int],
+        trees: list[Growth],
+        laws: list[Tensor],
+    ) -> None:
+        """Extend one chain per sequence, level by level, all sequences in one pass."""
+        for depth in range(1, max(depths.values(), default=0)):
+            live = [b for b in live if depth < depths[b]]
+            ends = [branches[b] for b in live]
+            found = self._picks(ends, self._step(ends), [1] * len(ends), laws)
+            for b, (picked, row) in zip(live, found, strict=True):
+                if not picked:  # no token is possible here
+                    depths[b] = 0
+                    continue
+                tips[b] = trees[b].add(tips[b], picked[0], row)
+                branches[b].tokens.append(picked[0])
+
+    def _step(self, branches: list[Branch]) -> Laws:
+        """One pass of the draft model: the law after each branch's last token, in the target's ids."""
+        if not branches:
+            return Laws(torch.zeros(0, self.vocab_size), ())
+        # what the draft model has not seen yet, most often one token, goes through it as one chain
+        fresh = [branch.tokens[branch.cached :] for branch in branches]
+        for branch in branches:
+            # for the draft model, the sequence ends at the chain's root
+            del branch.tokens[branch.cached + 1 :]
+        chains = TreeBatch.chains(fresh, self.draft.device)
+        logits = self.draft.score(branches, chains, self.needs).required_logits
+        self.draft.commit(branches, chains, Verdict.whole_chain(chains, [0] * len(branches)))
+        for branch, tokens in zip(branches, fresh, strict=True):
+            branch.tokens += tokens[1:]
+            branch.cached = len(branch.tokens)
+        roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
+        last = [end - 1 for end in chains.starts[1:]]
+        return warp(fit(logits[last], self.vocab_size), branches, roots)
+
+    def _picks(
+        self, branches: Sequence[Branch], step: Laws, widths: Sequence[int], laws: list[Tensor]
+    ) -> list[tuple[list[int], int]]:
+        """`_pick` for every branch; the likeliest tokens of all are read at once, the lowest id where several are."""
+        if step.plain_greedy and max(widths) == 1:
+            return [([token], -1) for token in argmax_rows(step.log_weights)]
+        each = enumerate(zip(branches, widths, strict=True))
+        return [self._pick(branch, step, i, width, laws) for i, (branch, width) in each]
+
+    def _pick(
+        self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
+    ) -> tuple[list[int], int]:
+        """Up to `width` tokens to follow a branch, and the row of the law they were drawn from (-1 = chosen)."""
+        if i in step.impossible:
+            return [], -1
+        weights = step.log_weights[i]
+        if step.greedy[i] or branch.shares_noise:
+            if not step.greedy[i]:
+                weights = (
+                    weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
+                )
+            possible = int((weights > -torch.inf).sum())
+            return weights.topk(min(width, possible)).indices.tolist(), -1
+        law = weights.softmax(-1)
+        laws.append(law)
+        rest, picked = law.clone(), list[int]()
+        for rank in range(min(width, int((law > 0).sum()))):
+            # keyed by the round too: a position drafted again must not see the same numbers again
+            index = branch.committed * 64 + rank
+            token = draw(rest, uniform(branch.seed, len(branch.tokens), DRAFT, index))
+            picked.append(token)
+            rest[token] = 0.0
+        return picked, len(laws) - 1
+
+
+def fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits in the target's vocabulary: padding ids of either model are cut or made impossible."""
+    if logits.shape[-1] >= vocab_size:
+        return logits[:, :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+SEAM = 8  # committed tokens that are put into tokens again, together with the drafted text
+_GREEDY = SamplingParams()
+
+
+class TextDrafter:
+    """Drafts text rather than tokens."""
+
+    needs = Needs()
+
+    def __init__(self, draft: Target, vocab_size: int) -> None:
+        translated = draft if isinstance(draft, TranslatedTarget) else None
+        self.map = None if translated is None else translated.map  # None = one tokenizer
+        self.vocab_size = vocab_size
+        self._model = ModelDrafter(draft, vocab_size)
+        if translated is not None:
+            self._model = ModelDrafter(translated.draft, translated.draft.vocab_size)
+
+    @classmethod
+    def build(cls, parts: Parts) -> TextDrafter:
+        return cls(parts.checkpoint("draft_text"), parts.target.vocab_size)
+
+    def offer(self, seq: Seq) -> Offer:
+        """A level of the draft model; tokens are chosen, and their number is fixed beforehand."""
+        return self._model.offer(self._view(seq))
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        views = [self._view(seq) for seq in seqs]
+        depths = [min(budget.nodes, budget.depth) for budget in budgets]
+        # the last is dropped
+        asked = [Budget(depth + 1, depth + 1) if depth else Budget(0, 0) for depth in depths]
+        drafted = self._model.propose(views, asked)
+        tokens, rows = drafted.to_host()[0], []
+        for b, seq in enumerate(seqs):
+            new = tokens[drafted.starts[b] + 1 : drafted.starts[b + 1]]
+            found = self._in_target(seq, new)[: depths[b]]
+            ended = next((i for i, token in enumerate(found) if token in seq.stop_ids), len(found))
+            rows.append([seq.tokens[-1], *found[: ended + 1]])
+        return TreeBatch.chains(rows)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        pass  # the next proposal compares with the committed sequence itself
+
+    def forget(self, seq: Seq) -> None:
+        self._model.forget(seq)
+
+    def _view(self, seq: Seq) -> PlainSeq:
+        """The sequence in the draft model's tokens, to be continued greedily."""
+        if self.map is None:
+            read, ends = list(seq.tokens), seq.stop_ids
+        else:
+            read, ends = [*self.map.prefix, *self.map.read(seq.tokens)], frozenset(self.map.ends)
+        return PlainSeq(seq.id, read, len(read), _GREEDY, seq.seed, self._model.draft.max_length, ends)
+
+    def _in_target(self, seq: Seq, drafted: Sequence[int]) -> list[int]:
+        """Drafted tokens as tokens of the target, but the last."""
+        if self.map is None:
+            return [token for token in drafted if token < self.vocab_size][:-1]
+        end = next((i for i, token in enumerate(drafted) if token in self.map.ends), len(drafted))
+        text = b"".join(self.map.draft_bytes.get(token, b"") for token in drafted[:end])
+        found = self._encode(seq, text)
+        return [*found, self.map.ends[drafted[end]]] if end < len(drafted) else found[:-1]
+
+    def _encode(self, seq: Seq, text: bytes) -> list[int]:
+        """Text after a sequence, in the target's tokens."""
+        assert self.map is not None
+        encode, pieces = self.map.encode, self.map.target_bytes
+        new = text.decode("utf-8", errors="ignore")
+        if encode is None or not new:
+            return []
+        for size in (SEAM, SEAM // 2, 2):
+            tail = seq.tokens[-size:]
+            before = b"".join(pieces.get(token, b"\xff") for token in tail)
+            try:
+                ids = encode(before.decode("utf-8") + new)
+            except UnicodeDecodeError:  # it begins inside a character, or with a special token
+                continue
+            if ids[: len(tail)] == tail:
+                return ids[len(tail) :]
+        return encode(new)
