@@ -78,12 +78,12 @@ def text_of(llm: LLM, tokens: int, repeat: int) -> str:
 
 def first_token(llm: LLM, chat: list[Message], salt: str | None) -> tuple[float, Completion]:
     """Seconds until something of the answer is there, and the answer."""
-    started, events = perf_counter(), llm.stream(chat, SamplingParams(max_tokens=ANSWER), cache_salt=salt)
-    next(events)
+    started, stream = perf_counter(), llm.stream(chat, SamplingParams(max_tokens=ANSWER), cache_salt=salt)
+    next(stream)
     spent = perf_counter() - started
-    *_, whole = events
-    assert isinstance(whole, Completion)
-    return spent, whole
+    for _ in stream:
+        pass
+    return spent, stream.completion
 
 
 if __name__ == "__main__":
