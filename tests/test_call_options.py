@@ -81,6 +81,10 @@ def test_none_is_not_given() -> None:
         ({"drafter": 5}, "drafter=5 is out of range: a name"),
         ({"verifier": 5.5}, "verifier=5.5"),
         ({"logit_bias": {5: "1"}}, "logit_bias={5: '1'} is out of range"),
+        ({"stream": True}, "call stream() or stream_chat() for text as it grows"),
+        ({"do_sample": True}, "temperature=0 is greedy"),
+        ({"tools": []}, "read by the server"),
+        ({"request_id": 5}, "Request.request_id=5"),
         ({"n": 0}, "n=0 is out of range: 1 to 1024"),
         ({"n": "2"}, "n='2'"),
     ],
@@ -96,6 +100,26 @@ def test_what_is_unknown_or_wrong_is_said_in_one_line(options: dict[str, Any], w
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not llm.engine.busy
+
+
+def test_a_stream_is_one_text() -> None:
+    with pytest.raises(InvalidInput, match="'n', it is one text: call it once for each"):
+        make().stream("abc", n=2)  # type: ignore[call-arg]
+
+
+def test_variables_reach_the_chat_template() -> None:
+    llm, seen = make(), list[Any]()
+    real = llm.tokenizer.chat_ids
+    llm.tokenizer.chat_ids = lambda turns, **variables: (seen.append(variables), real(turns))[1]  # type: ignore[method-assign]
+    thinks = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 2}
+    llm.chat(["abc", "xyz"], **thinks)
+    llm.generate([{"role": "user", "content": "abc"}], **thinks)
+    list(llm.stream_chat("abc", **thinks))
+    assert seen == [{"enable_thinking": False}] * 4
+    with pytest.raises(InvalidInput, match="are for chats"):
+        llm.generate("abc", **thinks)
+    with pytest.raises(InvalidInput, match=r"chat_template_kwargs=\[1\] are no variables: give a dict"):
+        llm.chat("abc", chat_template_kwargs=[1])  # type: ignore[call-overload]
 
 
 def test_numbers_of_other_libraries() -> None:
