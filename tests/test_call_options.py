@@ -13,7 +13,6 @@ from forerun.errors import ForerunError, InvalidInput, UnknownName
 from forerun.llm import LLM
 from forerun.noise import derived_seed
 from forerun.params import SPELLINGS, SamplingOptions, SamplingParams
-from forerun.types import Event
 from tests.test_llm import make
 
 HOT: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
@@ -33,9 +32,8 @@ def test_keywords_dicts_and_params_mean_the_same() -> None:
     assert wanted == llm.generate("abc", SamplingParams(**HOT), seed=3).token_ids
     assert wanted == llm.generate("abc", {**HOT, "seed": 4}, seed=np.int64(3)).token_ids
     assert wanted == llm.chat("abc", **HOT, seed=3).token_ids
-    *_, last = llm.stream("abc", **HOT, seed=3)
-    assert not isinstance(last, Event)
-    assert last.token_ids == wanted
+    assert wanted == [token for event in llm.stream("abc", **HOT, seed=3) for token in event.tokens]
+    assert wanted == [token for event in llm.stream_chat("abc", **HOT, seed=3) for token in event.tokens]
 
 
 def test_keywords_hold_for_every_set_of_parameters() -> None:
@@ -83,6 +81,10 @@ def test_none_is_not_given() -> None:
         ({"drafter": 5}, "drafter=5 is out of range: a name"),
         ({"verifier": 5.5}, "verifier=5.5"),
         ({"logit_bias": {5: "1"}}, "logit_bias={5: '1'} is out of range"),
+        ({"stream": True}, "call stream() or stream_chat() for text as it grows"),
+        ({"do_sample": True}, "temperature=0 is greedy"),
+        ({"tools": []}, "read by the server"),
+        ({"request_id": 5}, "Request.request_id=5"),
         ({"n": 0}, "n=0 is out of range: 1 to 1024"),
         ({"n": "2"}, "n='2'"),
     ],
@@ -90,14 +92,34 @@ def test_none_is_not_given() -> None:
 )
 def test_what_is_unknown_or_wrong_is_said_in_one_line(options: dict[str, Any], words: str) -> None:
     llm = make()
-    for call in (llm.generate, llm.chat, llm.stream):
-        if call == llm.stream and "n" in options:
+    for call in (llm.generate, llm.chat, llm.stream, llm.stream_chat):
+        if call in (llm.stream, llm.stream_chat) and "n" in options:
             continue
         with pytest.raises(InvalidInput) as caught:
             list(call("abc", **options))  # type: ignore[operator, call-overload]
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not llm.engine.busy
+
+
+def test_a_stream_is_one_text() -> None:
+    with pytest.raises(InvalidInput, match="'n', it is one text: call it once for each"):
+        make().stream("abc", n=2)  # type: ignore[call-arg]
+
+
+def test_variables_reach_the_chat_template() -> None:
+    llm, seen = make(), list[Any]()
+    real = llm.tokenizer.chat_ids
+    llm.tokenizer.chat_ids = lambda turns, **variables: (seen.append(variables), real(turns))[1]  # type: ignore[method-assign]
+    thinks = {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 2}
+    llm.chat(["abc", "xyz"], **thinks)
+    llm.generate([{"role": "user", "content": "abc"}], **thinks)
+    list(llm.stream_chat("abc", **thinks))
+    assert seen == [{"enable_thinking": False}] * 4
+    with pytest.raises(InvalidInput, match="are for chats"):
+        llm.generate("abc", **thinks)
+    with pytest.raises(InvalidInput, match=r"chat_template_kwargs=\[1\] are no variables: give a dict"):
+        llm.chat("abc", chat_template_kwargs=[1])  # type: ignore[call-overload]
 
 
 def test_numbers_of_other_libraries() -> None:
@@ -209,7 +231,10 @@ def test_a_completion_in_json_and_in_short() -> None:
     assert {key: document[key] for key in ("text", "token_ids", "seed", "tokens")} == {
         "text": done.text, "token_ids": done.token_ids, "seed": 1, "tokens": 60
     }  # fmt: skip
-    assert document["logprobs"][0]["token"] == done.token_ids[0]
+    first = document["logprobs"][0]
+    assert first["token"] == done.token_ids[0]
+    assert first["text"] == done.text[0] == bytes(first["bytes"]).decode()
+    assert bytes(first["top"][0]["bytes"]) == first["top"][0]["text"].encode()
     assert str(done) == done.text
     assert len(repr(done)) < 130
     assert "60 tokens" in repr(done)
@@ -219,15 +244,12 @@ def test_a_completion_in_json_and_in_short() -> None:
 
 def test_a_stream_reads_well_in_a_notebook(capfd: pytest.CaptureFixture[str]) -> None:
     """What the library prints is nothing, and pieces of text hold no terminal codes: they join to the text."""
-    llm, pieces, whole = make(), list[str](), ""
-    for step in llm.stream("abc", **HOT, seed=3):
-        if isinstance(step, Event):
-            pieces.append(step.text)
-        else:
-            whole = step.text
+    llm = make()
+    stream = llm.stream("abc", **HOT, seed=3)
+    text = "".join(event.text for event in stream)
     llm.generate(["abc"] * 3, **HOT)
-    assert "".join(pieces) == whole
-    assert whole.isalpha()
+    assert text == stream.completion.text
+    assert text.isalpha()
     assert capfd.readouterr() == ("", "")
 
 

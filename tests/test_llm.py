@@ -11,10 +11,9 @@ import torch
 
 from forerun.build import make_engine
 from forerun.errors import InvalidInput, ModelNotFound, UnknownName
-from forerun.llm import LLM, Completion
+from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Event
 from tests.models.tiny_gguf import write_tiny
 
 
@@ -28,6 +27,12 @@ class Letters:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
+
+    def token_text(self, index: int) -> str:
+        return self.decode([index])
+
+    def token_bytes(self, index: int) -> bytes:
+        return self.token_text(index).encode()
 
     def chat_ids(self, messages: Any) -> list[int]:
         return self.encode("".join(turn["content"] for turn in messages))
@@ -82,26 +87,22 @@ def test_streams_side_by_side_keep_their_own_text() -> None:
     llm = make()
     alone = [llm.generate(prompt, PARAMS).text for prompt in ("abc", "xyz")]
     first, second = llm.stream("abc", PARAMS), llm.stream("xyz", PARAMS)
-    texts, ends = ["", ""], []
+    texts = ["", ""]
     for _ in range(40):
         for i, stream in enumerate((first, second)):
-            step = next(stream, None)
-            if isinstance(step, Event):
-                texts[i] += step.text
-            elif isinstance(step, Completion):
-                ends.append(step.text)
+            event = next(stream, None)
+            texts[i] += "" if event is None else event.text
     assert texts == alone
-    assert sorted(ends) == sorted(alone)
+    assert [stream.completion.text for stream in (first, second)] == alone
 
 
 def test_a_call_in_the_middle_of_a_stream_takes_nothing_from_it() -> None:
     llm = make()
     alone = llm.generate("abc", PARAMS).text
     pieces = []
-    for step in llm.stream("abc", PARAMS):
-        if isinstance(step, Event):
-            pieces.append(step.text)
-            llm.generate("xyz", PARAMS)
+    for event in llm.stream("abc", PARAMS):
+        pieces.append(event.text)
+        llm.generate("xyz", PARAMS)
     assert "".join(pieces) == alone
 
 
@@ -109,7 +110,7 @@ def test_a_stream_closed_early_frees_its_place() -> None:
     llm = make()
     stream = llm.stream("abc", PARAMS)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert not llm.engine.busy
 
 

@@ -8,6 +8,7 @@ import forerun
 def test_public_names() -> None:
     assert sorted(forerun.__all__) == [
         "AsyncLLM",
+        "AsyncStream",
         "Budget",
         "Completion",
         "EngineConfig",
@@ -19,6 +20,8 @@ def test_public_names() -> None:
         "Request",
         "SamplingParams",
         "SpeculativeConfig",
+        "Stream",
+        "TokenLogprob",
         "wrap",
     ]
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor, Prefix
     from forerun.llm import LLM
     from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-    from forerun.types import Budget, Event, Request
+    from forerun.streams import AsyncStream, Stream
+    from forerun.types import Budget, Event, Request, TokenLogprob
 
 if "torch" not in sys.modules:
     # Threads of torch that spin after a small operation take a core from our own kernels: a pass over four nodes then
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AsyncStream",
     "Budget",
     "Completion",
     "EngineConfig",
@@ -36,16 +38,21 @@ __all__ = [
     "Request",
     "SamplingParams",
     "SpeculativeConfig",
+    "Stream",
+    "TokenLogprob",
     "wrap",
 ]
 
 _HOMES = {
     "AsyncLLM": "forerun.async_llm",
+    "AsyncStream": "forerun.streams",
+    "Stream": "forerun.streams",
     "LLM": "forerun.llm",
     "Completion": "forerun.completion",
     "Budget": "forerun.types",
     "Event": "forerun.types",
     "Request": "forerun.types",
+    "TokenLogprob": "forerun.types",
     "EngineConfig": "forerun.params",
     "SamplingParams": "forerun.params",
     "SpeculativeConfig": "forerun.params",

@@ -1,8 +1,8 @@
-"""An LLM for asyncio: the engine runs on one thread of its own, and coroutines await their completions.
+"""AsyncLLM: an LLM for asyncio; the engine runs on one thread of its own, and coroutines await their completions.
 
-    async with AsyncLLM(LLM.load("smollm2")) as llm:
+    async with AsyncLLM("smollm2") as llm:
         completion = await llm.generate("Once upon a time")
-        async for step in llm.stream("Once upon a time"): ...
+        async for event in llm.stream("Once upon a time"): ...
 
 A coroutine that is cancelled, or a stream that is closed, drops its request before the next round. At most
 `max_requests` are served at once; others wait for a place, or are refused with `Overloaded` where `refuse` is set.
@@ -12,44 +12,76 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from os import PathLike
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from forerun.call_options import Options, Params, make_request
-from forerun.checks import shown
+from forerun.call_options import Call
+from forerun.calls import Calls
 from forerun.completion import Completion
 from forerun.engine.driver import Handle, Waiter
+from forerun.engine.engine import Engine
 from forerun.engine.stats import seconds_of
 from forerun.errors import ForerunError, InvalidInput, Overloaded
 from forerun.llm import LLM
-from forerun.types import Event, Request
+from forerun.load_engine import LoadOptions
+from forerun.streams import AsyncStream, Item
+from forerun.types import Request
 
 if TYPE_CHECKING:
-    from forerun.prompts import Prompt
+    from forerun.engine.sequence import SequenceState
+    from forerun.models.load.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+_One = Coroutine[Any, Any, Completion]
+_Several = Coroutine[Any, Any, list[Completion]]
+_Lists = Coroutine[Any, Any, list[list[Completion]]]
 
 
-class AsyncLLM:
-    """Serves the coroutines of one event loop. Made inside of it; `close` or `async with` ends its thread."""
+class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
+    """The calls of an LLM for the coroutines of one event loop: `await` them, or `async for` over their streams.
 
-    def __init__(self, llm: LLM, *, max_requests: int = 256, refuse: bool = False) -> None:
-        if not isinstance(llm, LLM):
-            raise InvalidInput(f"{shown(llm)} is no loaded model; give one: AsyncLLM(LLM.load('smollm2'))")
-        self.llm, self.max_requests, self.refuse = llm, max_requests, refuse
+    `close` or `async with` ends its thread.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | Engine | LLM = "smollm2",
+        tokenizer: Tokenizer | None = None,
+        name: str = "",
+        *,
+        max_requests: int = 256,
+        refuse: bool = False,
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        """Load a model as an LLM does, or serve an LLM that is loaded; threads may go on using it.
+
+        Loading takes seconds, in which an event loop stands still: load before it starts, or in a thread.
+        """
+        if isinstance(model, LLM) and (tokenizer is not None or name or options):
+            raise InvalidInput("an LLM is loaded already: give AsyncLLM(llm) no options of loading")
+        self._owns_llm = not isinstance(model, LLM)
+        self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, name, **options)
+        super().__init__(self.llm.engine, self.llm.tokenizer, self.llm.name, self.llm.driver)
+        self.max_requests, self.refuse = max_requests, refuse
         self._places = asyncio.Semaphore(max_requests)
         self._is_closed = False
         self._broken: BaseException | None = None
-        self._handles: dict[Handle, str | None] = {}  # with the names that callers gave them
+        self._handles: set[Handle] = set()
         self._owner = Waiter(lambda: self._is_closed)
         self._waiting = _Coroutines(lambda: self._is_closed or self._broken is not None)
-        llm.driver.watch(self._waiting)
+        self.driver.watch(self._waiting)
         self._thread = Thread(target=self._serve, name="forerun-engine", daemon=True)
         self._thread.start()
 
-    async def __aenter__(self) -> AsyncLLM:
+    @classmethod
+    def load(cls, model: str | PathLike[str] = "smollm2", **options: Unpack[LoadOptions]) -> Self:
+        """The same as `AsyncLLM(model, ...)`."""
+        return cls(model, **options)
+
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -57,37 +89,39 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: Params | None = None,
-        *,
-        request_id: str | None = None,
-        **options: Unpack[Options],
-    ) -> Completion:
-        """The Completion of a prompt; raises what ended it, if an error did. `request_id` is a name for `abort`."""
-        handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
+    async def _answer(
+        self, call: Callable[[], Call]
+    ) -> Completion | list[Completion] | list[list[Completion]]:
+        asked = call()
+        tasks = [asyncio.create_task(self._ended(request)) for request in asked.requests]
+        try:
+            done = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return asked.in_shape([self.completion_of(seq) for seq in done])
+
+    async def _ended(self, request: Request) -> SequenceState:
+        """Its sequence, once it has ended."""
+        handle = await self._submit(request)
         try:
             await self._until(lambda: handle.is_finished)
-            return self._completion_of(handle)
+            return self._seq_of(handle)
         finally:
             self._drop(handle)
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        params: Params | None = None,
-        *,
-        request_id: str | None = None,
-        every_round: bool = True,
-        **options: Unpack[Options],
-    ) -> AsyncGenerator[Event | Completion]:
-        """Yield an Event per round as the text grows, then its Completion.
+    def _stream(self, request: Request) -> AsyncStream:
+        return AsyncStream(self.items(request), self.tokenizer)
+
+    async def items(self, request: Request, *, every_round: bool = True) -> AsyncGenerator[Item]:
+        """What a stream reads, for servers: an event per round as the text grows, then the Completion.
 
         Without `every_round` the event of the first round comes, and the others with the Completion: for callers that
         want the whole text, because an event loop that wakes after every round takes time from the engine.
         """
-        handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
+        handle = await self._submit(request)
         try:
             news, end = (lambda: handle.has_news), (lambda: handle.is_finished)
             is_finished, wanted = False, news
@@ -97,33 +131,30 @@ class AsyncLLM:
                 wanted = news if every_round else end
                 for event in handle.take():
                     yield event
-            yield self._completion_of(handle)
+            yield self.completion_of(self._seq_of(handle))
         finally:
             self._drop(handle)
-
-    def abort(self, request_id: str) -> None:
-        """End the requests of that name before the next round, as "aborted", with what they have; never waits."""
-        for handle, name in self._handles.items():
-            if name == request_id:
-                self.llm.driver.post(handle.drop_from, at_once=False)
 
     async def close(self, timeout: float | None = None) -> bool:
         """Drop all requests and end the thread; calls that still wait get an error.
 
-        Waits for the thread, at most `timeout` seconds: did it end? A round that hangs cannot be ended.
+        Waits for the thread, at most `timeout` seconds: did it end? A round that hangs cannot be ended. An LLM that
+        was given is left open; one that was loaded here is closed.
         """
         self._end_all()
         loop = asyncio.get_running_loop()
         until = None if timeout is None else loop.time() + timeout
         while self._thread.is_alive() and (until is None or loop.time() < until):
             await asyncio.sleep(0.002)  # not in an executor: a thread of it that hangs would keep the process
+        if self._owns_llm and not self._thread.is_alive():
+            self.llm.close()
         return not self._thread.is_alive()
 
     def fail(self, error: BaseException) -> None:
         """Give up an engine that makes no progress: calls that wait, and later ones, get the error."""
         self._broken = error
         self._end_all()
-        self.llm.driver.wake_all()
+        self.driver.wake_all()
 
     def _end_all(self) -> None:
         self._is_closed = True
@@ -146,15 +177,15 @@ class AsyncLLM:
         """Requests that are being served or wait in the engine."""
         return len(self._handles)
 
-    async def _submit(self, request: Request, name: str | None) -> Handle:
+    async def _submit(self, request: Request) -> Handle:
         if self.refuse and self._places.locked():
             raise Overloaded(f"{self.max_requests} requests are being served; try again later")
         await self._places.acquire()
         handle = Handle(request)
-        self._handles[handle] = name
+        self._handles.add(handle)
         try:
             self._check_open()
-            self.llm.driver.post(handle.queue_in, at_once=False)
+            self.driver.post(handle.queue_in, at_once=False)
             await self._until(lambda: handle.is_decided)
             if handle.refused is not None:
                 raise handle.refused
@@ -166,14 +197,14 @@ class AsyncLLM:
     def _drop(self, handle: Handle) -> None:
         """The caller is gone: free its place, and end the request if it has not ended."""
         if handle in self._handles:
-            del self._handles[handle]
+            self._handles.remove(handle)
             self._places.release()
-            self.llm.driver.abort(handle, at_once=False)
+            self.driver.abort(handle, at_once=False)
 
-    def _completion_of(self, handle: Handle) -> Completion:
+    def _seq_of(self, handle: Handle) -> SequenceState:
         if handle.is_dropped:
             self._check_open()
-        return self.llm.completion_of(handle.seq)
+        return handle.seq
 
     async def _until(self, is_ready: Callable[[], bool]) -> None:
         """Wait for the engine's thread."""
@@ -190,13 +221,13 @@ class AsyncLLM:
     def _serve(self) -> None:
         """The engine's thread."""
         try:
-            self.llm.driver.wait(self._owner)
+            self.driver.wait(self._owner)
         except BaseException as error:
             log.exception("the engine's thread ended with an error")
             self._broken = self._broken or error
         self._waiting.wake()
-        self.llm.driver.ignore(self._waiting)
-        self.llm.driver.wake_all()
+        self.driver.ignore(self._waiting)
+        self.driver.wake_all()
 
 
 class _Coroutines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.checks import as_name, as_whole, shown, unknown
 from forerun.completion import Completion
@@ -15,7 +15,7 @@ from forerun.prompts import Prompt
 from forerun.seeds import derived_seed
 
 Params = SamplingParams | Mapping[str, Any]
-Encode = Callable[[Prompt], tuple[int, ...]]
+Encode = Callable[..., tuple[int, ...]]  # of a prompt, and of variables of the chat template if there are any
 MOST_COPIES = 1024  # of one prompt in a call
 _DEFAULTS = SamplingParams()
 
@@ -28,6 +28,17 @@ class Options(SamplingOptions, total=False):
     budget: int | Budget | None
     shows_rejected: bool  # events tell what was drafted in vain
     cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
+    request_id: str | None  # a name for `abort`
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
+
+
+_ELSEWHERE = {  # what other libraries have as an option
+    "stream": "this call has no option 'stream': call stream() or stream_chat() for text as it grows",
+    "n": "a stream has no option 'n', it is one text: call it once for each, or use generate() or chat()",
+    "tools": "this call has no option 'tools': calls of tools are read by the server, `forerun serve`",
+    "do_sample": "this call has no option 'do_sample': temperature=0 is greedy, more than 0 samples",
+}
+_OURS = Options.__annotations__.keys() - SamplingOptions.__annotations__.keys()
 
 
 def make_request(
@@ -36,45 +47,60 @@ def make_request(
     """The request of a prompt and its options; keywords override `params`."""
     known = [*Options.__annotations__, *SPELLINGS]
     if strange := [name for name in options if name not in known]:
-        raise InvalidInput(unknown("option", strange[0], known))
+        raise InvalidInput(_ELSEWHERE.get(strange[0]) or unknown("option", strange[0], known))
     if params is not None and not isinstance(params, SamplingParams):
         params = SamplingParams.from_dict(params)
-    ours = ("drafter", "verifier", "budget", "shows_rejected", "cache_salt")
-    sampling = {name: value for name, value in options.items() if name not in ours}
+    sampling = {name: value for name, value in options.items() if name not in _OURS}
     budget = options.get("budget")
     if budget is not None and not isinstance(budget, Budget):
         budget = budget_of(as_whole("budget", budget, 0, 256), width=1)
     drafter, verifier = (
-        None if options.get(name) is None else as_name(name, options[name]) for name in ours[:2]
+        None if options.get(name) is None else as_name(name, options[name])
+        for name in ("drafter", "verifier")
     )
     merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
-    rest = options.get("shows_rejected", False), options.get("cache_salt", "")
-    return Request(encode(prompt), merged, drafter, verifier, budget, *rest)
+    rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
+    variables = options.get("chat_template_kwargs")
+    ids = encode(prompt) if variables is None else encode(prompt, variables)
+    return Request(ids, merged, drafter, verifier, budget, *rest)
 
 
-def make_requests(
-    prompts: Sequence[Prompt],
-    params: Params | Sequence[Params] | None,
-    n: int | None,
-    options: Mapping[str, Any],
-    encode: Encode,
-) -> list[list[Request]]:
-    """The requests of each prompt: one, or with `n` as many, unless all their texts would be alike."""
-    copies = None if n is None else as_whole("n", n, 1, MOST_COPIES)
-    pairs = zip(prompts, _each(params, len(prompts)), strict=True)
-    return [_copies(make_request(prompt, own, options, encode), copies) for prompt, own in pairs]
+class Call(NamedTuple):
+    """One call of `generate` or `chat`: its requests, prompt by prompt, and the shape of what it returns."""
 
+    asked: list[list[Request]]  # of each prompt: one, or n of them unless all their texts would be alike
+    several: bool  # prompts
+    n: int | None
 
-def in_shape(
-    done: Iterable[Completion], asked: Sequence[Sequence[Request]], several: bool, n: int | None
-) -> Completion | list[Completion] | list[list[Completion]]:
-    """Completions as they were asked for: one for each prompt, or with `n` a list for each."""
-    left = iter(done)
-    texts = [[next(left) for _ in requests] for requests in asked]
-    if n is None:
-        return [own[0] for own in texts] if several else texts[0][0]
-    whole = [own if len(own) == n else own * n for own in texts]  # greedy texts are written once
-    return whole if several else whole[0]
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        several: bool,
+        params: Params | Sequence[Params] | None,
+        n: int | None,
+        options: Mapping[str, Any],
+        encode: Encode,
+    ) -> Call:
+        copies = None if n is None else as_whole("n", n, 1, MOST_COPIES)
+        pairs = zip(prompts, _each(params, len(prompts)), strict=True)
+        asked = [_copies(make_request(prompt, own, options, encode), copies) for prompt, own in pairs]
+        return cls(asked, several, copies)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for requests in self.asked for request in requests]
+
+    def in_shape(self, done: Iterable[Completion]) -> Completion | list[Completion] | list[list[Completion]]:
+        """Completions as they were asked for: one for each prompt, or with `n` a list for each."""
+        left = iter(done)
+        texts = [[next(left) for _ in requests] for requests in self.asked]
+        if self.n is None:
+            return [own[0] for own in texts] if self.several else texts[0][0]
+        whole = [
+            own if len(own) == self.n else own * self.n for own in texts
+        ]  # greedy texts are written once
+        return whole if self.several else whole[0]
 
 
 def _each(params: Any, count: int) -> Sequence[Params | None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forerun.engine.stats import RoundCounts, SequenceStats
 from forerun.messages import FinishReason, TokenLogprob
@@ -33,7 +33,7 @@ class Completion:
     exact: bool
     seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
     seconds: float  # of the engine's work since it was admitted, including the rest of the batch
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token, if asked for
     queue_seconds: float = 0.0  # from its submission until its prompt was read
     reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
@@ -49,8 +49,10 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values that JSON can hold."""
-        derived = {"tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
-        return {**asdict(self), **derived}
+        plain = asdict(self)
+        for one in [top for entry in plain["logprobs"] for top in (entry, *entry["top"])]:
+            one["bytes"] = list(one["bytes"])
+        return {**plain, "tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
 
     def __str__(self) -> str:
         return self.text
@@ -121,6 +123,26 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         queue_seconds=seq.queue_seconds or 0.0,
         cached_tokens=seq.cached_tokens,
     )
+
+
+class Spells(Protocol):
+    """How single tokens read: a Tokenizer."""
+
+    def token_text(self, index: int, /) -> str: ...
+
+    def token_bytes(self, index: int, /) -> bytes: ...
+
+
+def spelt(entries: Iterable[TokenLogprob], tokenizer: Spells) -> list[TokenLogprob]:
+    """Log-probabilities with the text and the bytes of their tokens; entries that have them stay as they are."""
+
+    def one(entry: TokenLogprob) -> TokenLogprob:
+        if entry.bytes:
+            return entry
+        text, raw = tokenizer.token_text(entry.token), tokenizer.token_bytes(entry.token)
+        return replace(entry, text=text, bytes=raw, top=tuple(map(one, entry.top)))
+
+    return [one(entry) for entry in entries]
 
 
 def seed_of(seq: SequenceState) -> int | None:

@@ -6,37 +6,27 @@ print(llm.chat("Why is the sky blue?", max_tokens=80).text)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Self, Unpack
 
-from forerun.call_options import Options, Params, in_shape, make_request, make_requests
+from forerun.call_options import Call
+from forerun.calls import Calls
 from forerun.completion import Completion as Completion
-from forerun.completion import ended_of
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.load_engine import LoadOptions, load_engine
 from forerun.models.base import ServedByProcesses
-from forerun.prompts import (
-    Conversation,
-    Prompt,
-    as_conversations,
-    as_messages,
-    as_prompts,
-    as_token_list,
-    check_text,
-    is_chat,
-)
-from forerun.types import Event
+from forerun.streams import Item, Stream
+from forerun.types import Request
 
 if TYPE_CHECKING:
-    from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
 
 
-class LLM:
+class LLM(Calls[Completion, list[Completion], list[list[Completion]], Stream]):
     """A target, its tokenizer, and the engine that generates with them.
 
     Any number of threads may share one: their calls join the running batch, and each gets its own completion.
@@ -62,15 +52,14 @@ class LLM:
             raise InvalidInput(
                 "an engine comes with its tokenizer and without options: LLM(engine, tokenizer)"
             )
-        self.engine, self.tokenizer, self.name = model, tokenizer, name
-        self.driver = Driver(model)
+        super().__init__(model, tokenizer, name, Driver(model))
 
     @classmethod
-    def load(cls, model: str | PathLike[str] = "smollm2", **options: Unpack[LoadOptions]) -> LLM:
+    def load(cls, model: str | PathLike[str] = "smollm2", **options: Unpack[LoadOptions]) -> Self:
         """The same as `LLM(model, ...)`."""
         return cls(model, **options)
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -83,141 +72,19 @@ class LLM:
         if isinstance(self.engine.target, ServedByProcesses):
             self.engine.target.close()
 
-    def __repr__(self) -> str:
-        return f"LLM({self.name!r}, drafter={self.engine.default_drafter!r})"
+    def _answer(self, call: Callable[[], Call]) -> Completion | list[Completion] | list[list[Completion]]:
+        asked = call()
+        done = self.driver.write(asked.requests)
+        return asked.in_shape([self.completion_of(seq) for seq in done])
 
-    @overload  # a string is also a sequence of strings: the first signature that fits is meant
-    def generate(  # type: ignore[overload-overlap]
-        self, prompts: Prompt, params: Params | None = None, *, n: None = None, **options: Unpack[Options]
-    ) -> Completion: ...
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self, prompts: Prompt, params: Params | None = None, *, n: int, **options: Unpack[Options]
-    ) -> list[Completion]: ...
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        n: None = None,
-        **options: Unpack[Options],
-    ) -> list[Completion]: ...
-    @overload
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        n: int,
-        **options: Unpack[Options],
-    ) -> list[list[Completion]]: ...
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        n: int | None = None,
-        **options: Unpack[Options],
-    ) -> Completion | list[Completion] | list[list[Completion]]:
-        """A Completion for a prompt (text, token ids or chat messages), or a list of them for several prompts.
+    def _stream(self, request: Request) -> Stream:
+        return Stream(self._items(request), self.tokenizer)
 
-        Text is taken as it is; messages go through the model's chat template. Fields of SamplingParams may be given
-        as keywords, over those of `params`; `drafter`, `verifier` and `budget` hold for this call only. Several
-        prompts may share their parameters or bring a list of them. With `n`, each prompt gets a list of n texts: the
-        first has the seed that was given, the i-th `noise.derived_seed(seed, i)`, and each says its own. A request
-        that cannot go on raises its error once the others of the call have finished.
-        """
-        return self._answer(*as_prompts(prompts), params, n, options)
-
-    @overload
-    def chat(  # type: ignore[overload-overlap]
-        self,
-        messages: Conversation,
-        params: Params | None = None,
-        *,
-        system: str | None = None,
-        n: None = None,
-        **options: Unpack[Options],
-    ) -> Completion: ...
-    @overload
-    def chat(  # type: ignore[overload-overlap]
-        self,
-        messages: Conversation,
-        params: Params | None = None,
-        *,
-        system: str | None = None,
-        n: int,
-        **options: Unpack[Options],
-    ) -> list[Completion]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        system: str | None = None,
-        n: None = None,
-        **options: Unpack[Options],
-    ) -> list[Completion]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        system: str | None = None,
-        n: int,
-        **options: Unpack[Options],
-    ) -> list[list[Completion]]: ...
-    def chat(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        system: str | None = None,
-        n: int | None = None,
-        **options: Unpack[Options],
-    ) -> Completion | list[Completion] | list[list[Completion]]:
-        """Answer a chat, or several at once; a plain string is one user message. Options are `generate`'s."""
-        conversations, several = as_conversations(messages, system)
-        return self._answer(conversations, several, params, n, options)
-
-    def stream(
-        self, prompt: Prompt, params: Params | None = None, **options: Unpack[Options]
-    ) -> Iterator[Event | Completion]:
-        """Yield an Event per round as the text grows, then its Completion. Options are `generate`'s."""
-        handle = self.driver.submit(make_request(prompt, params, options, self.encode))
+    def _items(self, request: Request) -> Generator[Item]:
+        handle = self.driver.submit(request)
         try:
             for _, event in self.driver.events({0: handle}):
                 yield event
             yield self.completion_of(handle.seq)
         finally:  # the caller may stop iterating early
             self.driver.abort(handle)
-
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt in any of its forms."""
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(check_text(prompt)))
-        if is_chat(prompt):
-            return tuple(self.tokenizer.chat_ids(as_messages(prompt)))
-        return as_token_list(prompt)
-
-    def _answer(
-        self,
-        prompts: Sequence[Prompt],
-        several: bool,
-        params: Params | Sequence[Params] | None,
-        n: int | None,
-        options: Mapping[str, Any],
-    ) -> Completion | list[Completion] | list[list[Completion]]:
-        """Completions in the shape of the prompts: one, a list, or a list of lists."""
-        asked = make_requests(prompts, params, n, options, self.encode)
-        done = self.driver.write([request for requests in asked for request in requests])
-        return in_shape([self.completion_of(seq) for seq in done], asked, several, n)
-
-    def completion_of(self, seq: SequenceState) -> Completion:
-        """A sequence that has ended as a Completion; raises the error that ended it, if one did."""
-        if seq.error is not None:
-            raise seq.error
-        return ended_of(seq, self.engine.verifiers.get(seq.verifier).exact).completion()

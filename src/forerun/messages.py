@@ -13,6 +13,7 @@ from forerun.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 Source = Literal["free", "costly", "any"]
+Bytes = bytes  # under a name that a field called `bytes` does not hide
 ALWAYS = 1 << 30  # rounds under one plan
 
 
@@ -64,6 +65,7 @@ class Request:
     budget: Budget | None = None  # None = the controller decides
     shows_rejected: bool = False  # do its events tell what was drafted in vain?
     cache_salt: str | None = ""  # cached prompts are shared with requests of the same salt; None = with none
+    request_id: str | None = None  # a name for `abort`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
@@ -74,6 +76,7 @@ class Request:
             ("budget", Budget),
             ("shows_rejected", bool),
             ("cache_salt", str),
+            ("request_id", str),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):
@@ -86,11 +89,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the law it was sampled from, and of the likeliest tokens there."""
+    """Log-probability of a token under the law it was sampled from, and of the likeliest tokens there.
 
-    token: int
+    Text and bytes are filled in by `forerun.completion.spelt`, for whoever reads them: an engine knows ids alone.
+    """
+
+    token: int  # its id
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
+    text: str = ""  # U+FFFD stands for bytes that are only a part of a character
+    bytes: Bytes = b""  # of several tokens they join to whole characters
 
 
 @dataclass(frozen=True, slots=True)

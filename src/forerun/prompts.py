@@ -55,6 +55,16 @@ def as_messages(messages: Any, system: Any = None) -> list[Message]:
     return [_as_message(turn) for turn in ([{"role": "system", "content": system}] if system else []) + turns]
 
 
+def as_variables(chat_template_kwargs: Any) -> dict[str, Any]:
+    """Variables of a chat template, by their names."""
+    given = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidInput(
+            f"chat_template_kwargs={shown(given)} are no variables: give a dict such as {{'enable_thinking': False}}"
+        )
+    return {**given}
+
+
 def as_token_list(prompt: Any) -> tuple[int, ...]:
     """Token ids from integers of any library."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt

@@ -48,6 +48,12 @@ class Letters:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(chr(64 + token) for token in ids)
 
+    def token_text(self, index: int) -> str:
+        return self.decode([index])
+
+    def token_bytes(self, index: int) -> bytes:
+        return self.token_text(index).encode()
+
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode(" ".join(message["content"] for message in messages))
 

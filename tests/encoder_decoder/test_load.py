@@ -13,7 +13,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from forerun import LLM
-from forerun.completion import Completion
 from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.marian_tokenizer import MarianTokenizer
@@ -40,9 +39,8 @@ def test_a_folder_translates_as_transformers_does(llm: LLM, folder: Path, tmp_pa
         assert one.token_ids == reference("marian", source, 20)
         assert one.prompt_tokens == len(source)
         assert one.text == llm.tokenizer.decode(one.token_ids)
-    *events, last = llm.stream(TEXTS[0], max_tokens=20)
-    assert isinstance(last, Completion)
-    assert last.text == done[0].text == "".join(event.text for event in events)  # type: ignore[union-attr]
+    stream = llm.stream(TEXTS[0], max_tokens=20)
+    assert "".join(event.text for event in stream) == stream.completion.text == done[0].text
     safe = LLM(make_folder(tmp_path, pickled=False), drafter="none")
     assert [one.text for one in safe.generate(TEXTS[:2], max_tokens=20)] == [one.text for one in done]
 

@@ -10,7 +10,8 @@ import pytest
 
 from forerun import AsyncLLM
 from forerun.async_llm import _Coroutines
-from forerun.errors import ForerunError, InvalidInput
+from forerun.call_options import make_request
+from forerun.errors import ForerunError
 from forerun.llm import Completion
 from forerun.params import SamplingParams
 from tests.engine.test_driver import PARAMS, make
@@ -29,7 +30,8 @@ def test_a_whole_text_wakes_the_loop_at_its_first_round_and_its_end(
         async with AsyncLLM(make()) as llm:
             wanted = await llm.generate("abc", LONG, drafter="none")
             wakes.clear()
-            steps = [step async for step in llm.stream("abc", LONG, drafter="none", every_round=every_round)]
+            request = make_request("abc", LONG, {"drafter": "none"}, llm.encode)
+            steps = [step async for step in llm.items(request, every_round=every_round)]
             assert "".join(step.text for step in steps[:-1]) == wanted.text
             return steps
 
@@ -78,9 +80,9 @@ def test_a_round_calls_the_loop_once_whoever_waits(monkeypatch: pytest.MonkeyPat
             wanted = await llm.generate("abc", params, drafter="none")
 
             async def read() -> str:
-                steps = [step async for step in llm.stream("abc", params, drafter="none")]
-                assert len(steps) == 101
-                return "".join(step.text for step in steps[:-1])
+                events = [event async for event in llm.stream("abc", params, drafter="none")]
+                assert len(events) == 100
+                return "".join(event.text for event in events)
 
             before = llm.llm.engine.stats.rounds
             calls.clear()
@@ -91,11 +93,3 @@ def test_a_round_calls_the_loop_once_whoever_waits(monkeypatch: pytest.MonkeyPat
     woken, rounds = asyncio.run(main())
     assert rounds < 8 * 101 / 2, "negative control: they ran together"
     assert 10 < woken <= rounds + 40, "one for each round, and a few for requests that come and go"
-
-
-def test_the_name_of_a_model_is_no_loaded_one() -> None:
-    async def main() -> None:
-        AsyncLLM("smollm2")  # type: ignore[arg-type]
-
-    with pytest.raises(InvalidInput, match="'smollm2' is no loaded model"):
-        asyncio.run(main())

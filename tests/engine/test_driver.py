@@ -16,10 +16,10 @@ from forerun import AsyncLLM
 from forerun.build import make_engine
 from forerun.engine.driver import Driver
 from forerun.errors import ForerunError, InvalidInput, Overloaded
-from forerun.llm import LLM, Completion
+from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import Fault, TableLM
-from forerun.types import Event, Request
+from forerun.types import Request
 from tests.test_llm import Letters
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -58,15 +58,13 @@ def text_of(llm: LLM, call: tuple[str, SamplingParams, str], how: int) -> str | 
         return llm.generate(prompt, params, drafter=drafter).text
     if how == 1:
         return llm.generate([prompt, "zz"], params, drafter=drafter)[0].text
-    pieces = []
-    for step in llm.stream(prompt, params, drafter=drafter):
-        if isinstance(step, Completion):
-            assert step.text == "".join(pieces)
-            return step.text
-        pieces.append(step.text)
+    pieces, stream = [], llm.stream(prompt, params, drafter=drafter)
+    for event in stream:
+        pieces.append(event.text)
         if how == 3:
             return None
-    raise AssertionError("a stream ends with its completion")
+    assert stream.completion.text == "".join(pieces)
+    return stream.completion.text
 
 
 @pytest.mark.slow
@@ -104,9 +102,8 @@ def test_streams_of_two_threads_interleave() -> None:
 
     def listen(name: str) -> None:
         barrier.wait()
-        for step in llm.stream("abc" + name, SamplingParams(max_tokens=60, ignore_eos=True), drafter="none"):
-            if isinstance(step, Event):
-                order.append(name)  # noqa: PERF401  # as they come
+        for _ in llm.stream("abc" + name, SamplingParams(max_tokens=60, ignore_eos=True), drafter="none"):
+            order.append(name)  # noqa: PERF401  # as they come
 
     threads = [threading.Thread(target=listen, args=(name,)) for name in "xy"]
     for thread in threads:
@@ -141,7 +138,6 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(
     expected = llm.generate("xyz", PARAMS).text
     stream = llm.stream("xyz", PARAMS)
     first = next(stream)
-    assert isinstance(first, Event)
     step, rounds = llm.engine.target.score, iter(range(1000))
 
     def interrupted(*args: Any) -> Any:
@@ -154,14 +150,14 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(
         with pytest.raises(KeyboardInterrupt):
             llm.generate("abc", SamplingParams(max_tokens=50, ignore_eos=True), drafter="none")
     assert len(llm.engine.running) + len(llm.engine.waiting) == 1
-    rest = [event.text for event in stream if isinstance(event, Event)]
+    rest = [event.text for event in stream]
     assert first.text + "".join(rest) == expected
     assert not llm.engine.busy
 
 
 def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
     """While a stream is open, another call is interrupted at every point of the driver and of the LLM around it."""
-    llm, modules = make(), ("forerun.engine.driver", "forerun.llm")
+    llm, modules = make(), ("forerun.engine.driver", "forerun.llm", "forerun.calls", "forerun.call_options")
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     alone = {prompt: llm.generate(prompt, params, drafter="none").text for prompt in ("abc", "xyz")}
 
@@ -171,10 +167,9 @@ def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
     def streamed(at: int | None) -> tuple[str, Fault]:
         stream = llm.stream("xyz", params, drafter="none")
         first = next(stream)
-        assert isinstance(first, Event)
         with suppress(KeyboardInterrupt), Fault(at, KeyboardInterrupt, modules) as fault:
             call()
-        return first.text + "".join(e.text for e in stream if isinstance(e, Event)), fault
+        return first.text + "".join(event.text for event in stream), fault
 
     points = streamed(None)[1].seen
     assert points > 100
@@ -217,15 +212,10 @@ def test_coroutines_get_the_texts_written_alone() -> None:
         prompt, params, drafter = wanted[i]
         if i % 3 == 0:
             return (await llm.generate(prompt, params, drafter=drafter)).text
-        pieces, ended = [], None
-        async for step in llm.stream(prompt, params, drafter=drafter):
-            if isinstance(step, Completion):
-                ended = step
-            else:
-                pieces.append(step.text)
-        assert ended is not None
-        assert ended.text == "".join(pieces)
-        return ended.text
+        stream = llm.stream(prompt, params, drafter=drafter)
+        text = "".join([event.text async for event in stream])
+        assert stream.completion.text == text
+        return text
 
     async def main() -> list[str]:
         async with AsyncLLM(make(max_batch=4), max_requests=10) as llm:
@@ -272,9 +262,9 @@ def test_a_cancelled_coroutine_drops_its_request() -> None:
 def test_a_stream_left_half_way_frees_its_place() -> None:
     async def main() -> None:
         async with AsyncLLM(make()) as llm:
-            stream: Any = llm.stream("abc", SamplingParams(max_tokens=5000, ignore_eos=True))
+            stream = llm.stream("abc", SamplingParams(max_tokens=5000, ignore_eos=True))
             await anext(stream)
-            await stream.aclose()
+            await stream.close()
             assert llm.requests == 0
             assert (await llm.generate("abc", PARAMS)).tokens == 12
             assert not llm.llm.engine.busy

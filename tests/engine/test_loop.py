@@ -138,8 +138,8 @@ def test_logprobs_are_those_of_the_law() -> None:
                 law = (target.logits(context) / 0.7).log_softmax(-1)
                 assert entry.logprob == pytest.approx(float(law[entry.token]), abs=1e-5)
                 values, tokens = torch.topk(law, 3)
-                assert [token for token, _ in entry.top] == tokens.tolist()
-                assert [p for _, p in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+                assert [one.token for one in entry.top] == tokens.tolist()
+                assert [one.logprob for one in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
                 context.append(entry.token)
 
 

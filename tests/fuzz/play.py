@@ -214,7 +214,7 @@ def _alike(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
     for one, other in zip(found, wanted, strict=True):
         if not _near(one.logprob, other.logprob) or len(one.top) != len(other.top):
             return False
-        if not all(_near(a[1], b[1]) for a, b in zip(one.top, other.top, strict=True)):
+        if not all(_near(a.logprob, b.logprob) for a, b in zip(one.top, other.top, strict=True)):
             return False
     return True
 

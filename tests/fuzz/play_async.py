@@ -64,12 +64,10 @@ async def _ask(server: AsyncLLM, request: Request, most: int | None) -> Completi
     }
     seen, stream = 0, server.stream(list(request.prompt), request.params, **options)
     try:
-        async for step in stream:
-            if isinstance(step, Completion):
-                return step
+        async for _ in stream:
             seen += 1
             if most is not None and seen > most:
                 return None
     finally:
-        await stream.aclose()
-    return None
+        await stream.close()
+    return stream.completion

@@ -106,6 +106,18 @@ def test_sentencepiece_merges_follow_the_scores(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello hé"
 
 
+def test_single_tokens_are_spelt_as_they_stand_in_a_text(tmp_path: Path) -> None:
+    """With the space in front that `decode` drops, and bytes that are part of a character."""
+    tokenizer = Tokenizer(build_tokenizer(sentencepiece(tmp_path / "m.gguf")))
+    ids = tokenizer.encode("hello hé hello", add_special=False)
+    assert tokenizer.decode(ids[-1:]) == "hello", "negative control"
+    assert tokenizer.token_text(ids[-1]) == " hello"
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " hello hé hello"
+    assert tokenizer.token_text(tokenizer.encode("é", add_special=False)[-1]) == "\ufffd"
+    special = Tokenizer(build_tokenizer(byte_level(tmp_path / "m.gguf")))
+    assert (special.token_text(1), special.token_bytes(1)) == ("<|im_end|>", b"<|im_end|>")
+
+
 def test_two_tokens_have_the_text_that_the_backend_gives_them(tmp_path: Path) -> None:
     """Streaming decodes pairs; where tokens are bytes their own texts are joined, unless a character is cut in two."""
     # Ã©: é

@@ -98,7 +98,7 @@ def test_an_end_that_is_closed(pair: Pair) -> None:
 
 def test_numbers_of_other_libraries_become_ours(pair: Pair) -> None:
     two, half = np.int64(2), np.float32(0.5)
-    entry = TokenLogprob(two, half, ((two, half),))  # type: ignore[arg-type]
+    entry = TokenLogprob(two, half, (TokenLogprob(two, half),))  # type: ignore[arg-type]
     event = Event(1, (two,), two, "x", (entry,), None, None, (Branch(two, (two,)),))  # type: ignore[arg-type]
     pair[0].send(pack_event(event))
     assert unpack_event(1, next(pair[1].receive())) == event
@@ -142,7 +142,10 @@ def test_schemas_cross_and_other_processors_do_not() -> None:
 
 
 def test_events_and_endings_cross(pair: Pair) -> None:
-    entries = (TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))), TokenLogprob(7, -math.inf))
+    entries = (
+        TokenLogprob(5, -0.25, (TokenLogprob(5, -0.25), TokenLogprob(6, -2.0))),
+        TokenLogprob(7, -math.inf),
+    )
     for event in (
         Event(3, (5, 7), 1, "ab"),
         Event(3, (), 0, "", (), "length"),

@@ -204,8 +204,8 @@ def test_logprobs_are_those_of_the_law_the_token_came_from() -> None:
     entries = token_logprobs(laws, [1, 3, 4], [3, 4, likely[1]], top=4)
     assert [e.token for e in entries] == [3, 4, likely[1]]
     best = (logits[4] / 0.5).topk(2).values.log_softmax(-1)
-    assert [token for token, _ in entries[2].top] == likely  # only two tokens are possible
-    assert [value for _, value in entries[2].top] == pytest.approx(best.tolist(), abs=1e-5)
+    assert [one.token for one in entries[2].top] == likely  # only two tokens are possible
+    assert [one.logprob for one in entries[2].top] == pytest.approx(best.tolist(), abs=1e-5)
     assert entries[2].logprob == pytest.approx(float(best[1]), abs=1e-5)
 
 

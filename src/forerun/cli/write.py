@@ -6,7 +6,7 @@ text's rate is that of the tokens after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -72,25 +72,20 @@ def write_text(
 
     `visible`: the text itself appears on the terminal, so that only the wait for its beginning needs a progress line.
     """
-    from forerun.llm import Completion
-
     written, shades, started = Written(len(llm.encode(prompt))), Shades(llm.tokenizer), perf_counter()
     stream = llm.stream(prompt, params, drafter=drafter)
     with ProgressLine(lambda: _progress(llm, written, params.max_tokens)) as line:
         try:
-            for step in stream:
-                if isinstance(step, Completion):
-                    written.completion = step
-                    break
-                written.take(step, perf_counter() - started)
+            for event in stream:
+                written.take(event, perf_counter() - started)
                 if visible:
                     line.stop()
                 if show is not None:
-                    for text, drafted in shades.split(step):
+                    for text, drafted in shades.split(event):
                         show(text, drafted)
+            written.completion = stream.completion
         except KeyboardInterrupt:
-            if isinstance(stream, Generator):
-                stream.close()  # the request ends now, and not when the stream is garbage-collected
+            stream.close()  # the request ends now, and not when the stream is garbage-collected
     return written
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any, Literal
 
-from forerun.completion import Completion
+from forerun.completion import Completion, Spells
 from forerun.messages import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
-from forerun.server.logprobs import Spells, for_chat, for_completion
+from forerun.server.logprobs import for_chat, for_completion
 from forerun.server.schemas import Generation
 from forerun.server.sse import TextLine, as_line
 from forerun.server.tools import ToolCall
@@ -134,7 +134,7 @@ class Answer:
         return chunk
 
     def _branch(self, branch: Branch) -> dict[str, Any]:
-        spelt = [self.tokenizer.decode([token], skip_special=False) for token in branch.tokens]
+        spelt = [self.tokenizer.token_text(token) for token in branch.tokens]
         return {"after": branch.after, "tokens": list(branch.tokens), "texts": spelt}
 
     def _message(self, index: int, done: Completion, found: Found) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from time import process_time, thread_time
 from typing import Any
 
 from forerun.async_llm import AsyncLLM
+from forerun.call_options import make_request
 from forerun.completion import Completion
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
+from forerun.prompts import as_token_list
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 from forerun.server.grammar_states import GrammarStates
 
@@ -72,11 +74,14 @@ class LocalBackend(Backend):
     def drafter(self) -> str:
         return self._engine.default_drafter
 
-    async def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
+    async def stream(
+        self, prompt: tuple[int, ...], *, every_round: bool = True, **options: Any
+    ) -> AsyncGenerator[Event | Completion]:
         """As the seam says."""
         if options.get("processors"):  # compiling a grammar takes a while
             options["processors"] = await asyncio.to_thread(self._grammars.real, options["processors"])
-        async with aclosing(self._llm.stream(prompt, **options)) as items:
+        request = make_request(prompt, None, options, as_token_list)
+        async with aclosing(self._llm.items(request, every_round=every_round)) as items:
             async for item in items:
                 yield item
 

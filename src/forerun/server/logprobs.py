@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
+from forerun.completion import Spells, spelt
 from forerun.messages import TokenLogprob
 
 LOWEST = -9999.0  # JSON has no -inf
 
 
-class Spells(Protocol):
-    """How ids are spelt as text."""
-
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
-
-    def token_bytes(self, index: int) -> bytes: ...
-
-
 def for_chat(entries: Sequence[TokenLogprob], tokenizer: Spells) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
-    content = []
-    for each in entries:
-        tops = [_entry(token, value, tokenizer) for token, value in each.top]
-        content.append({**_entry(each.token, each.logprob, tokenizer), "top_logprobs": tops})
+    content = [
+        {**_entry(each), "top_logprobs": [_entry(one) for one in each.top]}
+        for each in spelt(entries, tokenizer)
+    ]
     return {"content": content, "refusal": None}
 
 
 def for_completion(entries: Sequence[TokenLogprob], tokenizer: Spells, offset: int = 0) -> dict[str, Any]:
     """`choices[].logprobs` of a completion; `offset` is where the first token starts in the text."""
-    tokens = [tokenizer.decode([each.token], skip_special=False) for each in entries]
+    entries = spelt(entries, tokenizer)
     offsets, at = [], offset
-    for token in tokens:
+    for each in entries:
         offsets.append(at)
-        at += len(token)
-    tops = [
-        {tokenizer.decode([token], skip_special=False): max(value, LOWEST) for token, value in each.top}
-        for each in entries
-    ]
-    values = [max(each.logprob, LOWEST) for each in entries]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        at += len(each.text)
+    return {
+        "tokens": [each.text for each in entries],
+        "token_logprobs": [max(each.logprob, LOWEST) for each in entries],
+        "top_logprobs": [{one.text: max(one.logprob, LOWEST) for one in each.top} for each in entries],
+        "text_offset": offsets,
+    }
 
 
-def _entry(token: int, value: float, tokenizer: Spells) -> dict[str, Any]:
-    text = tokenizer.decode([token], skip_special=False)
-    return {"token": text, "logprob": max(value, LOWEST), "bytes": list(tokenizer.token_bytes(token))}
+def _entry(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.text, "logprob": max(one.logprob, LOWEST), "bytes": list(one.bytes)}

@@ -112,7 +112,7 @@ def token_logprobs(
     entries = []
     for row, token in enumerate(tokens):
         pairs = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
-        possible = tuple((other, value) for other, value in pairs if value > _BANNED)
+        possible = tuple(TokenLogprob(other, value) for other, value in pairs if value > _BANNED)
         entries.append(TokenLogprob(token, float(logprobs[row, token]), possible))
     return tuple(entries)
 

@@ -15,7 +15,12 @@ import tokenizers
 
 from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
-from forerun.models.load.token_bytes import from_byte_level, from_sentencepiece, is_one_byte
+from forerun.models.load.token_bytes import (
+    SENTENCEPIECE_SPACE,
+    from_byte_level,
+    from_sentencepiece,
+    is_one_byte,
+)
 
 if TYPE_CHECKING:
     from forerun.models.load.metadata import Metadata
@@ -129,10 +134,18 @@ class Tokenizer:
         """How the vocabulary spells an id; None if there is no such id."""
         return self._backend.id_to_token(index)
 
-    def token_bytes(self, index: int) -> bytes:
-        """What a token adds to the text; its bytes may be part of a character, which `decode` cannot show."""
-        text = self.decode([index], skip_special=False)
+    def token_text(self, index: int) -> str:
+        """What a token adds to a text behind other tokens; U+FFFD stands for a part of a character."""
         spelt = self.token(index)
+        if spelt is not None and spelt.startswith(
+            SENTENCEPIECE_SPACE
+        ):  # `decode` drops it in front of a text
+            return from_sentencepiece(spelt).decode()
+        return self.decode([index], skip_special=False)
+
+    def token_bytes(self, index: int) -> bytes:
+        """What a token adds to a text; its bytes may be part of a character, which `token_text` cannot show."""
+        text, spelt = self.token_text(index), self.token(index)
         if "\ufffd" not in text or spelt is None:
             return text.encode()
         return from_sentencepiece(spelt) if is_one_byte(spelt) else from_byte_level(spelt)

@@ -99,13 +99,20 @@ def _pack_branch(branch: Branch) -> Packed:
 
 def _pack_logprobs(entries: Iterable[TokenLogprob]) -> Packed:
     return tuple(
-        (int(each.token), float(each.logprob), tuple((int(token), float(value)) for token, value in each.top))
+        (
+            int(each.token),
+            float(each.logprob),
+            tuple((int(one.token), float(one.logprob)) for one in each.top),
+        )
         for each in entries
     )
 
 
 def _logprobs(packed: Iterable[Any]) -> Iterable[TokenLogprob]:
-    return (TokenLogprob(token, logprob, top) for token, logprob, top in packed)
+    return (
+        TokenLogprob(token, logprob, tuple(TokenLogprob(*one) for one in top))
+        for token, logprob, top in packed
+    )
 
 
 def pack_error(error: BaseException) -> Packed:
