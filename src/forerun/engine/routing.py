@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from forerun.drafters.base import LookupDrafter, SwitchesForms, switcher_of
 from forerun.drafters.none import NoDrafter
 from forerun.engine.run_ahead import alone
-from forerun.engine.sequence import SequenceState, traits_of
+from forerun.engine.sequence import SWITCHED_OFF, SequenceState, traits_of
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from forerun.verify.base import Verifier
 
 log = logging.getLogger(__name__)
-
-SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[int]]:

@@ -20,6 +20,8 @@ from forerun.sources import LawRules, SourceRules
 from forerun.types import Event, FinishReason, Request
 from forerun.verify.warp import is_plain_greedy
 
+SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
+
 
 class Traits(NamedTuple):
     """The constants of a sequence that rounds compare between sequences; equal ones are one object."""
@@ -90,6 +92,12 @@ class SequenceState:
     def stats(self) -> SequenceStats:
         """What was counted so far, added up on reading."""
         return SequenceStats.of(self.rounds, self.prompt_seconds)
+
+    @property
+    def drafted_by(self) -> str:
+        """Its drafter; `none` where that failed before it had drafted anything."""
+        failed = self.drafting == SWITCHED_OFF and not any(counts.drafted for counts in self.rounds)
+        return "none" if failed else self.drafter
 
     @property
     def room(self) -> int:
