@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import gc
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from forerun.load_engine import collect_garbage
+from forerun import LLM
+from forerun.build import make_engine
+from forerun.errors import InvalidInput
+from forerun.heads import BOX
+from forerun.load_engine import collect_garbage, drafting_of
+from forerun.models.kv_budget import usual_batch
+from forerun.params import EngineConfig
+from forerun.server.engine_process.loader import load_llm
+from forerun.testing import TableLM
+
+MEDUSA, EAGLE3 = str(BOX / "smollm2-135m-medusa"), str(BOX / "smollm2-135m-eagle3")
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -27,3 +41,78 @@ def test_garbage_of_loading_is_collected_unless_the_collector_is_off(is_on: bool
         gc.callbacks.remove(note)
         gc.enable()
     assert found == ([2] if is_on else [])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"drafter": "eagle3", "draft_model": MEDUSA},
+        {"drafter": "ngram+medusa", "draft_model": Path(EAGLE3)},
+        {"drafter": "draft_model", "draft_model": EAGLE3},
+        {"drafter": "ngram>draft_model", "draft_model": MEDUSA},
+        {"speculative_config": {"method": "eagle3", "model": MEDUSA}},
+    ],
+)
+def test_a_head_that_the_drafter_cannot_run_is_refused(given: dict[str, Any]) -> None:
+    """No model is needed to know: /nowhere is not looked at."""
+    with pytest.raises(
+        InvalidInput, match=r"draft_model=.* is a head of the kind (medusa|eagle3); leave"
+    ) as one:
+        LLM.load("/nowhere", **given)
+    with pytest.raises(InvalidInput) as other:
+        load_llm("/nowhere", {}, given)
+    assert str(one.value) == str(other.value)
+    assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"draft_model": MEDUSA},
+        {"drafter": "medusa", "draft_model": MEDUSA},
+        {"drafter": "hybrid_eagle3", "draft_model": EAGLE3},  # an old name
+        {"drafter": "ngram", "draft_model": MEDUSA},  # single requests may ask for it
+        {"drafter": "draft_model", "draft_model": "smollm2"},
+    ],
+)
+def test_a_head_that_the_drafter_runs_is_taken(given: dict[str, Any]) -> None:
+    assert drafting_of(given).draft_model == given["draft_model"]
+
+
+@pytest.mark.parametrize(
+    ("device", "slots", "threads", "expected"),
+    [
+        ("cuda", 135_232, 16, 128),  # the default model on a large card
+        ("cuda", 46_000, 16, 64),  # an 8B on a card of 24 GB
+        ("cuda", 16_400, 16, 32),
+        ("cuda", 3_000, 16, 8),
+        ("cuda", None, 16, 64),
+        ("cpu", None, 2, 8),
+        ("cpu", 120_000, 1, 8),
+        ("cpu", 120_000, 8, 32),
+        ("cpu", 1 << 20, 96, 64),
+        ("cpu", 10_000, 8, 16),
+    ],
+)
+def test_how_many_sequences_go_together_unless_it_is_said(
+    device: str, slots: int | None, threads: int, expected: int
+) -> None:
+    most, why = usual_batch(device, slots, threads)
+    assert most == expected
+    assert slots is None or most == 8 or most * 512 <= slots
+    assert why
+
+
+def test_library_and_server_have_one_rule_and_say_what_it_gives(caplog: pytest.LogCaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        with caplog.at_level(logging.INFO):
+            engine = make_engine(TableLM(vocab_size=9), frozenset())
+    finally:
+        torch.set_num_threads(threads)
+    assert engine.max_batch == 20
+    said = [record.getMessage() for record in caplog.records if "together" in record.getMessage()]
+    assert said == ["up to 20 sequences are written together (max_batch): 5 CPU threads, 4 for each"]
+    assert make_engine(TableLM(vocab_size=9), frozenset(), None, EngineConfig(max_batch=3)).max_batch == 3
+    assert EngineConfig.from_dict({"max_num_seqs": None}).max_batch is None

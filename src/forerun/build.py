@@ -29,6 +29,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head, with_head
 from forerun.models.base import Target
+from forerun.models.kv_budget import usual_batch
 from forerun.models.load.opening import opening_of
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
@@ -57,8 +58,12 @@ def make_engine(
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
+    max_batch = config.max_batch
+    if max_batch is None:
+        max_batch, why = default_batch(target)
+        log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
     measure = cache(partial(CostModel.measure_or_load, target, cost_file))  # who asks first waits for it
-    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
+    parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)
     parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
     if speculative.drafter == "auto":
         choice = settle(parts, measure, partial(build_named, parts))
@@ -82,9 +87,14 @@ def make_engine(
         default_verifier=speculative.verifier,
         stop_ids=stop_ids,
         tokenizer=tokenizer,
-        max_batch=config.max_batch,
+        max_batch=max_batch,
         max_length=config.max_length,
     )
+
+
+def default_batch(target: Target) -> tuple[int, str]:
+    """How many sequences an engine decodes together where nobody says, and why."""
+    return usual_batch(target.device.type, target.slots, torch.get_num_threads())
 
 
 def build_named(parts: Parts, name: str) -> Drafter:
@@ -116,9 +126,16 @@ def _without_drafts(parts: Parts, used: int) -> Parts:
 
 
 def check_names(speculative: SpeculativeConfig) -> None:
-    """Unknown names are the caller's error before anything is loaded."""
+    """Unknown names, and a head that the drafter cannot run, are the caller's error before anything is loaded."""
     if speculative.drafter != "auto":
-        registry.drafters.spec(speculative.drafter)
+        spec, given = registry.drafters.spec(speculative.drafter), speculative.draft_model
+        head = open_head(Path(given).expanduser()) if given is not None and spec.needs != "nothing" else None
+        if head is not None and not head.serves(spec.name):
+            runs = "a second model" if spec.needs == "checkpoint" else f"heads of the kind {spec.formats[0]}"
+            raise InvalidInput(
+                f"drafter={speculative.drafter!r} runs {runs}, and draft_model={given} is a head of the kind "
+                f"{head.kind}; leave the drafter out, or give drafter={head.drafter!r}"
+            )
     registry.controllers.get(speculative.controller)
     if speculative.verifier != "auto":
         registry.verifiers.get(speculative.verifier)

@@ -28,7 +28,7 @@ class Completion:
     accepted_per_position: list[float]
     drafted: int
     accepted: int
-    drafter: str
+    drafter: str  # what drafted; `none` where the drafter failed before it had drafted anything
     verifier: str
     exact: bool
     seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
@@ -115,7 +115,7 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         prompt_tokens=len(seq.request.prompt),
         rounds=seq.rounds,
         prompt_seconds=seq.prompt_seconds,
-        drafter=seq.drafter,
+        drafter=seq.drafted_by,
         verifier=seq.verifier,
         exact=exact,
         seed=seed_of(seq),

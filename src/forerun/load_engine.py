@@ -25,6 +25,7 @@ from forerun.build import (
     build_named,
     check_names,
     choose_drafter,
+    default_batch,
     drafts_with_checkpoint,
     load_target,
     make_engine,
@@ -75,8 +76,7 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
 
     name = as_path("model", model)
     settings = _engine_config(options)
-    speculative = _speculative(*(options.get(key) for key in _DRAFTING))
-    check_names(speculative)
+    speculative = drafting_of(options)
     checkpoint = open_checkpoint(name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -104,6 +104,13 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         collect_garbage()
     return engine, tokenizer
+
+
+def drafting_of(options: Mapping[str, Any]) -> SpeculativeConfig:
+    """How to draft, of the options of `LLM.load`; raises what is wrong with it, and reads no model for that."""
+    speculative = _speculative(*(options.get(key) for key in _DRAFTING))
+    check_names(speculative)
+    return speculative
 
 
 def draft_models(speculative: SpeculativeConfig) -> list[str]:
@@ -156,20 +163,22 @@ def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
-def explain_auto(model: str) -> str:
-    """What `auto` would draft with for this model on this machine, and why."""
+def explain_defaults(model: str) -> tuple[str, str]:
+    """What would draft for this model on this machine, and how many sequences would be written together; and why."""
     from forerun.models.load.catalog import cache_folder
     from forerun.models.load.checkpoint import open_checkpoint
 
     checkpoint, settings = open_checkpoint(model), EngineConfig()
     speculative = choose_drafter(SpeculativeConfig(), checkpoint, settings.device)
-    if speculative.drafter != "auto":
-        return f"{speculative.drafter}: a head comes with the package, and on a GPU more nodes cost a pass little"
     costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
+    batch = "up to {} sequences together: {}".format(*default_batch(target))
+    if speculative.drafter != "auto":
+        why = "a head comes with the package, and on a GPU more nodes cost a pass little"
+        return f"{speculative.drafter}: {why}", batch
     opening = opening_of(target, checkpoint.tokenizer())
-    parts = Parts(target, None, speculative, settings.max_batch, opening=opening, cost_file=costs)
+    parts = Parts(target, None, speculative, opening=opening, cost_file=costs)
     choice = settle(parts, partial(CostModel.measure_or_load, target, costs), partial(build_named, parts))
-    return f"{choice.drafter}: {choice.why}"
+    return f"{choice.drafter}: {choice.why}", batch
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

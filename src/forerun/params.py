@@ -194,7 +194,7 @@ class EngineConfig:
 
     dtype: Dtype = "auto"  # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"
-    max_batch: int = 8  # sequences decoded together
+    max_batch: int | None = None  # sequences decoded together; None = by device, cores and KV memory
     max_length: int | None = None  # prompt and output together; None = the model's context; kv_slots at most
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
@@ -210,7 +210,7 @@ class EngineConfig:
             self,
             dtype=as_name("dtype", dtype, get_args(Dtype)),
             device=as_name("device", device),
-            max_batch=as_whole("max_batch", self.max_batch, low=1),
+            max_batch=_at_least("max_batch", self.max_batch, 1),
             max_length=_at_least("max_length", self.max_length, 2),
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
             kv_memory=as_memory("kv_memory", self.kv_memory),

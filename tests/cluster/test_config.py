@@ -13,6 +13,7 @@ from forerun.cluster.application import app, config_of
 from forerun.cluster.run import write_config
 from forerun.cluster.settings import ClusterSettings
 from forerun.errors import InvalidInput, UnknownName
+from forerun.heads import BOX
 from forerun.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,17 @@ def test_what_is_wrong_is_said(values: dict[str, Any], words: str) -> None:
 def test_an_unknown_drafter_is_refused_before_anything_is_started() -> None:
     with pytest.raises(UnknownName):
         config_of(ClusterSettings(drafter="no such drafter"))
+
+
+def test_a_head_that_the_drafter_cannot_run_is_refused_too() -> None:
+    with pytest.raises(InvalidInput, match="is a head of the kind medusa"):
+        config_of(ClusterSettings(drafter="eagle3", load={"draft_model": str(BOX / "smollm2-135m-medusa")}))
+
+
+@pytest.mark.parametrize(("gpus", "batch"), [(0.0, 12), (1.0, 64)])
+def test_replicas_have_a_batch_that_the_router_knows(gpus: float, batch: int) -> None:
+    (only,) = config_of(ClusterSettings(load={"threads": 3}, gpus=gpus))["applications"]
+    assert only["args"]["load"] == {"threads": 3, "max_batch": batch}
 
 
 def test_flags_become_settings() -> None:

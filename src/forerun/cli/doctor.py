@@ -82,7 +82,7 @@ def examine() -> Iterator[Finding]:
     yield model
     yield from _drafters()
     if model.ok:
-        yield _auto()
+        yield from _defaults()
     yield _cache()
     yield _kv_cache()
     yield _compiler()
@@ -159,13 +159,15 @@ def _drafters() -> Iterator[Finding]:
         yield Finding("drafters", f"with {need} (--draft-model): {', '.join(names)}", needed=False)
 
 
-def _auto() -> Finding:
-    """What `auto` drafts with here: decided by what passes and a head's levels cost, which is measured now."""
+def _defaults() -> Iterator[Finding]:
+    """What `auto` drafts with here, which is decided by times that are measured now, and the size of a batch."""
     try:
-        found: str = import_module("forerun.load_engine").explain_auto(DEFAULT_MODEL)
+        drafter, batch = import_module("forerun.load_engine").explain_defaults(DEFAULT_MODEL)
     except Exception as error:  # a broken installation, or a model that does not load, is the finding
-        return Finding("auto", f"cannot be tried ({error})", ok=False, needed=False)
-    return Finding("auto", f"{DEFAULT_MODEL} drafts with {found}", needed=False)
+        yield Finding("auto", f"cannot be tried ({error})", ok=False, needed=False)
+        return
+    yield Finding("auto", f"{DEFAULT_MODEL} drafts with {drafter}", needed=False)
+    yield Finding("batch", f"{DEFAULT_MODEL} writes {batch} (max_batch, --max-num-seqs)", needed=False)
 
 
 def _cache() -> Finding:

@@ -9,11 +9,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun import registry
 from forerun.cli.outputs import check_file, check_folder
 from forerun.errors import UnknownName
 from forerun.models.load.collector import without_collector
@@ -83,7 +85,8 @@ def load_llm(settings: Settings) -> LLM:
         check_model(settings.model)
         from forerun.llm import LLM
 
-        llm = LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+        alone = replace(settings.engine, max_batch=1)  # one text at a time: a GPU captures graphs for no more
+        llm = LLM.load(settings.model, speculative_config=settings.speculative, config=alone)
     if (said := unused_flag(settings.speculative, llm.engine.default_drafter)) is not None:
         print(said, file=sys.stderr)
     return llm
@@ -102,6 +105,8 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
             return (
                 f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
             )
+    if asked.draft_model and registry.drafters.spec(drafter).needs == "nothing":
+        return f"--draft-model does nothing with the drafter {drafter}; leave --drafter out to draft with it"
     return None
 
 

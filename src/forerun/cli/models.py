@@ -32,6 +32,7 @@ class Listed:
     licence: str | None
     path: str | None  # None = not on this machine
     about: str
+    drafting: str | None = None  # where it gains with a head that comes with the package
 
 
 @models.callback()
@@ -52,7 +53,8 @@ def list_models(
     table.add_column("")
     for model in found:
         present = "yes" if model.path else "no"
-        table.add_row(model.name, in_units(model.size), model.licence or "-", present, model.about)
+        about = f"{model.about} · [green]{model.drafting}[/]" if model.drafting else model.about
+        table.add_row(model.name, in_units(model.size), model.licence or "-", present, about)
     console = table_console()
     console.print(table)
     if absent := [model.name for model in found if model.path is None]:
@@ -102,7 +104,7 @@ def _bar(hidden: bool) -> Progress:
 def _known() -> Iterator[Listed]:
     for model in known_models():
         path = str(model.path) if model.path else None
-        yield Listed(model.name, model.size, model.licence, path, model.description)
+        yield Listed(model.name, model.size, model.licence, path, model.description, model.gain or None)
 
 
 def _files() -> Iterator[Listed]:

@@ -44,6 +44,9 @@ Model = Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.",
 Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
+MaxSeqs = Annotated[
+    int | None, typer.Option(help="Sequences written together; default: by device, cores and KV memory.")
+]
 Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
 MaxReplicas = Annotated[
     int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
@@ -66,7 +69,7 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
     served_model_name: Names = None,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences written together.")] = 8,
+    max_num_seqs: MaxSeqs = None,
     kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
     kv_memory: Memory = None,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; more get status 429.")] = 256,
@@ -124,7 +127,8 @@ def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front,
     listener = bind(settings)
 
     def announce(backend: Backend) -> None:
-        where = f"{address_of(listener)} (API below /v1, drafter: {backend.drafter})"
+        how = f"drafter: {backend.drafter}, up to {backend.max_batch} texts written together"
+        where = f"{address_of(listener)} (API below /v1, {how})"
         typer.echo(f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it", err=True)
 
     heads = None if settings.heads is None else str(settings.heads)

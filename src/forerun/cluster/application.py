@@ -10,6 +10,8 @@ from typing import Any
 from forerun import __version__, registry
 from forerun.cluster.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
 from forerun.errors import MissingDependency
+from forerun.load_engine import drafting_of
+from forerun.models.kv_budget import usual_batch
 
 IMPORT_PATH = "forerun.ray:app"
 FRONT_ROOM = 4096  # requests that one front has open; its server turns away more than its queue holds
@@ -32,7 +34,7 @@ def app(args: dict[str, Any]) -> Any:
     version = sha256(json.dumps([__version__, own], sort_keys=True).encode()).hexdigest()[:16]
     # without a version of ours, every `serve.run` would replace all replicas
     same: dict[str, Any] = {"version": version, "_internal": True}
-    batch = int(settings.load.get("max_batch", 8))
+    batch = int(settings.load["max_batch"])
     replica = serve.deployment(Replica).options(
         name=REPLICA,
         user_config={"drafter": settings.drafter},
@@ -62,8 +64,16 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def _settled(settings: ClusterSettings) -> ClusterSettings:
-    """A drafter that runs a checkpoint is loaded with the model; only others can be changed in a running replica."""
+    """With the batch of a replica, which its router needs to know, and a drafter that is loaded with the model.
+
+    Only a drafter that runs no checkpoint can be changed in a running replica.
+    """
+    if "max_batch" not in settings.load:
+        device = "cuda" if settings.gpus else "cpu"
+        most, _ = usual_batch(device, None, int(settings.load.get("threads", settings.cpus)))
+        settings = replace(settings, load={**settings.load, "max_batch": most})
     named = settings.drafter
+    drafting_of({**settings.load, "drafter": named or settings.load.get("drafter")})  # raises what is wrong
     if named is None or named == "auto" or registry.drafters.spec(named).needs == "nothing":
         return settings
     return replace(settings, drafter=None, load={**settings.load, "drafter": named})

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Protocol
 
 from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, SwitchesForms, switcher_of
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import SWITCHED_OFF, SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.offers import Offer
@@ -24,7 +24,6 @@ from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
 
-SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 LONG = 16  # rounds of rest: more are not told apart
 
 

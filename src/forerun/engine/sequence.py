@@ -21,6 +21,8 @@ from forerun.sources import LawRules, SourceRules
 from forerun.types import Event, FinishReason, Request
 from forerun.verify.base import Traits
 
+SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
+
 
 class Tokens(list[int]):
     """A list that reads like any other and refuses to be changed: slices and sums of it are plain lists."""
@@ -80,6 +82,12 @@ class SequenceState:
     def stats(self) -> SequenceStats:
         """What was counted so far, added up on reading."""
         return SequenceStats.of(self.rounds, self.prompt_seconds)
+
+    @property
+    def drafted_by(self) -> str:
+        """Its drafter; `none` where that failed before it had drafted anything."""
+        failed = self.drafting == SWITCHED_OFF and not any(counts.drafted for counts in self.rounds)
+        return "none" if failed else self.drafter
 
     @property
     def room(self) -> int:

@@ -63,9 +63,12 @@ class HeadFolder:
             ("vocab_size", self.vocab_size),
             ("num_hidden_layers", self.layers),
         )
-        same = all(value is None or config.get(key) == value for key, value in known)
+        return all(value is None or config.get(key) == value for key, value in known) and self.is_for(names)
+
+    def is_for(self, names: Iterable[str]) -> bool:
+        """Was it trained for a model that is known by one of these names?"""
         wanted = _plain(self.target)
-        return same and bool(wanted) and wanted in {_plain(name) for name in names}
+        return bool(wanted) and wanted in {_plain(name) for name in names}
 
 
 def heads_in_the_box(box: Path = BOX) -> list[HeadFolder]:

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: how much a setting allows, and how many slots that is.
+"""The memory of the KV cache: how much a setting allows, how many slots that is, and for how many sequences.
 
 `kv_memory` is in bytes, or a share of what is free when a model is loaded. Hidden rows that heads need are kept beside
 keys and values (paged.py) and come on top: a fifth at most.
@@ -15,6 +15,10 @@ from forerun.models.config import DecoderConfig
 
 CPU_SHARE = 0.25  # of the memory that is free: the store grows into it as it is needed
 GPU_SHARE = 0.75  # of what the weights leave: the pool is made at once
+GPU_BATCHES = (128, 64, 32, 16)  # of sequences: graphs are captured for up to 128
+PER_CORE, CPU_BATCH = 4, 64  # on a CPU: more per core make every text slower and hardly more tokens a second
+LEAST_BATCH = 8
+USUAL_LENGTH = 512  # tokens that the KV cache must hold for each of a batch: pages are taken as texts grow
 
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -29,6 +33,22 @@ def allowed_bytes(kv_memory: int | float | None, device: torch.device) -> int | 
     free = free_memory(device)
     share = kv_memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
     return None if free is None else int(share * free)
+
+
+def usual_batch(device: str, slots: int | None, threads: int) -> tuple[int, str]:
+    """How many sequences are decoded together where nobody says, and why; `slots` = None is as many as are needed."""
+    fitting = None if slots is None else slots // USUAL_LENGTH
+    if device == "cpu":
+        most, why = (
+            max(LEAST_BATCH, min(PER_CORE * threads, CPU_BATCH)),
+            f"{threads} CPU threads, {PER_CORE} for each",
+        )
+    else:
+        most, why = GPU_BATCHES[0 if slots is not None else 1], "a GPU"
+    if fitting is None or fitting >= most:
+        return most, why if slots is None else f"{why}, room for {slots} tokens in the KV cache"
+    found = next((batch for batch in (*GPU_BATCHES, LEAST_BATCH) if batch <= fitting), LEAST_BATCH)
+    return found, f"room for {slots} tokens in the KV cache, {USUAL_LENGTH} for each"
 
 
 def free_memory(device: torch.device) -> int | None:

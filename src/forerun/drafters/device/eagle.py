@@ -82,7 +82,7 @@ SHARED = 0.75
 
 
 class DraftsOnDevice(Protocol):
-    """What grows trees of chosen tokens on the device: a head (DeviceDraft), or a draft model (drafters.device.model)."""
+    """What grows trees of chosen tokens on the device: a head (DeviceDraft) or a draft model (model.py)."""
 
     @property
     def menu(self) -> Menu: ...

