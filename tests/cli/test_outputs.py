@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from forerun.cli import loading, outputs
 from forerun.cli.loading import unused_flag
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
+from forerun.plan.profile import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line
 
@@ -179,9 +181,24 @@ def test_what_a_plan_cannot_use(forerun: Run, flags: list[str], said: str) -> No
     assert said in only_line(forerun(*PLAN, *flags))
 
 
-def test_a_plan_that_needs_no_drafter_says_so_once(forerun: Run) -> None:
+def test_a_plan_says_what_a_drafter_saves_and_how_much_sooner_it_answers(forerun: Run) -> None:
     ran = forerun(*PLAN, "--gpu", "h200")
     assert ran.code == 0
+    assert "Take 1 replica with the drafter ngram+eagle3, adaptive" in ran.out
+    found = re.search(r"an answer in (\S+) s; without speculation as much, and (\S+) s\.", ran.out)
+    assert found is not None
+    assert float(found[1]) < float(found[2])
+
+
+def test_a_plan_that_needs_no_drafter_says_so_once(forerun: Run, tmp_path: Path) -> None:
+    points = [
+        Point(setup, batch, seconds / batch, 1e-4, 1.0, 0.0, 100.0)
+        for setup, seconds in (("plain", 0.01), ("slow", 0.03))
+        for batch in (1, 8)
+    ]
+    (tmp_path / "here.json").write_text(Profile("m", "x", "made up", tuple(points)).to_json())
+    ran = forerun(*PLAN, "--file", str(tmp_path / "here.json"))
+    assert ran.code == 0
     assert "Take 1 replica with no speculation" in ran.out
-    assert "no drafter serves this load with less." in ran.out
+    assert "no drafter serves this load with less, or as cheaply and sooner." in ran.out
     assert "what plain decoding writes" not in ran.out

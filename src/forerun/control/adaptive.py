@@ -159,8 +159,9 @@ class AdaptiveController:
             return len(seqs) == 1 and self.planner.rests(seqs[0], self.planner.offer(seqs[0]))
         if len(self._decisions) != 1:
             return False
-        (decision,), ids = self._decisions, [seq.id for seq in seqs]
-        if decision.promise.form is not PLAIN or decision.promise.insists:
+        (decision,) = self._decisions
+        ids = self._ids_of_menu(decision, seqs)
+        if not ids or decision.promise.form is not PLAIN or decision.promise.insists:
             return False
         plain = decision.chooser.keeps_plain(ids, len(seqs))
         if plain is None:
@@ -171,6 +172,20 @@ class AdaptiveController:
                 return False
         self._decisions = [replace(decision, ids=decision.ids.union(ids), promise=plain, head=plain)]
         return True
+
+    def _ids_of_menu(self, decision: Decision, seqs: Sequence[Seq]) -> list[int]:
+        """The sequences that a decision holds for; empty = others could draft too, of which it says nothing.
+
+        It may be older than all of them: behind a text of look-ups alone, it would keep a head from drafting.
+        """
+        found = list[int]()
+        for seq in seqs:
+            offer = None if seq.id in decision.ids else self.planner.offer(seq)
+            if offer is None or offer.menu is decision.chooser.menu:
+                found.append(seq.id)
+            elif offer.costs:
+                return []
+        return found
 
     def _take_next(self) -> None:
         """The round under way is the one that was said to follow: it is observed as that."""

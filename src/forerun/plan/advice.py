@@ -1,4 +1,4 @@
-"""How many replicas a load wants with each drafter, and what a million tokens cost then."""
+"""How many replicas a load wants with each drafter, how long its answers take, and what a million tokens cost then."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from forerun.plan.simulate import Outcome, poisson, simulate
 
 REQUESTS = 200  # simulated for each number of replicas
 MOST_BUSY = 0.9  # share of the time that a replica may work: random arrivals need the rest
+SAME_COST = 1.02  # times the lowest cost, within which the sooner answer counts
 STEPS = 24  # numbers of replicas that are tried from the first guess on
 
 
@@ -49,6 +50,7 @@ class Choice:
     gpu_hours: Range  # for a million tokens of answers at this load
     ttft_p99: float
     token_seconds: float
+    answer_seconds: float  # of one request, waiting included
     used: float  # share of what the replicas could write
     reaches: bool  # the times that were asked for
 
@@ -60,9 +62,18 @@ class Choice:
 
 
 def plan(profile: Profile, load: Load) -> list[Choice]:
-    """Every drafter of the profile, cheapest first; plain decoding is always among them."""
+    """Every drafter of the profile, cheapest first; of those that cost as little, the one that answers sooner.
+
+    Plain decoding is always among them, and comes first where nothing else tells them apart.
+    """
     made = [choose(profile, setup, load) for setup in profile.setups]
-    return sorted(made, key=lambda c: (not c.reaches, c.gpu_hours.value, -c.capacity.value, c.setup != PLAIN))
+    reaching = [choice.gpu_hours.value for choice in made if choice.reaches]
+    least = SAME_COST * min(reaching, default=0.0)
+
+    def rank(one: Choice) -> tuple[bool, float, float, bool]:
+        return not one.reaches, max(least, one.gpu_hours.value), one.answer_seconds, one.setup != PLAIN
+
+    return sorted(made, key=rank)
 
 
 def choose(profile: Profile, setup: str, load: Load) -> Choice:
@@ -82,7 +93,8 @@ def choose(profile: Profile, setup: str, load: Load) -> Choice:
     return Choice(
         setup, batch, replicas, Range(whole, whole * (1 - error), whole * (1 + error)),
         Range(*(count / tokens for count in (replicas.value, replicas.low, replicas.high))),
-        outcome.ttft(0.99), outcome.mean_tpot, load.rate * load.answer / (replicas.value * whole), fine,
+        outcome.ttft(0.99), outcome.mean_tpot, outcome.ttft(0.5) + (load.answer - 1) * outcome.mean_tpot,
+        load.rate * load.answer / (replicas.value * whole), fine,
     )  # fmt: skip
 
 
