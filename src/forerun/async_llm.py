@@ -147,6 +147,8 @@ class AsyncLLM:
         return len(self._handles)
 
     async def _submit(self, request: Request, name: str | None) -> Handle:
+        if request.params.structure is not None:
+            request = await asyncio.to_thread(self.llm.engine.grammars.compile, request)
         if self.refuse and self._places.locked():
             raise Overloaded(f"{self.max_requests} requests are being served; try again later")
         await self._places.acquire()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from forerun.call_options import Options, Params, in_shape, make_request, make_requests
 from forerun.completion import Completion as Completion
-from forerun.completion import ended_of
+from forerun.completion import ended_of, raised_by
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
@@ -218,6 +218,6 @@ class LLM:
 
     def completion_of(self, seq: SequenceState) -> Completion:
         """A sequence that has ended as a Completion; raises the error that ended it, if one did."""
-        if seq.error is not None:
-            raise seq.error
+        if (error := raised_by(seq)) is not None:
+            raise error
         return ended_of(seq, self.engine.verifiers.get(seq.verifier).exact).completion()

@@ -37,6 +37,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.engine.starting import with_starters
 from forerun.models.base import Target
 from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.verify.grammar.compiled import Grammars
 
 
 class Engine(Recovery):
@@ -64,6 +65,7 @@ class Engine(Recovery):
         longest = min(target.max_length, max_length or target.max_length)
         # a text that the KV cache could not hold would wait for room that never comes, and others behind it
         self.max_length = longest if target.slots is None else min(longest, target.slots)
+        self.grammars = Grammars(tokenizer, target.vocab_size, stop_ids)
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
         # launch a round before the events of the last are returned; and even before its verdict is read

@@ -41,6 +41,7 @@ def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState
     """The sequence of a request, if the engine can serve it; a drafter that it is the first to ask for is built."""
     source = engine.target.source_rules
     check_request(request, engine.target.vocab_size, engine.max_length, engine.tokenizer is not None, source)
+    request = engine.grammars.compile(request)
     start = request.prompt if source is None else (source.start,)
     params, drafter = request.params, request.drafter or engine.default_drafter
     if not engine.drafters.has(drafter):

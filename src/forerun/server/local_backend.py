@@ -18,7 +18,6 @@ from forerun.engine.progress import prompt_progress
 from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
-from forerun.server.grammar_states import GrammarStates
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ class LocalBackend(Backend):
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._engine = llm, llm.llm.engine
         self.tokenizer = llm.llm.tokenizer
-        self._grammars = GrammarStates(self.tokenizer, self.vocab_size)
         self._progress = ProgressWatch()
 
     @property
@@ -75,8 +73,6 @@ class LocalBackend(Backend):
 
     async def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
         """As the seam says."""
-        if options.get("processors"):  # compiling a grammar takes a while
-            options["processors"] = await asyncio.to_thread(self._grammars.real, options["processors"])
         async with aclosing(self._llm.stream(prompt, **options)) as items:
             async for item in items:
                 yield item
