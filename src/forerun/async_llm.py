@@ -178,6 +178,8 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
         return len(self._handles)
 
     async def _submit(self, request: Request) -> Handle:
+        if request.params.structure is not None:
+            request = await asyncio.to_thread(self.engine.grammars.compile, request)
         if self.refuse and self._places.locked():
             raise Overloaded(f"{self.max_requests} requests are being served; try again later")
         await self._places.acquire()

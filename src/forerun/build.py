@@ -36,6 +36,7 @@ from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.registry import DrafterSpec
 from forerun.types import Seq
 from forerun.verify.decide import VerifierPool
+from forerun.verify.grammar.compiled import Grammars
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
@@ -83,6 +84,7 @@ def make_engine(
         drafters,
         VerifierPool(lambda name: registry.verifiers.get(name)()),
         make_controller(target, drafters, speculative, measure),
+        Grammars(tokenizer, target.vocab_size, stop_ids),
         default_drafter=registry.drafters.spec(speculative.drafter).name,
         default_verifier=speculative.verifier,
         stop_ids=stop_ids,

@@ -26,6 +26,7 @@ class Options(SamplingOptions, total=False):
     drafter: str | None
     verifier: str | None
     budget: int | Budget | None
+    json_schema: Mapping[str, Any] | bool | None  # short for a `response_format` with this schema
     shows_rejected: bool  # events tell what was drafted in vain
     cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
     request_id: str | None  # a name for `abort`

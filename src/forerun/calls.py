@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
 
 from forerun.call_options import Call, Options, Params, make_request
-from forerun.completion import Completion, ended_of, spelt
+from forerun.completion import Completion, ended_of, raised_by, spelt
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.prompts import (
@@ -194,7 +194,7 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
 
     def completion_of(self, seq: SequenceState) -> Completion:
         """A sequence that has ended as a Completion; raises the error that ended it, if one did."""
-        if seq.error is not None:
-            raise seq.error
+        if (error := raised_by(seq)) is not None:
+            raise error
         ended = ended_of(seq, self.engine.verifiers.get(seq.verifier).exact)
         return ended._replace(logprobs=spelt(ended.logprobs, self.tokenizer)).completion()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forerun.engine.stats import RoundCounts, SequenceStats
+from forerun.errors import GrammarFailed
 from forerun.messages import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Completion:
     reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
     cached_tokens: int = 0  # of the prompt: found in the prefix cache, and not computed again
+    error: str | None = None  # why its text ends here, where finish_reason is "error"
 
     @property
     def tokens(self) -> int:
@@ -80,6 +82,7 @@ class Ended(NamedTuple):
     logprobs: list[TokenLogprob]
     queue_seconds: float
     cached_tokens: int
+    error: str | None = None
 
     def completion(self) -> Completion:
         stats = SequenceStats.of(self.rounds, self.prompt_seconds)
@@ -103,6 +106,7 @@ class Ended(NamedTuple):
             reached=stats.reached,
             kept=stats.kept,
             cached_tokens=self.cached_tokens,
+            error=self.error,
         )
 
 
@@ -122,6 +126,7 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         logprobs=[entry for event in seq.events for entry in event.logprobs],
         queue_seconds=seq.queue_seconds or 0.0,
         cached_tokens=seq.cached_tokens,
+        error=None if seq.error is None else str(seq.error),
     )
 
 
@@ -143,6 +148,11 @@ def spelt(entries: Iterable[TokenLogprob], tokenizer: Spells) -> list[TokenLogpr
         return replace(entry, text=text, bytes=raw, top=tuple(map(one, entry.top)))
 
     return [one(entry) for entry in entries]
+
+
+def raised_by(seq: SequenceState) -> Exception | None:
+    """The error of a sequence that has ended, for its caller; a grammar's failure comes with the text that there is."""
+    return None if isinstance(seq.error, GrammarFailed) else seq.error
 
 
 def seed_of(seq: SequenceState) -> int | None:

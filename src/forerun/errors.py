@@ -6,6 +6,7 @@
     │   ├── PromptTooLong       the prompt leaves no room in the context
     │   ├── VocabularyMismatch  drafter and target have different vocabularies
     │   └── CannotSample        every token is ruled out, or a processor failed: nothing can follow
+    │       └── GrammarFailed   what the answer must match cannot be computed any further
     ├── ModelError              a checkpoint cannot be found, read or run
     │   ├── ModelNotFound
     │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
@@ -40,6 +41,10 @@ class VocabularyMismatch(InvalidInput):
 
 class CannotSample(InvalidInput):
     """The bans or processors of a request leave no token that can follow."""
+
+
+class GrammarFailed(CannotSample):
+    """What an answer must match cannot be computed any further: its text ends, with this as the reason."""
 
 
 class ModelError(ForerunError):

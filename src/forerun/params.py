@@ -27,6 +27,7 @@ from forerun.checks import (
 )
 from forerun.errors import InvalidInput
 from forerun.law_processor import LawProcessor
+from forerun.structure import Structure, for_schema, plain, structure_of
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
@@ -62,6 +63,8 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     logprobs: int | None
     processors: Sequence[LawProcessor] | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -91,6 +94,10 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None  # None = off, 0 = the chosen token only, n = and the n likeliest
     processors: Sequence[LawProcessor] = ()  # change the law, node by node
+    response_format: Mapping[str, Any] | None = None  # what the answer must match, as the OpenAI API has it
+    structured_outputs: Mapping[str, Any] | None = (
+        None  # how, as vLLM has it: {"disable_any_whitespace": False}
+    )
 
     def __post_init__(self) -> None:
         penalties, functions = (1 / LARGEST_PENALTY, LARGEST_PENALTY), "functions of (prefix, logits)"
@@ -113,7 +120,10 @@ class SamplingParams:
             seed=None if self.seed is None else as_whole("seed", self.seed),
             logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
             processors=as_functions("processors", self.processors, functions, "LawProcessor"),
+            response_format=plain("response_format", self.response_format),
+            structured_outputs=plain("structured_outputs", self.structured_outputs),
         )
+        structure_of(self.response_format, self.structured_outputs)  # raises where they are wrong
         if self.top_p <= 0.0:
             raise refuse("top_p", self.top_p, "above 0, at most 1 (off)")
         if self.min_tokens > self.max_tokens:
@@ -125,10 +135,22 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer must match; None = nothing."""
+        return structure_of(self.response_format, self.structured_outputs)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], over: SamplingParams | None = None) -> SamplingParams:
-        """Build one from a mapping in our names or in others' (`SPELLINGS`), on top of another; None = not given."""
+        """Build one from a mapping in our names or in others' (`SPELLINGS`), on top of another; None = not given.
+
+        `json_schema` is a `response_format` with this schema.
+        """
         values = dict(values) if isinstance(values, Mapping) else values
+        if isinstance(values, dict) and (schema := values.pop("json_schema", None)) is not None:
+            if values.get("response_format") is not None:
+                raise InvalidInput("json_schema and response_format say the same; give one of them")
+            values["response_format"] = for_schema(schema)
         if isinstance(values, dict) and isinstance(values.get("logprobs"), bool):  # as OpenAI's chats have it
             most = values.pop("top_logprobs", None) or 0
             values["logprobs"] = most if values["logprobs"] else None

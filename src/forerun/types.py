@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.errors import CannotSample
 from forerun.messages import Branch as Branch
 from forerun.messages import Budget as Budget
 from forerun.messages import Event as Event
@@ -188,7 +189,7 @@ class Laws:
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
     plain_greedy: bool = False  # all are greedy, and the log-weights are the target's unchanged logits
-    impossible: Mapping[int, str] = field(default_factory=dict)  # node -> why no token can follow it
+    impossible: Mapping[int, CannotSample] = field(default_factory=dict)  # node -> why no token can follow it
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]

@@ -6,16 +6,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.law_processor import LawProcessor
 from forerun.params import EngineConfig
 
 if TYPE_CHECKING:  # torch is imported by those that load a model, not by those that only wait or end
     from forerun import LLM
-    from forerun.server.grammar_states import GrammarStates
+    from forerun.messages import Request
 
 
 def _load(max_batch: int = 2) -> LLM:
@@ -39,15 +37,16 @@ def load_slow(seconds: float) -> LLM:
 
 def load_slow_grammar(seconds: float) -> LLM:
     """Compiling any grammar takes so long."""
-    from forerun.server.grammar_states import GrammarStates
+    from forerun.verify.grammar.compiled import Grammars
 
-    real = GrammarStates.real
+    real = Grammars.compile
 
-    def slow(self: GrammarStates, processors: Sequence[LawProcessor]) -> tuple[LawProcessor, ...]:
-        time.sleep(seconds)
-        return real(self, processors)
+    def slow(self: Grammars, request: Request) -> Request:
+        if request.params.structure is not None:
+            time.sleep(seconds)
+        return real(self, request)
 
-    GrammarStates.real = slow  # type: ignore[method-assign]
+    Grammars.compile = slow  # type: ignore[method-assign]
     return _load()
 
 

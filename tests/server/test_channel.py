@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -20,6 +21,7 @@ from forerun.params import SamplingParams
 from forerun.server.backend import EngineError, EngineHangs
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.wire import (
+    has_structure,
     pack_ended,
     pack_error,
     pack_event,
@@ -29,7 +31,6 @@ from forerun.server.engine_process.wire import (
     unpack_event,
     unpack_request,
 )
-from forerun.server.grammar import SchemaText
 
 Pair = tuple[Channel, Channel]
 
@@ -128,15 +129,26 @@ REQUESTS = [
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_requests_cross(request_: Request, pair: Pair) -> None:
     pair[0].send(pack_request(request_))
-    assert unpack_request(next(pair[1].receive()), list) == request_
+    assert unpack_request(next(pair[1].receive())) == request_
 
 
-def test_schemas_cross_and_other_processors_do_not() -> None:
-    asked = Request((1,), SamplingParams(processors=[SchemaText("{}")]))
-    made = unpack_request(
-        pack_request(asked), lambda given: [SchemaText(f"real {each.text}") for each in given]
-    )  # type: ignore[attr-defined]
-    assert made.params.processors == (SchemaText("real {}"),)
+def test_schemas_cross_in_their_order_and_processors_do_not(pair: Pair) -> None:
+    schema = {
+        "properties": {"b": {"minimum": 2**70}, "a": {"enum": ["\u00e9", None, 1.5]}},
+        "required": ["b"],
+    }
+    params = SamplingParams.from_dict(
+        {"json_schema": schema, "structured_outputs": {"disable_any_whitespace": False}}
+    )
+    packed = pack_request(Request((1,), params))
+    assert has_structure(packed)
+    pair[0].send(packed)
+    made = unpack_request(next(pair[1].receive())).params.structure
+    assert made == params.structure
+    assert made is not None
+    assert (json.loads(made.text), made.whitespace) == (schema, "any")
+    assert made.text.index('"b"') < made.text.index('"a"')
+    assert not has_structure(pack_request(REQUESTS[1]))
     with pytest.raises(InvalidInput, match="cannot leave this process"):
         pack_request(Request((1,), SamplingParams(processors=[lambda prefix, logits: logits])))
 

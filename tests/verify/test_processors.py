@@ -217,4 +217,4 @@ def test_a_processor_that_fails_is_said_where_the_text_arrives(heat: dict[str, A
 def test_what_is_no_law_is_said(wrong: Any) -> None:
     seq = FakeSeq(0, [1], params=SamplingParams(processors=[wrong]))
     laws = warp(torch.zeros(1, V), [seq], TreeBatch.chains([[1]]))
-    assert "returned" in laws.impossible[0]
+    assert "returned" in str(laws.impossible[0])

@@ -124,7 +124,7 @@ class Driver:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request, between two rounds; raises the engine's error if it is refused."""
-        handle = Handle(request)
+        handle = Handle(self.engine.grammars.compile(request))  # here: no round waits for it
         try:
             self.post(handle.queue_in)
             self.wait(Waiter(lambda: handle.is_decided), makes_rounds=False)

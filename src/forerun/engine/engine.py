@@ -42,14 +42,13 @@ from forerun.messages import ALWAYS
 from forerun.models.base import Target
 from forerun.noise import fresh_seed
 from forerun.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
-from forerun.verify.base import Verifiers, traits_of
+from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
 
 log = logging.getLogger(__name__)
 
 NOT_DRAFTED = Budget(0, 0)
-Seats = list[
-    tuple[SequenceState, int]
-]  # sequences of a round, and their places in the round before; -1 = none
+# sequences of a round, and their places in the round before; -1 = none
+Seats = list[tuple[SequenceState, int]]
 
 
 class Engine:
@@ -61,6 +60,7 @@ class Engine:
         drafters: DrafterPool,
         verifiers: Verifiers,
         controller: Controller,
+        grammars: CompilesGrammars,
         *,
         default_drafter: str,
         default_verifier: str,
@@ -71,6 +71,7 @@ class Engine:
         prompt_rows: int | None = None,
     ) -> None:
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
+        self.grammars = grammars
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         longest = min(target.max_length, max_length or target.max_length)
@@ -488,8 +489,10 @@ class Engine:
 
     def prepare(self, request: Request) -> SequenceState:
         """The sequence of a request, if it can be served; a drafter that it is the first to ask for is built."""
-        source, params = self.target.source_rules, request.params
+        source = self.target.source_rules
         check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None, source)
+        request = self.grammars.compile(request)
+        params = request.params
         start = request.prompt if source is None else (source.start,)
         drafter = request.drafter or self.default_drafter
         if not self.drafters.has(drafter):

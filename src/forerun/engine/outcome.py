@@ -116,12 +116,12 @@ def _extended(seq: SequenceState, fresh: list[int]) -> tuple[int, Detokenizer, s
 
 
 def _up_to_impossible(
-    fresh: list[int], nodes: list[int], impossible: Mapping[int, str]
+    fresh: list[int], nodes: list[int], impossible: Mapping[int, CannotSample]
 ) -> tuple[list[int], Exception | None]:
     """The tokens before the first node that no token can follow; token i was drawn after nodes[i]."""
     for i, node in enumerate(nodes):
         if node in impossible:
-            return fresh[:i], CannotSample(impossible[node])
+            return fresh[:i], impossible[node]
     return fresh, None
 
 

@@ -122,9 +122,9 @@ class Answer:
     def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
         """The chunk that ends a choice."""
         reason = reason_of(done, called)
-        if self.kind == "chat.completion":
-            return self._delta(index, {}, reason=reason)
-        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
+        empty = {"delta": {}} if self.kind == "chat.completion" else {"text": ""}
+        ends = {"index": index, **empty, "logprobs": None, "finish_reason": reason}
+        return self._chunk([{**ends, **_error_of(done)}])
 
     def figures(self, done: Sequence[Completion]) -> dict[str, Any]:
         """The chunk behind all choices: usage, and what drafting came to."""
@@ -150,6 +150,7 @@ class Answer:
             "logprobs": spelt,
             "finish_reason": reason,
             "seed": done.seed,
+            **_error_of(done),
         }
 
     def _text(self, index: int, done: Completion) -> dict[str, Any]:
@@ -161,6 +162,7 @@ class Answer:
             "logprobs": spelt,
             "finish_reason": reason,
             "seed": done.seed,
+            **_error_of(done),
         }
 
     def _delta(
@@ -168,9 +170,8 @@ class Answer:
         index: int,
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
     ) -> dict[str, Any]:
-        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else "text_completion"
@@ -182,6 +183,11 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _error_of(done: Completion) -> dict[str, Any]:
+    """Why a text broke off, where one did."""
+    return {} if done.error is None else {"error": {"message": done.error}}
 
 
 def reason_of(done: Completion, called: bool = False) -> str:

@@ -26,7 +26,6 @@ from forerun.server.schemas import (
 )
 
 if TYPE_CHECKING:
-    from forerun.law_processor import LawProcessor
     from forerun.server.backend import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -59,7 +58,7 @@ class Timing:
 def make_jobs(
     body: Generation,
     prompts: Sequence[tuple[tuple[int, ...], int]],  # and how much of the context each takes
-    processors: Sequence[LawProcessor],
+    response_format: dict[str, Any] | None,  # None = the body's
     context: int,
     most: int,
 ) -> list[Job]:
@@ -73,11 +72,15 @@ def make_jobs(
             f"best_of={body.best_of} is not supported: ask for as many with n and choose",
             param="best_of",
         )
+    asked, how = (
+        None if each is None else each.model_dump(by_alias=True, exclude_none=True)
+        for each in (body.response_format, body.structured_outputs)
+    )
+    asked = asked if response_format is None else response_format
     jobs = []
     for number, (prompt, taken) in enumerate(prompts):
         options = sampling_of(body, taken, context) | drafting_of(body)
-        if processors:
-            options["processors"] = tuple(processors)
+        options |= {"response_format": asked, "structured_outputs": how}
         if body.stream and body.stream_options is not None and body.stream_options.include_rejected:
             options["shows_rejected"] = True
         for copy in range(copies):

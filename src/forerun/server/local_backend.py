@@ -19,7 +19,6 @@ from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
 from forerun.prompts import as_token_list
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
-from forerun.server.grammar_states import GrammarStates
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,6 @@ class LocalBackend(Backend):
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._engine = llm, llm.llm.engine
         self.tokenizer = llm.llm.tokenizer
-        self._grammars = GrammarStates(self.tokenizer, self.vocab_size)
         self._progress = ProgressWatch()
 
     @property
@@ -78,8 +76,6 @@ class LocalBackend(Backend):
         self, prompt: tuple[int, ...], *, every_round: bool = True, **options: Any
     ) -> AsyncGenerator[Event | Completion]:
         """As the seam says."""
-        if options.get("processors"):  # compiling a grammar takes a while
-            options["processors"] = await asyncio.to_thread(self._grammars.real, options["processors"])
         request = make_request(prompt, None, options, as_token_list)
         async with aclosing(self._llm.items(request, every_round=every_round)) as items:
             async for item in items:

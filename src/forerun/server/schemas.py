@@ -17,14 +17,16 @@ from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities", "prediction",
+            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities",
             "include_obfuscation", "request_id", "priority")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
+    "prediction": None,
 }  # fmt: skip
+_COMING = ("prediction",)  # of these: will be supported
 
 
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
@@ -80,7 +82,8 @@ class _Body(BaseModel):
             if name in known or name in _IGNORED:
                 continue
             if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
+                yet = " yet" if name in _COMING else ""
+                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported{yet}; leave it out")
             if name not in _NEUTRAL:
                 raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
@@ -124,6 +127,15 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(_Body):
+    """vLLM's field; what an answer must match is said by `response_format`."""
+
+    disable_any_whitespace: bool | None = Field(
+        None,
+        description="false = any whitespace in JSON, true = none; left out: a space behind , and : at most",
+    )
+
+
 class FunctionSpec(_Body):
     name: str
     description: str | None = None
@@ -165,6 +177,7 @@ class Generation(_Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,16 @@ from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, make_jobs, write_all
-from forerun.server.grammar import Grammars
 from forerun.server.head_watch import HeadWatch
 from forerun.server.metrics import Metrics
 from forerun.server.record import Recorder
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import as_line
-from forerun.server.tools import find_calls, must_call
+from forerun.server.tools import find_calls, must_call, schema_of_calls
+from forerun.structure import for_schema
 
 if TYPE_CHECKING:
-    from forerun.law_processor import LawProcessor
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class Service:
         self.backend, self.settings = backend, settings
         self.model = settings.model_names[0]
         self.metrics = Metrics(backend, self.model)
-        self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.recorder = None if settings.record is None else Recorder(settings.record)
         self.head_watch = (
             None if settings.heads is None else HeadWatch(settings.heads, backend.drafter, backend.swap_head)
@@ -110,7 +108,7 @@ class Service:
             raise ApiError(
                 400, "a text cannot both call a tool and have a response_format", param="tool_choice"
             )
-        return self._jobs(body, [tuple(ids)], self.grammars.processors_for_call(forced))
+        return self._jobs(body, [tuple(ids)], for_schema(schema_of_calls(forced)))
 
     def completion_jobs(self, body: CompletionRequest) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""
@@ -134,12 +132,11 @@ class Service:
         self,
         body: Generation,
         prompts: list[tuple[int, ...]],
-        processors: Sequence[LawProcessor] = (),
+        response_format: dict[str, Any] | None = None,
     ) -> list[Job]:
-        processors = processors or self.grammars.processors_for(body.response_format)
         taken = [1 if self.backend.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
         limits = self.backend.max_length, self.settings.max_choices
-        return make_jobs(body, list(zip(prompts, taken, strict=True)), processors, *limits)
+        return make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, *limits)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
@@ -233,9 +230,9 @@ class Service:
         return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
 
     def _found(self, body: Generation, done: Completion) -> Found:
-        """The text, and the calls of offered tools that are in it."""
-        if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
-            return find_calls(done.text, {tool.function.name for tool in body.tools})
+        """The text, and the calls of offered tools that are in it; one that broke off calls nothing."""
+        if isinstance(body, ChatRequest) and self._offers_tools(body) and done.error is None:
+            return find_calls(done.text, {tool.function.name for tool in body.tools or ()})
         return done.text, []
 
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
@@ -248,6 +245,8 @@ class Service:
             "drafter": done.drafter, "tokens_per_round": round(done.tokens_per_round, 2),
             "finished": done.finish_reason,
         }  # fmt: skip
+        if done.error is not None:
+            facts["error"] = done.error
         if self.settings.log_prompts:
             asked = answer.body.model_dump(include={"messages", "prompt"})
             facts |= {"asked": asked, "text": done.text}

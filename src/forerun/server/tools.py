@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from forerun.server.errors import ApiError
 from forerun.server.schemas import ChatRequest, FunctionSpec
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM
+_VALUES = ("const", "enum", "default", "examples")  # keys of a JSON schema that hold no schemas
 _LISTED = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)  # Mistral
 
 
@@ -48,6 +50,32 @@ def must_call(body: ChatRequest) -> list[FunctionSpec]:
             400, f"tool_choice names no tool that was offered: {str(name)[:80]!r}", param="tool_choice"
         )
     return chosen
+
+
+def schema_of_calls(tools: Sequence[FunctionSpec]) -> dict[str, Any]:
+    """The JSON schema of a call of one of these functions: its name, then its arguments."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        }
+        for i, tool in enumerate(tools)
+    ]  # fmt: skip
+    arguments = [tool.parameters or {"type": "object"} for tool in tools]
+    return {"anyOf": calls, "$defs": {str(i): _moved(own, f"#/$defs/{i}") for i, own in enumerate(arguments)}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that is a part of another one: its references are to itself there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    own = {key: value if key in _VALUES else _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := own.get("$ref"), str) and reference.startswith("#"):
+        own["$ref"] = place + reference[1:]
+    return own
 
 
 def find_calls(text: str, known: set[str]) -> tuple[str | None, list[ToolCall]]:

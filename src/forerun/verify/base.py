@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from forerun.messages import Request
 from forerun.noise import Noise
 from forerun.params import SamplingParams
 from forerun.sources import LawRules
@@ -88,4 +89,12 @@ class Verifiers(Protocol):
         self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int
     ) -> tuple[TokenLogprob, ...]:
         """Of tokens[i] under the law after nodes[i], and of the `top` likeliest there."""
+        ...
+
+
+class CompilesGrammars(Protocol):
+    """What an engine asks for where an answer must match a structure."""
+
+    def compile(self, request: Request) -> Request:
+        """The request with its structure as a processor of its law; raises where no text can match it."""
         ...

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.checks import shown
+from forerun.errors import CannotSample, brief
 from forerun.law_processor import LawProcessor, Prefix
 from forerun.types import Seq
 
@@ -24,13 +25,13 @@ Allowed = Sequence[int] | Tensor | None
 IMPOSSIBLE = -math.inf
 
 
-def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> dict[int, str]:
+def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> dict[int, CannotSample]:
     """Put the rows [m, V] of one sequence through its processors, in place; rows that failed, and why.
 
     Parents come before children. A node whose path was ruled out above it is left alone: no verifier gets there, and
     a grammar has no state for it. A row that failed allows no token, so it matters only where a path reaches it.
     """
-    failures: dict[int, str] = {}
+    failures: dict[int, CannotSample] = {}
     row_of: dict[tuple[int, ...], int | None] = {}  # by path; None = ruled out
     for row, path in enumerate(map(tuple, paths)):
         above = row_of.get(path[:-1], -1) if path else -1
@@ -43,9 +44,13 @@ def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> di
             block[row] = _processed(block[row], prefix, seq.params.processors)
         except Exception as error:  # the caller's code may raise anything
             block[row] = IMPOSSIBLE
-            reason = " ".join(str(error).split()) or "no reason given"
-            failures[row] = f"a processor failed ({type(error).__name__}: {reason[:200]}); fix or remove it"
+            failures[row] = error if isinstance(error, CannotSample) else _failed(error)
     return failures
+
+
+def _failed(error: Exception) -> CannotSample:
+    reason = brief(error) or "no reason given"
+    return CannotSample(f"a processor failed ({type(error).__name__}: {reason}); fix or remove it")
 
 
 def _processed(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) -> Tensor:

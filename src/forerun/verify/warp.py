@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.errors import CannotSample
 from forerun.params import SamplingParams
 from forerun.sources import LawRules
 from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
@@ -43,7 +44,7 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
         return Laws(logits, (True,) * len(seqs), plain_greedy=True)
     greedy = tuple(seq.params.is_greedy for seq in seqs)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
-    failures: dict[int, str] = {}
+    failures: dict[int, CannotSample] = {}
     rows = warp_rows(logits, owners, _paths(seqs, trees), failures)
     impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq)], failures)
     if impossible:
@@ -56,7 +57,7 @@ def warp_rows(
     logits: Tensor,
     seqs: Sequence[Seq],
     paths: Sequence[Sequence[int]],
-    failures: dict[int, str] | None = None,
+    failures: dict[int, CannotSample] | None = None,
 ) -> Tensor:
     """Log-weights [N, V] from logits [N, V]: row n is what follows the tokens of seqs[n] and then paths[n].
 
@@ -158,13 +159,15 @@ def _bans(seq: Seq) -> bool:
     return bool(given) or seq.rules is not None
 
 
-def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str]) -> dict[int, str]:
+def _impossible(
+    log_weights: Tensor, rows: list[int], failures: Mapping[int, CannotSample]
+) -> dict[int, CannotSample]:
     """Those of these rows that hold no possible token, and why."""
     if not rows:
         return {}
     possible = (log_weights[rows].amax(-1) > _BANNED).tolist()  # False of NaN too
     dead = [row for row, is_possible in zip(rows, possible, strict=True) if not is_possible]
-    return {row: failures.get(row, NOTHING_LEFT) for row in dead}
+    return {row: failures.get(row) or CannotSample(NOTHING_LEFT) for row in dead}
 
 
 def _reads_path(seq: Seq) -> bool:
@@ -186,7 +189,7 @@ def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
 
 
 def _adjust(
-    logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]], failures: dict[int, str]
+    logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]], failures: dict[int, CannotSample]
 ) -> Tensor:
     """Everything before temperature; a copy only where something is set."""
     rows_of: dict[int, list[int]] = {}

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from forerun.errors import InvalidInput
+from forerun.errors import InvalidInput, brief
+from forerun.models.load.tool_text import as_plain_messages, offer_of, with_offer
 
 
 class _Generation(Extension):
@@ -43,24 +46,47 @@ def _strftime_now(form: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compile(source: str) -> Template:
+def _compile(source: str) -> tuple[Template, bool]:
+    """The template, and whether it writes tools."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    return environment.from_string(source), "tools" in find_undeclared_variables(environment.parse(source))
 
 
 def render_chat(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """The text of a conversation, as the template writes it."""
+    """The text of a conversation, as the template writes it; tools that it does not know become text before."""
     if not messages:
         raise InvalidInput("messages is empty; give at least one, such as {'role': 'user', 'content': 'Hi'}")
     try:
-        return _compile(source).render(messages=[dict(message) for message in messages], **variables)
+        template, writes_tools = _compile(source)
+    except Exception as error:  # a template that cannot be compiled may fail in any way too
+        raise _refused(error) from None
+    if writes_tools:
+        return _render(template, messages, variables)
+    tools, messages = variables.get("tools"), as_plain_messages(messages)
+    if not tools:
+        return _render(template, messages, variables)
+    offer = offer_of(tools)
+    for role in ("system", "user"):  # some templates refuse or drop a system message
+        with suppress(InvalidInput):
+            text = _render(template, with_offer(messages, offer, role), variables)
+            if offer in text:
+                return text
+    raise InvalidInput("the model's chat template has no place for tools; describe them in a message")
+
+
+def _render(template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    try:
+        return template.render(messages=[dict(message) for message in messages], **variables)
     except Exception as error:  # a template may fail in any way that an expression can
-        reason = " ".join(str(error).split())[:300]
-        raise InvalidInput(
-            f"the model's chat template refuses these messages ({reason}); check their roles and contents"
-        ) from None
+        raise _refused(error) from None
+
+
+def _refused(error: Exception) -> InvalidInput:
+    return InvalidInput(
+        f"the model's chat template refuses these messages ({brief(error, 300)}); check their roles and contents"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import main_thread
 from time import process_time
 
-from forerun.completion import ended_of
+from forerun.completion import ended_of, raised_by
 from forerun.engine.driver import Handle, HeadSwap, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
@@ -20,13 +20,12 @@ from forerun.server.engine_process.wire import (
     Facts,
     Packed,
     Report,
-    has_schema,
+    has_structure,
     pack_ended,
     pack_error,
     pack_event,
     unpack_request,
 )
-from forerun.server.grammar_states import GrammarStates
 from forerun.server.local_backend import load_of, lost_process_of, progress_of
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ class Texts:
         self._compiling: set[int] = set()  # texts whose grammar is made
         self._waits_for_grammars = 0  # reports that were made meanwhile
         self._compiler = ThreadPoolExecutor(1, "forerun-grammar")
-        self._grammars = GrammarStates(llm.tokenizer, llm.engine.target.vocab_size)
         self._is_closed = False
         self._owner = Waiter(lambda: self._is_closed)
         self._orders: dict[str, Callable[..., None]] = {
@@ -91,7 +89,7 @@ class Texts:
             self._orders[name](*given)
 
     def _write(self, key: int, every_round: bool, packed: Packed) -> None:
-        if not has_schema(packed):
+        if not has_structure(packed):
             self._submit(key, every_round, packed)
             return
         self._compiling.add(key)  # others need not wait for its grammar
@@ -103,13 +101,13 @@ class Texts:
 
     def _submit(self, key: int, every_round: bool, packed: Packed) -> None:
         try:
-            handle = Handle(unpack_request(packed, self._grammars.real))
+            handle = Handle(self._llm.engine.grammars.compile(unpack_request(packed)))
         except Exception as error:
             self._compiling.discard(key)
             self._channel.send(("texts", [(key, (), None, pack_error(error))]))
             return
         self._texts[key] = _Text(handle, every_round)
-        if has_schema(packed) and key not in self._compiling:  # dropped meanwhile
+        if has_structure(packed) and key not in self._compiling:  # dropped meanwhile
             self._abort(key)
             return
         self._compiling.discard(key)
@@ -167,6 +165,6 @@ class Texts:
     def _ending(self, key: int, seq: SequenceState) -> tuple[Packed | None, Packed | None]:
         """How a text has ended: with its figures, or with an error."""
         self._texts.pop(key, None)
-        if seq.error is not None:
-            return None, pack_error(seq.error)
+        if (error := raised_by(seq)) is not None:
+            return None, pack_error(error)
         return pack_ended(ended_of(seq, self._llm.engine.verifiers.get(seq.verifier).exact)), None

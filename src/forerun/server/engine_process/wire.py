@@ -5,9 +5,9 @@ What an engine made is turned into Python's own numbers: they may be a library's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import MISSING, astuple, dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from forerun import errors
 from forerun.completion import Completion, Ended
@@ -17,13 +17,8 @@ from forerun.messages import Branch, Budget, Event, Request, TokenLogprob
 from forerun.models.load.tokenizer import TokenizerParts
 from forerun.params import SamplingParams
 from forerun.server.backend import EngineError, Load
-from forerun.server.grammar import SchemaText
-
-if TYPE_CHECKING:
-    from forerun.law_processor import LawProcessor
 
 Packed = tuple[Any, ...]
-Processors = Callable[[Sequence["LawProcessor"]], Sequence["LawProcessor"]]
 _DEFAULTS = {
     each.name: each.default if each.default_factory is MISSING else each.default_factory()
     for each in fields(SamplingParams)
@@ -38,30 +33,21 @@ def pack_request(request: Request) -> Packed:
         if (value := getattr(request.params, name)) != default
     }
     if "processors" in params:
-        params["processors"] = [_schema(each) for each in params["processors"]]
+        raise InvalidInput("processors cannot leave this process; serve from a thread (--front thread)")
     budget = None if request.budget is None else astuple(request.budget)
     rest = request.drafter, request.verifier, budget, request.shows_rejected, request.cache_salt
     return (request.prompt, params, *rest)
 
 
-def unpack_request(packed: Packed, real: Processors) -> Request:
-    """`real` makes processors of schemas; asked only where there are some."""
+def unpack_request(packed: Packed) -> Request:
     prompt, params, drafter, verifier, budget, shows_rejected, cache_salt = packed
-    if "processors" in params:
-        params["processors"] = real([SchemaText(text) for text in params["processors"]])
     own = None if budget is None else Budget(*budget)
     return Request(prompt, SamplingParams(**params), drafter, verifier, own, shows_rejected, cache_salt)
 
 
-def has_schema(packed: Packed) -> bool:
+def has_structure(packed: Packed) -> bool:
     """Must a grammar be compiled for it?"""
-    return "processors" in packed[1]
-
-
-def _schema(processor: LawProcessor) -> str:
-    if not isinstance(processor, SchemaText):
-        raise InvalidInput("processors cannot leave this process; give a JSON schema, or serve from a thread")
-    return processor.text
+    return "response_format" in packed[1]
 
 
 def pack_event(event: Event) -> Packed:

@@ -1,0 +1,105 @@
+"""Grammars: compiles what an answer must match, by llguidance; a request that cannot be held to it is refused here.
+
+Every text gets a matcher of its own. Copies of one matcher share its lexer, with the limits on what that may build: a
+text that runs into them would end all others of the same schema, and those that come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any, Protocol, runtime_checkable
+
+from forerun.errors import InvalidInput, MissingDependency, brief
+from forerun.messages import Request
+from forerun.structure import Structure, Whitespace
+from forerun.verify.grammar.law import GrammarLaw, reason_of
+
+# how llguidance separates the parts of a JSON text: regular expressions, and whether whitespace may be anywhere
+_SEPARATORS: dict[Whitespace, dict[str, Any]] = {
+    "compact": {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False},
+    "none": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False},
+    "any": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True},
+}
+# What one text may build of an automaton (some 20 MB), and what may be spent on one mask (some 100 ms).
+_LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
+
+
+@runtime_checkable
+class WritesJson(Protocol):
+    """A tokenizer that other libraries can read."""
+
+    def to_json(self) -> str: ...
+
+
+class Grammars:
+    """Holds requests to their structure, for one tokenizer. Any thread may ask."""
+
+    def __init__(self, tokenizer: object, vocab_size: int, ends: Iterable[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
+        self._known: Any = None  # llguidance's own tokenizer: made once it is needed, in half a second
+        self._lock = Lock()
+
+    def compile(self, request: Request) -> Request:
+        """The request with its structure as a processor, which is for one text; it takes a while.
+
+        Raises where no text can be written: the schema is wrong, has no solution, or is too complex for llguidance.
+        """
+        params = request.params
+        structure = params.structure
+        if structure is None:
+            return request
+        make = partial(self._new_matcher, structure)
+        law = GrammarLaw(make(), make, self._ends)
+        held = replace(
+            params, response_format=None, structured_outputs=None, processors=(*params.processors, law)
+        )
+        return replace(request, params=held)
+
+    def _new_matcher(self, structure: Structure) -> Any:
+        """A matcher at the start of a text, from which some token can follow."""
+        guidance = _llguidance()
+        how, schema = _SEPARATORS[structure.whitespace], structure.text
+        if not schema.startswith("{"):  # true and false are schemas too, and have no place for options
+            schema = f'{{"anyOf": [{schema}]}}'
+        # what was asked for by name comes before what is in the schema under "x-guidance"
+        given = {"defaults" if structure.whitespace == "compact" else "overrides": how}
+        try:
+            grammar = guidance.LLMatcher.grammar_from_json_schema(schema, **given)
+        except ValueError as error:
+            raise _refused(brief(error)) from None
+        limits = guidance.LLParserLimits(**_LIMITS)
+        matcher = guidance.LLMatcher(self._vocabulary(guidance), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some schemas are found to have no solution only here
+        if matcher.is_error():
+            raise _refused(reason_of(matcher))
+        return matcher
+
+    def _vocabulary(self, guidance: Any) -> Any:
+        with self._lock:
+            if self._known is None:
+                if not isinstance(self._tokenizer, WritesJson) or not self._ends:
+                    raise InvalidInput(
+                        "response_format needs a tokenizer with a tokenizer.json and an end-of-text token; "
+                        "this model has none"
+                    )
+                self._known = guidance.LLTokenizer(
+                    self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._ends)
+                )
+            return self._known
+
+
+def _refused(reason: str) -> InvalidInput:
+    return InvalidInput(f"the JSON schema cannot be used: {reason}; correct or simplify it")
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        what = "response_format needs the package llguidance; pip install 'forerun[serve]'"
+        raise MissingDependency(what) from None
+    return llguidance
