@@ -4,7 +4,8 @@
 
 The faults are in tools/mutants.toml: the file, a fragment that is there exactly once, what it becomes, and the tests
 that should notice. Selections of tests must pass on the source as it is, or their verdict on a fault says nothing.
-Ends with 1 where fewer than 95% are killed, or where a fragment is no longer found.
+Ends with 1 where fewer than 95% are killed, or where a fragment is no longer found; tests/test_mutants.py checks the
+fragments in `make test`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-
-os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # before torch is imported
-sys.dont_write_bytecode = True  # else a fault of the same length may be kept where it was put right at once
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # for one selection of tests; a fault may also make them hang
@@ -40,7 +38,13 @@ class Mutant:
 
     @property
     def label(self) -> str:
+        """The fault as the table prints it."""
         return f"{self.file}: {' '.join(self.old.split())[:48]} -> {' '.join(self.new.split())[:48]}"
+
+    def found(self, source: Path) -> int:
+        """How often the fragment is there; a fault that is not there exactly once is stale."""
+        file = source / "forerun" / self.file
+        return file.read_text(encoding="utf-8").count(self.old) if file.is_file() else 0
 
 
 def read_mutants(file: Path = ROOT / "tools" / "mutants.toml") -> list[Mutant]:
@@ -103,10 +107,10 @@ def _run_pytest(tests: str, source: Path, said: Path) -> int:
 
 def try_mutant(mutant: Mutant, source: Path) -> tuple[str, str]:
     """killed, survived or stale; and what noticed."""
+    if (found := mutant.found(source)) != 1:
+        return "stale", f"the fragment is there {found} times"
     file = source / "forerun" / mutant.file
-    whole = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if whole.count(mutant.old) != 1:
-        return "stale", f"the fragment is there {whole.count(mutant.old)} times"
+    whole = file.read_text(encoding="utf-8")
     file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
         outcome, noticed = run_tests(mutant.tests, source)
@@ -123,9 +127,15 @@ def main() -> int:
     given = parser.parse_args()
     areas = [area for area in given.area.split(",") if area]
     mutants = [m for m in read_mutants() if (not areas or m.area in areas) and given.only in m.label]
+    if not mutants:
+        parser.error("no fault is chosen; --list shows them all")
     if given.list:
         print("\n".join(f"{m.area:<10} {m.label}" for m in mutants))
         return 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # before torch is imported
+    sys.dont_write_bytecode = (
+        True  # else a fault of the same length may be kept where it was put right at once
+    )
     started = monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "src"

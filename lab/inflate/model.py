@@ -242,7 +242,7 @@ def inflate(
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write a Hugging Face folder with the checkpoint's function at a larger shape; `progress` counts weights."""
-    from safetensors.torch import save_file
+    from forerun.models.load.tensor_file import write_tensors
 
     weights = InflatedWeights(checkpoint.config, checkpoint.weights, shape, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def inflate(
         held[name] = weights[name]
         size += held[name].nbytes
         if size >= SHARD_BYTES or done == len(names):
-            save_file(held, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+            write_tensors(folder / f"shard-{len(shards)}.safetensors", held, {"format": "pt"})
             shards.append(list(held))
             total, size, held = total + size, 0, {}
         if progress is not None:

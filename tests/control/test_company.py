@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from forerun.bench.forms.record import CHAINS, NEVER, WIDTHS, RecordedText
 from forerun.bench.simulated_sweep import BOTH, HEAD, NGRAM, make
-from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.testing.menu_simulator import SimulatedMenu
 
 from forerun.bench import simulated_sweep
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.offers import NEVER as NEVER_DRAFTS
 from forerun.offers import Form, Offer
 from forerun.params import SamplingParams

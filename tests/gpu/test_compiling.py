@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from tests.gpu.tiny import make_target, need_cuda
 
 WIDTHS = (64, 128, 256)
 LENGTH = 400
+SHARED_MEMORY = 1 << 17  # bytes of a block, under the driver that stands in
 
 
 class Offline:
@@ -37,7 +38,7 @@ class Offline:
     def __init__(self) -> None:
         self.launched, self.compiled = list[int](), Counter[str]()
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
             load_binary=lambda *given: (1, 1, 0, 0, 1024),
         )
 
@@ -63,19 +64,50 @@ class Offline:
         normalise[(programs,)](rows, rows, rows, 1e-5, WIDTH=width, UP=up or width, PDL=False)
 
 
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Offline:
-    knobs = pytest.importorskip("triton.knobs")
-    if knobs.runtime.interpret:
-        pytest.skip("kernels are interpreted")
+@contextmanager
+def standing_in(cache: Path) -> Iterator[Offline]:
+    """The driver without a device in place of the real one, which finds Triton afterwards as it was."""
+    knobs, limit = import_module("triton.knobs"), import_module("triton.compiler.compiler").max_shared_mem
     from forerun.models.cuda.kernels_rows import normalise
 
     found = Offline()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(import_module("triton.runtime").driver, "_active", found)
-    monkeypatch.setattr(knobs.compilation, "listener", found.note)
-    monkeypatch.setattr(normalise, "device_caches", defaultdict(normalise.create_binder))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        patch.setattr(import_module("triton.runtime").driver, "_active", found)
+        patch.setattr(knobs.compilation, "listener", found.note)
+        patch.setattr(normalise, "device_caches", defaultdict(normalise.create_binder))
+        limit.cache_clear()  # Triton asks a driver once for its shared memory, and holds other drivers to the answer
+        try:
+            yield found
+        finally:
+            limit.cache_clear()
+
+
+def need_compiler() -> None:
+    pytest.importorskip("triton.knobs")
+    if not compiling._thread_count():
+        pytest.skip("kernels are interpreted, or this Triton compiles them one by one")
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> Iterator[Offline]:
+    need_compiler()
+    with standing_in(tmp_path) as found:
+        yield found
+
+
+def test_a_driver_that_stood_in_leaves_no_limit_behind(tmp_path: Path) -> None:
+    """Its 128 KiB of shared memory were kept: real kernels of the same process then ran out of resources."""
+    need_compiler()
+    limit = import_module("triton.compiler.compiler").max_shared_mem
+    with standing_in(tmp_path) as stranger:
+        assert limit(0) == SHARED_MEMORY
+    with pytest.MonkeyPatch.context() as patch:
+        properties = {"max_shared_mem": 2 * SHARED_MEMORY}
+        patch.setattr(stranger.utils, "get_device_properties", lambda device: properties)
+        patch.setattr(import_module("triton.runtime").driver, "_active", stranger)
+        assert limit(0) == 2 * SHARED_MEMORY
+    limit.cache_clear()
 
 
 @pytest.mark.parametrize("missing", ["triton.knobs", "triton.runtime._async_compile"])
@@ -159,9 +191,7 @@ def test_captures_compile_nothing_and_texts_stay(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
 ) -> None:
     need_cuda()
-    knobs = pytest.importorskip("triton.knobs")
-    if not compiling._thread_count():
-        pytest.skip("this Triton compiles kernels one by one")
+    need_compiler()
     target = make_target(shape, "cuda", torch.bfloat16)
     config = EngineConfig(max_batch=len(PROMPTS), max_length=LENGTH)
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none"), config)
@@ -170,7 +200,7 @@ def test_captures_compile_nothing_and_texts_stay(
     _forget_kernels(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = Offline()
-    monkeypatch.setattr(knobs.compilation, "listener", found.note)
+    monkeypatch.setattr(import_module("triton.knobs").compilation, "listener", found.note)
     target.passes.warm_up((0, -1), LENGTH)
     assert set(found.compiled) == {"compile"}
     assert found.compiled["compile"] > 10

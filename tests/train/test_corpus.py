@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from forerun.drafters.heads.base import Calibration
+from forerun.drafters.heads.formats import write_shards
 from forerun.errors import InvalidInput, ModelNotFound
 from forerun.train.data.corpus import Batches, Corpus, Text, hash_of, write_shard
 from forerun.train.data.prompts import Novelty, read_prompts
@@ -72,13 +74,37 @@ def test_texts_of_a_larger_vocabulary_are_refused(folder: Path) -> None:
         corpus.must_fit(largest)
 
 
-def test_nothing_to_hold_back_is_an_error(tmp_path: Path) -> None:
+def test_one_prompt_is_held_back_however_few_there_are(tmp_path: Path) -> None:
+    texts = [Text([i, 7, 8, answer, 9], prompt_length=3) for i in range(4) for answer in (1, 2)]
+    write_shard(tmp_path / "shard-00000.safetensors", texts)
+    corpus = Corpus(tmp_path, max_length=16, holdout=0.001)
+    assert (len(corpus.training), len(corpus.held_back)) == (6, 2)
+    (held,) = {int(corpus.tokens[first]) for first, *_ in corpus.held_back}
+    assert held not in {int(corpus.tokens[first]) for first, *_ in corpus.training}
+
+
+def test_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="forerun data make"):
         Corpus(tmp_path, max_length=16, holdout=0.1)
     write_shard(tmp_path / "shard-00000.safetensors", [Text([1, 2, 3, 4, 5], 2)])
-    with pytest.raises(InvalidInput, match="make more data"):
+    with pytest.raises(InvalidInput, match=r"1 texts of 1 prompts .* make texts of more prompts"):
         Corpus(tmp_path, max_length=16, holdout=0.1)
+    with pytest.raises(InvalidInput, match="0 texts of 0 prompts have an answer within max_length=2"):
+        Corpus(tmp_path, max_length=2, holdout=0.1)
     assert len(hash_of(tmp_path)) == 64
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_of_tensors_have_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> None:
+    """safetensors' own are 0600, whatever the umask."""
+    former = os.umask(umask)
+    try:
+        write_shard(tmp_path / "shard-00000.safetensors", [Text([1, 2, 3], 2)])
+        write_shards(tmp_path, {"a": torch.zeros(2)})
+    finally:
+        os.umask(former)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("shard-00000.safetensors", "model.safetensors"), 0o666 & ~umask)
 
 
 def test_simulated_rounds_are_counted_by_hand() -> None:

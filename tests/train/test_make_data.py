@@ -203,6 +203,12 @@ def test_nonsense_options_are_refused(tmp_path: Path) -> None:
             options_for(tmp_path, **wrong)
 
 
+@pytest.mark.parametrize(("length", "prompt"), [(512, 160), (128, 64), (16, 8)])
+def test_prompts_get_half_of_a_short_length(tmp_path: Path, length: int, prompt: int) -> None:
+    """`data make --max-length 128` failed on --max-prompt, which nobody had given."""
+    assert DataOptions("tiny", str(tmp_path), max_length=length).max_prompt == prompt
+
+
 def rambling(orders: Iterable[Order]) -> Iterator[Written]:
     """Never comes to an end: every text is cut at its limit."""
     for order in orders:

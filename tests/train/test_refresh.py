@@ -19,7 +19,7 @@ from forerun.server.record import Recorder
 from forerun.train.commands import main
 from forerun.train.options import Method
 from forerun.train.recordings import read_recordings
-from forerun.train.refresh import refresh
+from forerun.train.refresh import _weigh, refresh
 from forerun.train.run import train
 from tests.models.tiny_checkpoints import VOCAB
 from tests.models.tiny_folder import LETTERS, add_tokenizer
@@ -74,6 +74,12 @@ def test_a_better_head_is_published_and_one_that_is_not_is_not(
     assert versions.names() == ["v0001", "v0002", "v0003"]
     kept = [path.relative_to(out).as_posix() for path in out.rglob("*")]
     assert not any("data" in name or "shard" in name or ".part" in name for name in kept), "texts were kept"
+
+
+def test_one_text_does_not_decide() -> None:
+    before, after = [(12, 6)] * 2, [(12, 4)] * 2
+    assert _weigh("v2", "v1", before, after).published
+    assert not _weigh("v2", "v1", before[:1], after[:1]).published
 
 
 def test_medusa_heads_keep_their_shape(

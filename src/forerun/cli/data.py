@@ -28,7 +28,7 @@ HELP: Mapping[str, str] = {
     "own_prompts": "How many prompts the target is asked to write itself.",
     "openings": "How these begin, in turn (several flags); default: the target's choice.",
     "temperatures": "Each prompt is answered once at each; may be given several times.",
-    "max_prompt": "Tokens of a prompt at most, template included.",
+    "max_prompt": "Tokens of a prompt at most, template included; 0 is 160, or half of --max-length if that is less.",
     "max_length": "Tokens of prompt and answer at most.",
     "max_answer": "Tokens of an answer at most; 0 is what --max-length leaves.",
     "batch": "Sequences written at once.",

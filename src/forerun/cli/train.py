@@ -60,7 +60,7 @@ HELP: Mapping[str, str] = {
     "positions": "How a block's positions weigh: by how far its draft gets, or by --decay.",
     "anchors": "Share of the answers' tokens at which blocks start, per step.",
     "stored": "How a block drafter's matrices are written.",
-    "holdout": "Share of the prompts that are held back.",
+    "holdout": "Share of the prompts that are held back, one at least.",
     "eval_every": "Steps between simulations on held-back text.",
     "eval_batches": "Batches per simulation.",
     "save_every": "Steps between checkpoints.",

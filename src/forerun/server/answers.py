@@ -122,7 +122,7 @@ class Answer:
     def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
         """The chunk that ends a choice."""
         reason = reason_of(done, called)
-        empty = {"delta": {}} if self.kind == "chat.completion" else {"text": ""}
+        empty: dict[str, Any] = {"delta": {}} if self.kind == "chat.completion" else {"text": ""}
         ends = {"index": index, **empty, "logprobs": None, "finish_reason": reason}
         return self._chunk([{**ends, **_error_of(done)}])
 

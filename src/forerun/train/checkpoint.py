@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.models.load.tensor_file import write_tensors
 from forerun.train.muon import MOMENT
 from forerun.train.options import TrainOptions
 
@@ -48,13 +49,13 @@ def write_checkpoint(
     part, kept = folder / "checkpoint.part", folder / "checkpoint"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_file({n: p.detach().contiguous() for n, p in named.items()}, part / "weights.safetensors")
+    write_tensors(part / "weights.safetensors", {n: p.detach().contiguous() for n, p in named.items()})
     state = optimizer.state_dict()["state"]
     moments: dict[str, Tensor] = {}
     for i, name in enumerate(named):
         for key, value in state.get(i, {}).items():
             moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
-    save_file(moments, part / "optimizer.safetensors")
+    write_tensors(part / "optimizer.safetensors", moments)
     (part / "run.json").write_text(json.dumps({"step": step, "options": asdict(options)}, indent=1))
     shutil.rmtree(kept, ignore_errors=True)
     part.replace(kept)

@@ -95,7 +95,7 @@ class TrainOptions:
     )
     anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
     stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
-    holdout: float = 0.02  # share of the prompts that are held back
+    holdout: float = 0.02  # share of the prompts that are held back, one at least
     eval_every: int = 200
     eval_batches: int = 4
     save_every: int = 200
@@ -169,7 +169,9 @@ class DataOptions:
     own_prompts: int = 1000  # how many the target is asked to write itself
     openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = the target's choice
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
-    max_prompt: int = 160  # tokens of a prompt, template included
+    max_prompt: int = (
+        0  # tokens of a prompt, template included; 0 = 160, or half of max_length if that is less
+    )
     max_length: int = 512  # prompt and answer
     max_answer: int = 0  # tokens of an answer; 0 = what max_length leaves
     batch: int = 64  # sequences written at once
@@ -180,6 +182,9 @@ class DataOptions:
     def __post_init__(self) -> None:
         _check(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
         _check(all(0 <= t < inf for t in self.temperatures), "temperatures", self.temperatures, "0 or more")
+        _check(self.max_length >= 16, "max_length", self.max_length, "at least 16 tokens")
+        if not self.max_prompt:
+            object.__setattr__(self, "max_prompt", min(160, self.max_length // 2))
         most = f"8 to {self.max_length - 1}, one less than max_length={self.max_length}"
         _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, most)
         _check(self.batch >= 1, "batch", self.batch, "at least 1")

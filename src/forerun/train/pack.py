@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from forerun.errors import ForerunError, ModelNotFound
+from forerun.models.load.tensor_file import write_tensors
 
 log = logging.getLogger("forerun.train")
 _CHECKPOINT = "checkpoint"
@@ -35,8 +36,8 @@ def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
         narrow = folder / _CHECKPOINT
         narrow.mkdir(exist_ok=True)
         weights = load_file(kept / "weights.safetensors")
-        save_file({n: w.to(torch.bfloat16) for n, w in weights.items()}, narrow / "weights.safetensors")
-        save_file({}, narrow / "optimizer.safetensors")
+        write_tensors(narrow / "weights.safetensors", {n: w.to(torch.bfloat16) for n, w in weights.items()})
+        write_tensors(narrow / "optimizer.safetensors", {})
         shutil.copy(kept / "run.json", narrow / "run.json")
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 

@@ -173,7 +173,8 @@ def _weigh(version: str, former: str, before: Counts, after: Counts) -> Refreshe
         ratios.append(_rate([after[i] for i in drawn]) / _rate([before[i] for i in drawn]))
     ratios.sort()
     low, high = ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
-    return Refreshed(version, former, _rate(before), _rate(after), low, high, len(before), low > 1.0)
+    better = low > 1.0 and len(before) > 1  # one text gives no interval
+    return Refreshed(version, former, _rate(before), _rate(after), low, high, len(before), better)
 
 
 def _rate(counts: Counts) -> float:

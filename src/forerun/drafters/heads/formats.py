@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, brief
 from forerun.models.layers import linear
+from forerun.models.load.tensor_file import write_tensors
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode, PackedWeight, pack_floats, side_by_side
 
@@ -137,12 +137,12 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], stem: str = "model
     for stale in folder.glob(f"{stem}*.safetensors"):
         stale.unlink()
     if len(shards) == 1:
-        save_file(shards[0], folder / f"{stem}.safetensors")
+        write_tensors(folder / f"{stem}.safetensors", shards[0])
         return
     places: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         name = f"{stem}-{i:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / name)
+        write_tensors(folder / name, shard)
         places |= dict.fromkeys(shard, name)
     index = {"metadata": {}, "weight_map": places}
     (folder / f"{stem}.safetensors.index.json").write_text(

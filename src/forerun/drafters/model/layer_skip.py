@@ -74,12 +74,12 @@ class ExitAdapter:
 
     def write(self, path: Path) -> None:
         """As safetensors, in 16 bits."""
-        from safetensors.torch import save_file
+        from forerun.models.load.tensor_file import write_tensors
 
         halves = {
             name: value.detach().to(torch.float16).contiguous() for name, value in self._tensors().items()
         }
-        save_file(halves, path, {"eps": repr(self.eps)})
+        write_tensors(path, halves, {"eps": repr(self.eps)})
 
     @classmethod
     def read(cls, path: Path) -> ExitAdapter:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.models.load.tensor_file import write_tensors
 from forerun.models.load.tokenizer import read_json
 from forerun.models.load.weights import Weights
 
@@ -80,7 +81,7 @@ class Adapter:
         for name, pair in self.changes.items():
             for end, matrix in zip((_DOWN, _UP), pair, strict=True):
                 tensors[_BEFORE + name.removesuffix(".weight") + end] = matrix.detach().cpu().contiguous()
-        save_file(tensors, folder / TENSORS)
+        write_tensors(folder / TENSORS, tensors)
 
 
 class AdaptedWeights(Weights):

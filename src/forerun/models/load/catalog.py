@@ -187,7 +187,7 @@ class _Fetch:
             return None
         try:
             from huggingface_hub import HfApi, hf_hub_download
-            from huggingface_hub.utils import disable_progress_bars
+            from huggingface_hub.utils.tqdm import disable_progress_bars
 
             disable_progress_bars()  # ours is shown
             HfApi().model_info(

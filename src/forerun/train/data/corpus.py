@@ -3,8 +3,8 @@
 A shard is a safetensors file: the token ids of its sequences end to end (two bytes each where they fit), where each
 sequence starts, how many of its tokens are prompt and so not to be learnt, the temperature it was written at and its
 number. Batches are rectangles of sequences of like length. Which ones a step sees is a function of the seed and the
-step alone, so a run that was killed resumes exactly. Sequences are held back by their prompt: its
-answers are all held back.
+step alone, so a run that was killed resumes exactly. A share of the prompts is held back, one at least, with all of
+their answers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.errors import DamagedFile, InvalidInput, brief
-from forerun.train.data.folder import shards_of, wanted_prompts
+from forerun.models.load.tensor_file import write_tensors
+from forerun.train.data.folder import shards_of
 from forerun.train.data.loops import first_repeats
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
@@ -66,7 +67,7 @@ def write_shard(file: Path, texts: Sequence[Text]) -> None:
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    save_file(tensors, part)
+    write_tensors(part, tensors)
     part.replace(file)
 
 
@@ -118,7 +119,7 @@ class Corpus:
         parts = [read_shard(file) for file in shards_of(data)]
         self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
         self.max_length = max_length
-        self.training, self.held_back = list[Span](), list[Span]()
+        placed = list[tuple[float, Span]]()  # texts, each with its prompt's place in [0, 1)
         ids, base = self.tokens.numpy(), 0
         for part in parts:
             starts, prompts = (part["starts"] + base).tolist(), part["prompt_lengths"].tolist()
@@ -126,19 +127,21 @@ class Corpus:
             for (first, end), prompt, one in zip(pairwise(starts), prompts, wanted, strict=True):
                 if not one:
                     continue
-                share = zlib.crc32(ids[first : first + prompt].tobytes()) / 2**32
+                place = zlib.crc32(ids[first : first + prompt].tobytes()) / 2**32
                 span = (first, min(end, first + max_length), first + prompt)
                 if span[1] > span[2]:
-                    (self.held_back if share < holdout else self.training).append(span)
+                    placed.append((place, span))
             base += len(part["tokens"])
+        least = min((place for place, _ in placed), default=0.0)  # this prompt is held back in any case
+        self.training = [span for place, span in placed if place >= holdout and place > least]
+        self.held_back = [span for place, span in placed if place < holdout or place == least]
         if cut_loops:
             self._cut(cut_loops)
-        if (not self.training and holdout < 1) or not self.held_back:
-            count = sum(len(part["numbers"]) for part in parts)
+        if not placed or (not self.training and holdout < 1):
             raise InvalidInput(
-                f"of {count} texts in {data} {len(self.training)} are left to learn and {len(self.held_back)} held "
-                f"back (holdout={holdout:g}); make more data, of {wanted_prompts(holdout)} prompts at least, or raise "
-                "--holdout"
+                f"{data} leaves nothing to learn: {len(self.held_back)} texts of {len({p for p, _ in placed})} prompts "
+                f"have an answer within max_length={max_length}, and all of them are held back "
+                f"(holdout={holdout:g}); make texts of more prompts"
             )
 
     def _cut(self, further: int) -> None:

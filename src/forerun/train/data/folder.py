@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
@@ -28,9 +27,8 @@ def require_texts(options: TrainOptions) -> None:
         if not any(Path(folder).glob("shard-*.safetensors")):
             there = "holds no texts" if Path(folder).is_dir() else "is not there"
             raise ModelNotFound(
-                f"the data folder {folder!r} {there}; this run wants {wanted_tokens(options)} and at least "
-                f"{wanted_prompts(options.holdout)} prompts: make them first with "
-                f"`forerun data make --target {options.target} --out {folder}`"
+                f"the data folder {folder!r} {there}; this run wants {wanted_tokens(options)}; make them "
+                f"first with `forerun data make --target {options.target} --out {folder}`"
             )
     if options.measure_on:
         shards_of(options.measure_on)
@@ -52,8 +50,3 @@ def wanted_tokens(options: TrainOptions) -> str:
     total = options.steps * options.batch_tokens
     shown = f"{total / 1e6:.1f} million" if total >= 1_000_000 else f"{total}"
     return f"{shown} tokens ({options.steps} steps of {options.batch_tokens}; less is read several times)"
-
-
-def wanted_prompts(holdout: float) -> int:
-    """So many prompts that one is held back with near certainty: 1 - (1 - holdout)^n > 0.95."""
-    return ceil(3 / holdout)

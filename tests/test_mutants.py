@@ -1,0 +1,31 @@
+"""The faults of tools/mutants.toml fit the source: one whose fragment is gone would be tried on nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.mutants import ROOT, Mutant, read_mutants
+
+MUTANTS = read_mutants()
+
+
+def test_every_fragment_is_in_its_file_exactly_once() -> None:
+    found = [(mutant.label, mutant.found(ROOT / "src")) for mutant in MUTANTS]
+    assert len(MUTANTS) >= 168
+    assert [stale for stale in found if stale[1] != 1] == [], "mend tools/mutants.toml"
+
+
+def test_every_fault_changes_something_and_names_tests_that_are_there() -> None:
+    assert [mutant.label for mutant in MUTANTS if mutant.old == mutant.new] == []
+    named = {word.split("::")[0] for mutant in MUTANTS for word in mutant.tests.split() if "/" in word}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_negative_control_a_stale_fragment_is_found(tmp_path: Path) -> None:
+    (tmp_path / "forerun").mkdir()
+    (tmp_path / "forerun" / "a.py").write_text("x = 1\nx = 1\ny = 2\n")
+    counts = [
+        Mutant("area", file, old, "", "").found(tmp_path)
+        for file, old in (("a.py", "x = 1"), ("a.py", "y = 2"), ("a.py", "z"), ("gone.py", "y = 2"))
+    ]
+    assert counts == [2, 1, 0, 0]
