@@ -33,14 +33,19 @@ def members(found: ast.ClassDef) -> set[str]:
 
 @cache  # when a test asks: both workers import this file, one of them runs its tests
 def definitions() -> tuple[dict[str, set[str]], set[str]]:
-    """Every class of the package with its members, and every function."""
-    classes, functions = dict[str, set[str]](), set[str]()
+    """Every class of the package with its members, those of its bases too, and every function."""
+    classes, functions, bases = dict[str, set[str]](), set[str](), dict[str, list[str]]()
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, set()).update(members(node))
+                bases.setdefault(node.name, []).extend(
+                    ast.unparse(base).partition("[")[0] for base in node.bases
+                )
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions.add(node.name)
+    for name, above in bases.items():
+        classes[name] |= set[str]().union(*(classes.get(base, set()) for base in above))
     return classes, functions
 
 

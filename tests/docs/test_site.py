@@ -60,6 +60,15 @@ def test_names_of_the_reference_are_shown(site: dict[str, HtmlPage], page: str) 
     assert [name for name in names if name not in site[f"api/{page}.html"].ids] == []
 
 
+def test_calls_that_two_classes_share_are_shown_with_both(site: dict[str, HtmlPage]) -> None:
+    calls = ("generate", "chat", "stream", "stream_chat", "load", "abort", "close")
+    wanted = {f"forerun.{name}.{call}" for name in ("LLM", "AsyncLLM") for call in calls}
+    wanted |= {
+        f"forerun.{name}.{each}" for name in ("Stream", "AsyncStream") for each in ("completion", "close")
+    }
+    assert wanted - set(site["api/index.html"].ids) == set()
+
+
 def test_the_reference_has_every_public_name() -> None:
     wanted = {f"forerun.{name}" for name in forerun.__all__}
     wanted |= {f"forerun.testing.{name}" for name in forerun.testing.__all__}
