@@ -114,7 +114,7 @@ def test_one_registration_puts_a_drafter_into_the_list(
     assert "Drafts one token." in said
     assert "needs a head: toy" in said
     assert "Who a drafter is stands in the registry" in said  # the module's own line, where nothing was said
-    document = json.loads(command(["drafters", "--json"], monkeypatch, capsys))
+    document = json.loads(command(["drafters", "--json", "-"], monkeypatch, capsys))
     row = next(row for row in document["drafters"] if row["name"] == "toy")
     assert (row["needs"], row["formats"], row["best"]) == ("head", ["toy"], "ngram+toy")
     assert document["aliases"]["hybrid_eagle3"] == "ngram+eagle3"

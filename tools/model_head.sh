@@ -22,7 +22,7 @@ M=$(realpath "$M") D=${D:+$(realpath "$D")} P=${P:+$(realpath "$P")} R=${R:-benc
 HEAD=${HEAD:+$(realpath "$HEAD")} DEVICE=${DEVICE:-auto} SUITE=${SUITE:-builtin}
 [ "$SUITE" = builtin ] || SUITE=$(realpath "$SUITE")
 OWN=${OWN:-17000} WRAPPED=${WRAPPED:-2500} ROWS=${ROWS:-2048} SHORT=${SHORT:-512} LONG=${LONG:-1024} SHARD=${SHARD:-1000000}
-WIDTH=${WIDTH:-512} INNER=${INNER:-2560} VOCAB=${VOCAB:-16384} FEATURES=${FEATURES:-2 8 14 20 26} # hidden layers that are read
+WIDTH=${WIDTH:-512} INNER=${INNER:-2560} VOCAB=${VOCAB:-16384} FEATURES=${FEATURES:-2,8,14,20,26} # hidden layers that are read
 BUDGET=${BUDGET:-300} TRIAL=${TRIAL:-36} TOKENS=${TOKENS:-16384} LR=${LR:-1e-3} COMPILE=${COMPILE---compile} EVALS=${EVALS:-8}
 PER_TASK=${PER_TASK:-8} ANSWER=${ANSWER:-128} SECONDS_PER_ROW=${SECONDS_PER_ROW:-22} LIMIT_TASK=${LIMIT_TASK:-2} REPEATS=${REPEATS:-2}
 PY=$(command -v python || command -v python3)
@@ -42,10 +42,10 @@ from forerun.params import SpeculativeConfig
 print(choose_drafter(SpeculativeConfig(drafter="eagle3"), open_checkpoint(sys.argv[1])).draft_model or "")' "$M"
     fi
 }
-make_texts() { bounded "$PY" -m forerun.train data --target "$M" --device "$DEVICE" --temperatures 0 0.8 --shard-tokens "$SHARD" "$@"; }
+make_texts() { bounded "$PY" -m forerun.train data --target "$M" --device "$DEVICE" --temperatures 0,0.8 --shard-tokens "$SHARD" "$@"; }
 learn() { # flags...
     bounded "$PY" -m forerun.train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
-        --vocab "$VOCAB" --features $FEATURES --fc-norm --norm-output --levels 6 --batch-tokens "$TOKENS" --max-length "$LONG" \
+        --vocab "$VOCAB" --features "$FEATURES" --fc-norm --norm-output --levels 6 --batch-tokens "$TOKENS" --max-length "$LONG" \
         --lr "$LR" --holdout "${HOLDOUT:-0.02}" --device "$DEVICE" --eval-batches "$EVALS" $COMPILE "$@"
 }
 steps_in_budget() { # by the speed of the trial's last two thirds
@@ -56,7 +56,7 @@ print(max(2, int(0.95 * float(sys.argv[1]) * rate / int(sys.argv[2]))))' "$BUDGE
 }
 measure() { # NAME flags...: forerun bench, resumed from NAME.raw
     local name=$1 code=0
-    bounded "$PY" -m forerun bench --model "$M" --device "$DEVICE" --suite "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
+    bounded "$PY" -m forerun bench --model "$M" --device "$DEVICE" --prompts "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
         --out "$name.raw" --json "$name.json" "${@:2}" > "$name.txt" || code=$?
     grep -v '^{' "$name.txt" || true
     [ $code -le 1 ] || say "$name: code $code; the same stage goes on from $R/$name.raw"
@@ -68,9 +68,12 @@ stage() {
     case $1 in
     data)
         make_texts --out data --own-prompts "$OWN" ${P:+--prompts "$P"} --max-prompt "${PROMPT:-144}" --max-length "$SHORT" --batch "$ROWS" \
-            --openings "Write a Python function" "Write a function" "Implement" "Fix the bug in this code:" "Refactor this code:" \
-            "Explain what this code does:" "Write a class" "Write a SQL query" "Write a unit test" "Add" "What" "How" \
-            "Explain" "Translate" "Summarize" "Write" "Who" "" "" "" | tee data.txt
+            --openings "Write a Python function" --openings "Write a function" --openings "Implement" \
+            --openings "Fix the bug in this code:" --openings "Refactor this code:" \
+            --openings "Explain what this code does:" --openings "Write a class" --openings "Write a SQL query" \
+            --openings "Write a unit test" --openings "Add" --openings "What" --openings "How" --openings "Explain" \
+            --openings "Translate" --openings "Summarize" --openings "Write" --openings "Who" --openings "" --openings "" \
+            --openings "" | tee data.txt
         keep data.txt
         ;;
     long)
@@ -94,14 +97,14 @@ stage() {
         keep accept.jsonl
         ;;
     bench) measure bench --draft-model "$(head_folder)" --drafters auto,ngram,suffix,eagle3 --limit "$LIMIT_TASK" ;;
-    batches) measure batches --draft-model "$(head_folder)" --drafters auto,ngram,eagle3 --batch "${BATCHES:-8,32}" --limit "$PER_TASK" ;;
+    batches) measure batches --draft-model "$(head_folder)" --drafters auto,ngram,eagle3 --batches "${BATCHES:-8,32}" --limit "$PER_TASK" ;;
     sampled)
-        measure sampled --draft-model "$(head_folder)" --drafters auto,ngram,eagle3 --temperature 1 \
-            --batch "${SAMPLED:-1,8}" --limit "$LIMIT_TASK"
+        measure sampled --draft-model "$(head_folder)" --drafters auto,ngram,eagle3 --temperatures 1 \
+            --batches "${SAMPLED:-1,8}" --limit "$LIMIT_TASK"
         ;;
     draft)
         measure draft --draft-model "${D:?name the draft model}" --drafters draft_model,draft_model:4,ngram+draft_model \
-            --batch "${SAMPLED:-1,8}" --limit "$LIMIT_TASK" --tasks "${DRAFT_TASKS:-code_edit,structured,math_reasoning,qa}"
+            --batches "${SAMPLED:-1,8}" --limit "$LIMIT_TASK" --tasks "${DRAFT_TASKS:-code_edit,structured,math_reasoning,qa}"
         ;;
     *) say "no stage $1; see tools/model_head.sh" && exit 2 ;;
     esac

@@ -39,7 +39,7 @@ FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000} GREEDY=${GREEDY:-2000
 TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
 TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 --batch-tokens "$TOKENS"
        --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
-EAGLE3=(--vocab 16384 --levels 6 --no-train-head --fc-norm --norm-output --features 2 9 16 23 29)
+EAGLE3=(--vocab 16384 --levels 6 --no-train-head --fc-norm --norm-output --features 2,9,16,23,29)
 # as many blocks per step as pay for the target's pass; short steps, many of them
 BLOCK=(--data "${BLOCK_DATA:-first,own,long,greedy}" ${HOTTEST:+--hottest "$HOTTEST"} --cut-loops "${CUT:-32}" --vocab 16384
        --layers 5 --levels 8 --anchors "${ANCHORS:-0.15}" --batch-tokens "${BLOCK_TOKENS:-16384}" --stored int8)
@@ -86,11 +86,11 @@ warm() { # compile every step once on a handful of texts, while others are writt
 case ${1:?name a stage} in
 data)
     [ -z "$COMPILE" ] || { warm || say "warming failed: $(tail -n 1 warm.log)"; } &
-    data --out first --seed "$SEED" --own-prompts "$FIRST" --temperatures 0 1.0 --max-length 512 --batch "$ROWS"
+    data --out first --seed "$SEED" --own-prompts "$FIRST" --temperatures 0,1.0 --max-length 512 --batch "$ROWS"
     data --out suite --own-prompts 0 --prompts "$S" --temperatures 0 --max-length 1024 --max-answer "${ANSWER:-256}" --batch 256
     data --out long --seed "$SEED" --own-prompts 0 --passages first --wrapped "$LONG" --max-prompt 640 \
-        --temperatures 0 1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
-    data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0 1.0 \
+        --temperatures 0,1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
+    data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0,1.0 \
         --max-length 512 --batch "$ROWS"
     [ "$GREEDY" -eq 0 ] || data --out greedy --seed $((SEED + 2)) --own-prompts "$GREEDY" --temperatures 0 \
         --max-length 512 --batch "$ROWS"

@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda", help="cuda; on a CPU it runs in torch, for tests")
     add("--drafter", help="default: the best for the head that comes with the package")
     add("--max-num-seqs", type=int, default=64)
-    add("--max-model-len", type=int, default=4096)
+    add("--max-length", type=int, default=4096)
     add_server_flags(parser)
 
 
@@ -68,5 +68,5 @@ def load_by_name(folder: str, **flags: Any) -> LLM:
 
 def load(flags: argparse.Namespace, folder: Path) -> LLM:
     """The model at that shape, ready to write; its head is written to the folder, from where drafters read it."""
-    lengths = flags.max_num_seqs, flags.max_model_len
+    lengths = flags.max_num_seqs, flags.max_length
     return load_ready(flags.model, flags.shape, *lengths, folder, flags.device, flags.drafter)

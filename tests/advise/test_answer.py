@@ -166,7 +166,7 @@ def test_the_command_answers_and_checks_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
-    for flags in (["--json"], []):
+    for flags in (["--json", "-"], []):
         words = ["advise", "--max-tokens", "8", "--limit", "1", "--check", "--check-batches", "1,3", *flags]
         monkeypatch.setattr("sys.argv", ["forerun", *words])
         with pytest.raises(SystemExit) as ended:
@@ -195,6 +195,7 @@ def test_the_command_answers_and_checks_itself(
         "--drafters",
         "ngram",
         "--json",
+        "-",
     ]
     monkeypatch.setattr("sys.argv", ["forerun", *words])
     with pytest.raises(SystemExit):

@@ -173,7 +173,7 @@ def test_the_printed_command_runs_as_it_is(
         command = forerun_command(setup, drafter, 2 if drafter == "ngram" else None)
         if drafter == found["recommended"]["drafter"]:
             command = found["forerun"]
-        monkeypatch.setattr("sys.argv", [*shlex.split(command), "--json", "--max-tokens", "6"])
+        monkeypatch.setattr("sys.argv", [*shlex.split(command), "--json", "-", "--max-tokens", "6"])
         with pytest.raises(SystemExit) as ended:
             app.main()
         printed = capsys.readouterr()

@@ -143,7 +143,7 @@ def test_the_commands(
     assert "candidates" in capsys.readouterr().out
     found = read_plan(str(plan), LAYERS)
     assert found.notes["predicted_speedup"] > 0
-    assert command(monkeypatch, "layers", "measure", str(plan), *words, "--json") == 0
+    assert command(monkeypatch, "layers", "measure", str(plan), *words, "--json", "-") == 0
     measured = json.loads(capsys.readouterr().out)
     assert measured["accepted"] == found.notes["accepted"]
     assert command(monkeypatch, "layers", "measure", "9", *words) == 2

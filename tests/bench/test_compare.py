@@ -68,7 +68,7 @@ def test_the_command_shows_both(
     for name, result in (("a.json", RESULT), ("b.json", changed())):
         (tmp_path / name).write_text(json.dumps(result))
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    for flags in ([], ["--json"]):
+    for flags in ([], ["--json", "-"]):
         monkeypatch.setattr("sys.argv", ["forerun", "compare", *files, *flags])
         with pytest.raises(SystemExit) as ended:
             app.main()

@@ -74,7 +74,7 @@ def test_a_group_has_several_texts_per_place_and_repeats_prompts_only_where_it_m
     assert len(again.prompts) == TEXTS_PER_PLACE * 4
     assert set(again.prompts) == set(prompts)
     assert again.prompts[13:] == again.prompts[:3]
-    with pytest.raises(InvalidInput, match="batch=14 needs as many prompts and there are 13"):
+    with pytest.raises(InvalidInput, match="batches=14 needs as many prompts and there are 13"):
         group(prompts, 14)
 
 

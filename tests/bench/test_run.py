@@ -50,8 +50,8 @@ def test_the_command_prints_tables_then_the_document(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path
 ) -> None:
     files = {name: tmp_path / name for name in ("result.json", "report.html", "raw")}
-    words = ["bench", "--suite", suite, "--drafters", "auto,ngram:2,draft_model:2", "--max-tokens", "10"]
-    words += ["--temperature", "0,0.8", "--batch", "1,2", "--verifier", "auto,exact", "--repeats", "1"]
+    words = ["bench", "--prompts", suite, "--drafters", "auto,ngram:2,draft_model:2", "--max-tokens", "10"]
+    words += ["--temperatures", "0,0.8", "--batches", "1,2", "--verifiers", "auto,exact", "--repeats", "1"]
     words += ["--json", str(files["result.json"]), "--html", str(files["report.html"])]
     words += ["--trace", str(tmp_path / "trace.json")]
     code = command(monkeypatch, *words, "--out", str(files["raw"]))
@@ -182,7 +182,7 @@ def test_pieces_tell_drafted_tokens_from_the_targets_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"batches": (0,)}, "batch=0"),
+        ({"batches": (0,)}, "batches=0"),
         ({"temperatures": (-1.0,)}, "temperature=-1.0"),
         ({"verifiers": ("exactt",)}, "did you mean 'exact'"),
         ({"peers": ("vllm",)}, "unknown peer 'vllm'"),
@@ -212,16 +212,16 @@ def test_mistakes_on_the_command_line_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, complaint in (
-        (["--temperature", "hot"], "--temperature 'hot' is not a list of numbers"),
-        (["--batch", ","], "--batch ',' are not numbers by comma"),
-        (["--batch", "nan"], "--batch 'nan' are not numbers by comma"),
-        (["--batch", "1.5"], "--batch '1.5' are not numbers by comma"),
-        (["--temperature", ","], "--temperature is empty"),
+        (["--temperatures", "hot"], "--temperatures 'hot' is not a list of numbers"),
+        (["--batches", ","], "--batches ',' are not numbers by comma"),
+        (["--batches", "nan"], "--batches 'nan' are not numbers by comma"),
+        (["--batches", "1.5"], "--batches '1.5' are not numbers by comma"),
+        (["--temperatures", ","], "--temperatures is empty"),
         (["--threads", "0"], "--threads 0 is out of range"),
-        (["--temperature", "nan"], "--temperature nan is out of range"),
-        (["--verifier", ","], "no verifier is named; use auto, "),
+        (["--temperatures", "nan"], "--temperatures nan is out of range"),
+        (["--verifiers", ","], "no verifier is named; use auto, "),
         (["--drafters", "ngran"], "did you mean 'ngram'"),
-        (["--batch", "40", "--max-tokens", "2"], "--batch 40 needs as many prompts"),
+        (["--batches", "40", "--max-tokens", "2"], "--batches 40 needs as many prompts"),
     ):
         assert command(monkeypatch, "bench", *words) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

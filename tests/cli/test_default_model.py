@@ -21,7 +21,7 @@ pytestmark = [
 
 def test_drafting_does_not_change_the_text(forerun: Run) -> None:
     def document(*flags: str) -> dict[str, object]:
-        asked = ("generate", "Count: one two one two", "--max-tokens", "16", "--json", "--budget", "4")
+        asked = ("generate", "Count: one two one two", "--max-tokens", "16", "--json", "-", "--budget", "4")
         ran = forerun(*asked, *flags)
         assert (ran.code, ran.err) == (0, "")
         found: dict[str, object] = json.loads(ran.out)
@@ -33,7 +33,7 @@ def test_drafting_does_not_change_the_text(forerun: Run) -> None:
 
 
 def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
-    ran = forerun("doctor", "--json")
+    ran = forerun("doctor", "--json", "-")
     assert ran.code == 0
     assert json.loads(ran.out)["ready"] is True
     (auto,) = [finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "auto"]

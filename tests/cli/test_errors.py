@@ -120,7 +120,7 @@ def test_a_draft_model_of_another_vocabulary(forerun: Run, tmp_path: Path) -> No
     assert "does not share the vocabulary" in only_line(forerun("generate", "hi", *models))
 
 
-@pytest.mark.parametrize("words", ["models --json", "drafters"])
+@pytest.mark.parametrize("words", ["models --json -", "drafters"])
 def test_a_reader_that_went_away_is_no_error(words: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -149,7 +149,7 @@ def test_a_reader_that_went_away_is_no_error(words: str) -> None:
         ("generate", "kernels='torch' and f(max_tokens=0)", "kernels='torch' and f(--max-tokens 0)"),
         ("generate", "max_batch=0 is out of range", "max_batch=0 is out of range"),  # it has no such flag
         ("serve", "max_batch=0 is out of range", "--max-num-seqs 0 is out of range"),
-        ("serve", "max_length=7 is out of range", "--max-model-len 7 is out of range"),
+        ("serve", "max_length=7 is out of range", "--max-length 7 is out of range"),
         ("data", "max_prompt=160 and max_length=96", "--max-prompt 160 and --max-length 96"),
     ],
 )

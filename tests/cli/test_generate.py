@@ -48,7 +48,7 @@ def test_a_terminal_sees_drafted_tokens_in_green(forerun: Run, monkeypatch: pyte
 def test_a_lossy_verifier_is_called_lossy(forerun: Run) -> None:
     ran = forerun("generate", PROMPT, "--verifier", "typical", "--temperature", "1", "--max-tokens", "4")
     assert "NOT EXACT (lossy)" in ran.err
-    lossy = forerun("generate", PROMPT, "--verifier", "typical", "--max-tokens", "4", "--json")
+    lossy = forerun("generate", PROMPT, "--verifier", "typical", "--max-tokens", "4", "--json", "-")
     assert json.loads(lossy.out)["exact"] is False
 
 
@@ -64,7 +64,7 @@ def test_a_trace_has_every_round(forerun: Run, tmp_path: Path) -> None:
 
 
 def test_json_is_one_document(forerun: Run) -> None:
-    ran = forerun("generate", PROMPT, "--max-tokens", "40", "--seed", "5", "--json")
+    ran = forerun("generate", PROMPT, "--max-tokens", "40", "--seed", "5", "--json", "-")
     document = json.loads(ran.out)
     assert ran.err == ""
     assert document["text"] == expected()
@@ -80,7 +80,9 @@ def test_json_is_one_document(forerun: Run) -> None:
 
 
 def test_json_times_prompt_and_text_apart(forerun: Run) -> None:
-    document = json.loads(forerun("generate", PROMPT, "--max-tokens", "40", "--budget", "2", "--json").out)
+    document = json.loads(
+        forerun("generate", PROMPT, "--max-tokens", "40", "--budget", "2", "--json", "-").out
+    )
     assert document["prompt_tokens_per_second"] == pytest.approx(
         document["prompt_tokens"] / document["prompt_seconds"]
     )
@@ -95,7 +97,7 @@ def test_more_than_the_context_is_said(forerun: Run) -> None:
     assert f"--max-tokens 5000 is more than fits: {expected}\n" in ran.err
     assert "text 69 tokens" in ran.err
     assert "more than fits" not in forerun("generate", "a" * 30, "--max-tokens", "69", *flags).err
-    document = forerun("generate", "a" * 30, "--max-tokens", "5000", "--json", *flags)
+    document = forerun("generate", "a" * 30, "--max-tokens", "5000", "--json", "-", *flags)
     assert document.err == ""
     assert json.loads(document.out)["max_tokens"] == 69
 
@@ -123,13 +125,13 @@ def test_an_interrupt_ends_the_text_with_its_statistics(
     said = f"stopped · prompt {len(PROMPT) + 1} tokens"
     assert ran.err.startswith(f"{said}, " if rounds else f"{said}\n")
     assert ("text 3 tokens, " in ran.err) is bool(rounds)
-    document = forerun("generate", PROMPT, "--max-tokens", "40", "--drafter", "none", "--json")
+    document = forerun("generate", PROMPT, "--max-tokens", "40", "--drafter", "none", "--json", "-")
     assert (document.code, document.out, document.err) == (130, "", "")
 
 
 def test_budget_and_drafter_change_the_rounds_not_the_text(forerun: Run) -> None:
     runs = [
-        json.loads(forerun("generate", PROMPT, "--max-tokens", "40", "--json", *flags).out)
+        json.loads(forerun("generate", PROMPT, "--max-tokens", "40", "--json", "-", *flags).out)
         for flags in ([], ["--budget", "2"], ["--budget", "0"], ["--drafter", "none"])
     ]
     assert len({run["text"] for run in runs}) == 1
@@ -153,7 +155,7 @@ def test_a_prompt_may_come_from_anywhere(forerun: Run, tmp_path: Path) -> None:
 
 def test_raw_and_system_reach_the_model(forerun: Run) -> None:
     def prompt_tokens(*flags: str) -> int:
-        document = json.loads(forerun("generate", "abc", *flags, "--max-tokens", "1", "--json").out)
+        document = json.loads(forerun("generate", "abc", *flags, "--max-tokens", "1", "--json", "-").out)
         return int(document["prompt_tokens"])
 
     assert prompt_tokens("--raw") == 3

@@ -46,7 +46,7 @@ def test_files_and_hub_models_are_listed(forerun: Run, cache: Path) -> None:
     (snapshot / "config.json").write_text("{}")
     assert "org/name" not in forerun("models").out  # nothing to run yet
     (snapshot / "model.safetensors").write_bytes(b"")
-    found = {model["name"]: model for model in json.loads(forerun("models", "--json").out)}
+    found = {model["name"]: model for model in json.loads(forerun("models", "--json", "-").out)}
     assert found["smollm2"]["path"] is None
     assert found[str(mine)]["size"] == 3_000_000
     assert found["org/name"]["path"] == str(snapshot)
@@ -98,7 +98,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(forerun: Run, cache: Pat
     assert re.search(r"no model .* forerun models pull smollm2", ran.out)
     assert "works with a model of your own" in ran.out, "a user who brings one is not told that nothing works"
     assert "eagle3 (heads qwen2.5-coder-1.5b-eagle3, smollm2-135m-eagle3)" in " ".join(ran.out.split())
-    document = json.loads(forerun("doctor", "--json").out)
+    document = json.loads(forerun("doctor", "--json", "-").out)
     assert document["ready"] is False
     found = {finding["about"]: finding for finding in document["findings"]}
     assert {"machine", "python", "torch", "transformers", "devices", "threads", "cache"} <= set(found)

@@ -42,7 +42,7 @@ def _never(*given: Any, **more: Any) -> None:
     [
         (["bench"], "--json"),
         (["bench"], "--html"),
-        (["advise"], "--out"),
+        (["advise"], "--json"),
         (["quality"], "--json"),
         ([*PLAN, "--measure"], "--save"),
         (["corpus", "build", "a.txt"], "--out"),
@@ -91,7 +91,7 @@ def test_what_can_be_written_passes_and_nothing_is_created(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("words", [["models", "--json"], ["drafters"]])
+@pytest.mark.parametrize("words", [["models", "--json", "-"], ["drafters"]])
 def test_a_full_disk_is_one_line(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "forerun", *words]

@@ -186,19 +186,19 @@ def test_the_command_ends_with_what_it_found(
     assert f"all 3 of {file}" in printed
     assert "all 3 are equal, token for token" in printed
     assert code in (0, 1)
-    code, printed = run("--json")
+    code, printed = run("--json", "-")
     assert json.loads(printed)["ok"] is (code == 0)
     assert (json.loads(printed)["prompts_read"], json.loads(printed)["prompts_there"]) == (3, 3)
     code, printed = run("--limit", "1")
     assert f"1 of 3 of {file}, 1 per task; --limit 0 reads all" in printed
-    code, printed = run("--prompts", "builtin", "--json")
+    code, printed = run("--prompts", "builtin", "--json", "-")
     assert json.loads(printed)["findings"][0]["found"] == "8 of 64 of our own, 1 per task"
 
     def mismatch(settings: Settings) -> Any:
         raise VocabularyMismatch("draft model 'x' does not share the vocabulary")
 
     monkeypatch.setattr(diagnosing, "load", mismatch)
-    code, printed = run("--json")
+    code, printed = run("--json", "-")
     assert code == 1
     assert json.loads(printed)["findings"][-1]["about"] == "vocabulary"
 

@@ -75,7 +75,7 @@ def run(code: list[str], *folders: Path) -> str:
 
 
 def test_an_installed_package_brings_its_drafter_along(installed: Path) -> None:
-    listed = json.loads(run(["-m", "forerun", "drafters", "--json"], installed))["drafters"]
+    listed = json.loads(run(["-m", "forerun", "drafters", "--json", "-"], installed))["drafters"]
     assert [row["where"] for row in listed if row["name"] == "follower"] == [
         "forerun_follower.follower:FollowerDrafter"
     ]
@@ -85,5 +85,5 @@ def test_an_installed_package_brings_its_drafter_along(installed: Path) -> None:
 
 
 def test_negative_control_without_the_folder_there_is_no_such_drafter() -> None:
-    listed = json.loads(run(["-m", "forerun", "drafters", "--json"]))["drafters"]
+    listed = json.loads(run(["-m", "forerun", "drafters", "--json", "-"]))["drafters"]
     assert "follower" not in {row["name"] for row in listed}

@@ -19,6 +19,7 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.params import EngineConfig
 from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.commands import main
+from forerun.train.options import DataOptions
 from forerun.train.run import train
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB
@@ -93,6 +94,10 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
         (["data", "make", "--target", "TINY", "--out", "o", "--device", "cuda:x"], "--device cuda:x"),
         (["data", "make", "--target", "TINY", "--out", "o", "--shard-tokens", "0"], "--shard-tokens 0"),
         (["data", "make", "--target", "TINY", "--out", "o", "--max-length", "9"], "--max-length 9 is out"),
+        (
+            ["data", "make", "--target", "TINY", "--out", "o", "--temperatures", "0,hot"],
+            "--temperatures 0,hot",
+        ),
     ],
 )
 def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> None:
@@ -127,6 +132,23 @@ def test_a_head_that_does_not_fit_its_target_is_refused(
         if flag == "--init"
         else f"{flag} {value} is out of" in said
     )
+
+
+@pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])
+def test_both_command_lines_take_lists_alike(
+    shell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Numbers by comma, texts one flag each; a number flag given twice adds to the list, as it did."""
+    seen = list[DataOptions]()
+    monkeypatch.setattr("forerun.cli.data.check_model", lambda name: None)
+    monkeypatch.setattr("forerun.train.data.make.make_data", lambda options, *more: seen.append(options))
+    lists = ["--temperatures", "0,0.7", "--temperatures", "1", "--openings", "Write, then", "--openings", ""]
+    words = ["--target", "t", "--out", str(tmp_path), *lists]
+    if shell == "forerun":
+        assert CliRunner().invoke(app, ["data", "make", *words]).exit_code == 0
+    else:
+        assert main(["data", *words]) == 0
+    assert [(one.temperatures, one.openings) for one in seen] == [((0.0, 0.7, 1.0), ("Write, then", ""))]
 
 
 @pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])

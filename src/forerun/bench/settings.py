@@ -120,7 +120,7 @@ class Settings:
                 raise InvalidInput(f"{name}={value} measures nothing; use 1 or more")
         for batch in self.batches:
             if batch < 1:
-                raise InvalidInput(f"batch={batch} is out of range; use 1 or more sequences at once")
+                raise InvalidInput(f"batches={batch} is out of range; use 1 or more sequences at once")
         for temperature in self.temperatures:
             if not 0 <= temperature < inf:
                 raise InvalidInput(f"temperature={temperature} is out of range; use 0 (greedy) or more")

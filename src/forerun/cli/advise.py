@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.bench import DraftModel, Model, words
-from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
+from forerun.cli.bench import DraftModel, Model, Prompts, Tasks, words
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
 from forerun.cli.loading import progress_shown, short_name
-from forerun.cli.outputs import write_file
+from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
 from forerun.errors import InvalidInput
 
 Drafters = Annotated[
     str,
     typer.Option(
-        "--drafters",
-        "--drafter",
         help="Only these, by comma; default: all that can be built here.",
         show_default=False,
     ),
 ]
-Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 
 
@@ -35,9 +30,7 @@ def advise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
     drafters: Drafters = "",
-    prompts: Annotated[
-        str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
-    ] = "builtin",
+    prompts: Prompts = "builtin",
     tasks: Tasks = "",
     limit: Annotated[
         int | None,
@@ -48,7 +41,7 @@ def advise(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
     temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
-    budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
+    max_budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
     device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
@@ -59,8 +52,7 @@ def advise(
     check_batches: Annotated[
         str, typer.Option(help="With --check: sequences at once to measure with, by comma.")
     ] = "1",
-    as_json: AsJson = False,
-    json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
     from forerun.bench.settings import Settings, parse_setups
@@ -69,8 +61,8 @@ def advise(
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), limit=limit or None,
-        max_tokens=max_tokens, temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
-        setups=parse_setups(words(drafters) or ["auto"]),
+        max_tokens=max_tokens, temperatures=(temperature,), budget=max_budget, dtype=dtype, device=device,
+        threads=threads, setups=parse_setups(words(drafters) or ["auto"]),
         batches=_batches(check, check_batches),
     )  # fmt: skip
     from forerun.advise.answer import in_words
@@ -81,10 +73,7 @@ def advise(
     status = Console(stderr=True).status(f"measuring {name}")
     with status, progress_shown(lambda said: status.update(f"measuring {name}: {said}")):
         found = run_advisor(settings, check)
-    if json_file is not None:
-        write_file("--out", json_file, json.dumps(found) + "\n")
-    if as_json:
-        print(json.dumps(found))
+    if write_document(json_file, found):
         return
     console = table_console()
     print_table(console, _table(found))

@@ -61,7 +61,8 @@ class Commands(TyperGroup):
                 raise
             said = said.removesuffix(".")
             end = "" if said.endswith("?") else "."
-            print(f"forerun: {said}{end} Try `{error.ctx.command_path} --help`.", file=sys.stderr)
+            path = f"forerun {ctx.invoked_subcommand}" if error.ctx is None else error.ctx.command_path
+            print(f"forerun: {said}{end} Try `{path} --help`.", file=sys.stderr)
             raise SystemExit(_USER_ERROR) from None
         except BrokenPipeError:
             _drop_what_is_buffered()

@@ -14,37 +14,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
-from forerun.cli.outputs import interruption, write_file
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, TraceFile
+from forerun.cli.outputs import STDOUT, interruption, write_document
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
     from forerun.bench.settings import Settings
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours."
+    ),
+]
+Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
 DraftModel = Annotated[str | None, typer.Option(help="A second model, or a trained head, to draft with.")]
 
 
 def bench(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
-    suite: Annotated[
-        str, typer.Option(help="builtin, or a JSONL file: Spec-Bench's, SPEED-Bench's, or your own chats.")
-    ] = "builtin",
-    tasks: Annotated[str, typer.Option(help="Only these tasks of the suite, by comma.")] = "",
+    prompts: Prompts = "builtin",
+    tasks: Tasks = "",
     drafters: Annotated[
         str,
         typer.Option(
             help="By comma; auto is the default, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
         ),
     ] = "auto",
-    verifier: Annotated[str, typer.Option(help="Verifiers, by comma.")] = "auto",
-    temperature: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
-    batch: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
+    verifiers: Annotated[str, typer.Option(help="By comma.")] = "auto",
+    temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
+    batches: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
     repeats: Annotated[int, typer.Option(help="How often each prompt is measured.")] = 2,
-    budget: Annotated[
+    max_budget: Annotated[
         int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the texts, where the temperature is not 0.")] = 0,
@@ -63,9 +68,7 @@ def bench(
         Path | None, typer.Option(help="Keep raw rounds in this folder; the same command resumes from there.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the JSON document there too.")
-    ] = None,
+    json_file: JsonFile = None,
     trace: TraceFile = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
@@ -73,10 +76,10 @@ def bench(
     from forerun.bench.settings import Settings, parse_setups
 
     settings = Settings(
-        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), setups=parse_setups(words(drafters)),
-        verifiers=words(verifier), temperatures=numbers(temperature, "temperature"),
-        batches=tuple(parse_batches(batch, "--batch")), limit=limit or None, max_tokens=max_tokens,
-        repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
+        model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), setups=parse_setups(words(drafters)),
+        verifiers=words(verifiers), temperatures=numbers(temperatures, "temperatures"),
+        batches=tuple(parse_batches(batches, "--batches")), limit=limit or None, max_tokens=max_tokens,
+        repeats=repeats, budget=max_budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
         ignore_eos=ignore_eos, dtype=dtype, device=device, threads=threads,
     )  # fmt: skip
     measure(settings, out, html, json_file, trace)
@@ -91,7 +94,8 @@ def measure(
 
     with nullcontext() if out is None else interruption(out):
         result = run(settings, out, trace=trace)
-    show(result)
+    if json_file != STDOUT:
+        show(result)
     if html is not None:
         from forerun.bench.report.html import write_report
 
@@ -102,11 +106,10 @@ def measure(
 
 def print_document(document: dict[str, Any], file: Path | None) -> None:
     """The last line of stdout, and the same in a file if one is named; a terminal has shown the tables instead."""
-    line = json.dumps(document)
-    if file is not None:
-        write_file("--json", file, line + "\n")
+    if write_document(file, document):
+        return
     if not sys.stdout.isatty():
-        print(line)
+        print(json.dumps(document))
     elif file is None:
         print("All figures as JSON: --json FILE, or into a pipe.", file=sys.stderr)
 

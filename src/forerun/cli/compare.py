@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from forerun.bench.report.fit import print_table
-from forerun.cli.flags import AsJson
+from forerun.cli.flags import JsonFile
+from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
 
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A result that `forerun bench --json` wrote.")],
     after: Annotated[Path, typer.Argument(help="Another one.")],
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Show what changed between two results, and whether it is more than noise."""
     from forerun.bench import compare as comparing
     from forerun.bench.schema import read_result
 
     found = comparing.compare(read_result(before), read_result(after))
-    if as_json:
-        print(json.dumps(found))
+    if write_document(json_file, found):
         return
     console = table_console()
     for table in comparing.tables(found):

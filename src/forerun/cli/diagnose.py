@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from forerun.cli.bench import DraftModel, Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
+from forerun.cli.bench import DraftModel, Model, Prompts
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
+from forerun.cli.outputs import write_document
 
 
 def diagnose(
@@ -20,9 +20,7 @@ def diagnose(
         str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")
     ] = "auto",
     against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
-    prompts: Annotated[
-        str, typer.Option(help="A JSONL file with 'prompt' or 'messages'; builtin is ours.")
-    ] = "builtin",
+    prompts: Prompts = "builtin",
     limit: Annotated[
         int | None,
         typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
@@ -33,7 +31,7 @@ def diagnose(
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
     device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Find out why acceptance is low or the output different."""
     from forerun.bench.settings import DrafterSetup, Settings
@@ -50,9 +48,7 @@ def diagnose(
 
     with Console(stderr=True).status(f"checking {model}"):
         found = run_diagnosis(settings, setup, DrafterSetup.parse(against))
-    if as_json:
-        print(json.dumps(found))
-    else:
+    if not write_document(json_file, found):
         console = Console(highlight=False, soft_wrap=True)
         styles = {"fine": "green", "look": "yellow", "bad": "red"}
         for finding in found["findings"]:

@@ -5,7 +5,6 @@ Exit code 0 when `forerun generate` would work as it stands, else 1.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -21,8 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun import __version__, registry
-from forerun.cli.flags import DEFAULT_MODEL, AsJson
+from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.models import in_units
+from forerun.cli.outputs import write_document
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
 from forerun.models.load.catalog import cache_folder, known_models
@@ -53,15 +53,14 @@ class Finding:
 
 
 def doctor(
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
         findings = list(examine())
     ready = all(finding.ok for finding in findings if finding.needed)
-    if as_json:
-        print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))
-    else:
+    document = {"ready": ready, "findings": [asdict(finding) for finding in findings]}
+    if not write_document(json_file, document):
         _show(findings, ready)
     raise typer.Exit(0 if ready else 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import registry
-from forerun.cli.flags import DEFAULT_MODEL, AsJson
+from forerun.cli.flags import DEFAULT_MODEL, JsonFile
+from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
 from forerun.heads import heads_in_the_box
 from forerun.registry import DrafterSpec
@@ -31,7 +31,7 @@ AUTO = (
 @drafters.callback()
 def list_drafters(
     context: typer.Context,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """List the drafters that --drafter takes, and the trained heads that come with the package.
 
@@ -42,10 +42,9 @@ def list_drafters(
     specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
     specs = [replace(spec, says=spec.says or first_line(spec.where)) for spec in specs]
     heads = heads_in_the_box()
-    if as_json:
-        boxed = [{"name": head.path.name, "kind": head.kind, "target": head.target} for head in heads]
-        rows = [{**asdict(spec), "best": spec.best} for spec in specs]
-        print(json.dumps({"drafters": rows, "aliases": registry.drafters.aliases, "heads": boxed}))
+    boxed = [{"name": head.path.name, "kind": head.kind, "target": head.target} for head in heads]
+    rows = [{**asdict(spec), "best": spec.best} for spec in specs]
+    if write_document(json_file, {"drafters": rows, "aliases": registry.drafters.aliases, "heads": boxed}):
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_row("auto", AUTO, "")
@@ -69,16 +68,14 @@ def needs_in_words(spec: DrafterSpec) -> str:
 def check(
     folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model it is to draft for.")] = DEFAULT_MODEL,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
     with Console(stderr=True).status(f"checking {folder}"):
         from forerun.train.check import check_head
 
         report = check_head(folder, target)
-    if as_json:
-        print(json.dumps({**asdict(report), "verdict": report.verdict}))
-    else:
+    if not write_document(json_file, {**asdict(report), "verdict": report.verdict}):
         print(f"{folder}: {report.about}\n{report.verdict}")
     if not report.fits:
         raise typer.Exit(2)
@@ -90,7 +87,7 @@ def export_drafter(
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     to: Annotated[str, typer.Option(help="Who will read it: vllm, sglang, speculators or eagle.")],
     target: Annotated[str, typer.Option(help="The model that it drafts for.")] = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per draft in the printed flag.")] = 5,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens per draft in the printed flag.")] = 5,
     target_name: Annotated[
         str,
         typer.Option(
@@ -104,7 +101,7 @@ def export_drafter(
         from forerun.train.export import export_head, rows_of_target
 
         rows, embedded = rows_of_target(target), rows_of_target(target, embedding=True)
-        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=tokens, target_name=target_name)
+        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=budget, target_name=target_name)
     print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
     if to == "speculators" and not target_name:
         print(

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from forerun import registry
+from forerun.cli.outputs import check_json
 from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 
@@ -26,7 +27,15 @@ TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write every round there, for ui.perfetto.dev or chrome://tracing."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=check_json,
+        help="Write the result as JSON there; - is standard output.",
+    ),
+]
 
 PANELS: Mapping[str, type] = {
     "Sampling": SamplingParams,

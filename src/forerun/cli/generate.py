@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import loading
-from forerun.cli.flags import AsJson, Settings, TraceFile, with_settings
+from forerun.cli.flags import JsonFile, Settings, TraceFile, with_settings
+from forerun.cli.outputs import STDOUT, write_document
 from forerun.cli.show import Screen
 from forerun.cli.write import as_document, over_the_context, room_for, write_text
 from forerun.errors import InvalidInput
@@ -32,7 +32,7 @@ def generate(
         bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
     ] = False,
     trace: TraceFile = None,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Answer a prompt, and print speed, tokens per round, drafter and verifier."""
     text = read_prompt(prompt, file)
@@ -47,7 +47,7 @@ def generate(
     prompt_tokens, params = len(llm.encode(asked)), settings.sampling
     room = room_for(llm, prompt_tokens, params)
     with loading.traced(llm, trace):
-        if as_json:
+        if json_file == STDOUT:
             written = write_text(llm, asked, params)
         else:
             if 0 < room < params.max_tokens:
@@ -56,8 +56,7 @@ def generate(
             screen.close(written)
     if written.completion is None:
         raise KeyboardInterrupt  # the text so far is shown; the exit code says that it was stopped
-    if as_json:
-        print(json.dumps(as_document(written, settings.model, room), ensure_ascii=False))
+    write_document(json_file, as_document(written, settings.model, room), escape=False)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

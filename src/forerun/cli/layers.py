@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,18 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from forerun.cli.bench import Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
+from forerun.cli.bench import Model, Prompts
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
 from forerun.cli.loading import check_model, short_name
-from forerun.cli.outputs import check_file
+from forerun.cli.outputs import check_file, write_document
 
 if TYPE_CHECKING:
     from forerun.bench.settings import Settings
 
 layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
-Prompts = Annotated[
-    str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
-]
 Limit = Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
@@ -74,7 +70,7 @@ def measure(
     max_tokens: MaxTokens = 48,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Say how much of what a plan drafts would be accepted, and what that would gain."""
     check_model(model)
@@ -83,7 +79,8 @@ def measure(
         from forerun.advise.layer_search import run_measure
 
         found = run_measure(settings, draft_layers)
-    print(json.dumps(found) if as_json else _in_words(found))
+    if not write_document(json_file, found):
+        print(_in_words(found))
 
 
 def _settings(

@@ -63,7 +63,7 @@ def check_draft_model(name: str) -> None:
 
 # parameters of commands, by their names in the code
 _CHECKS = {"model": check_model, "draft_model": check_draft_model}
-_FILES, _FOLDERS = ("json_file", "html", "save", "trace"), ("out", "folder", "record")
+_FILES, _FOLDERS = ("html", "save", "trace"), ("out", "folder", "record")
 
 
 def short_name(model: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-# settings whose flag is called otherwise, as vLLM calls it
-_CALLED = {"max_batch": "--max-num-seqs", "max_length": "--max-model-len"}
+# settings whose flag may be called otherwise: as vLLM calls it, or because it is a limit there
+_CALLED = {"max_batch": "--max-num-seqs", "budget": "--max-budget", "suite": "--prompts"}
 _SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)'\".])")
 
 
@@ -28,7 +28,7 @@ def with_flags(message: str, known: Collection[str]) -> str:
     def spelt(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'")
         flag = "--" + name.replace("_", "-")
-        flag = flag if flag in known else _CALLED.get(name, "")
+        flag = flag if flag in known else _CALLED.get(name, f"{flag}s")  # one of several values
         if flag not in known:
             return found[0]
         return flag if value == "True" else f"{flag} {value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forerun.cli.flags import AsJson
+from forerun.cli.flags import JsonFile
+from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
 from forerun.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models
@@ -38,14 +38,13 @@ class Listed:
 @models.callback()
 def list_models(
     context: typer.Context,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """List the models that are known or already on this machine."""
     if context.invoked_subcommand is not None:
         return
     found = [*_known(), *_files(), *_from_hub()]
-    if as_json:
-        print(json.dumps([asdict(model) for model in found]))
+    if write_document(json_file, [asdict(model) for model in found]):
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for heading in ("name", "size", "licence", "present"):

@@ -5,6 +5,7 @@ A run of minutes must not end with the discovery that its result has nowhere to 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forerun.errors import InvalidInput
+
+STDOUT = Path("-")  # of --json: standard output
 
 
 def check_file(flag: str, file: Path) -> None:
@@ -41,6 +44,24 @@ def write_file(flag: str, file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"cannot write {str(file)!r}: {error.strerror}; choose another {flag}") from None
+
+
+def check_json(file: Path | None) -> Path | None:
+    """The same for --json, when the command line is read."""
+    if file is not None and file != STDOUT:
+        check_file("--json", file)
+    return file
+
+
+def write_document(file: Path | None, document: object, *, escape: bool = True) -> bool:
+    """Write a result where --json says, if it was given; True = to standard output, which then holds nothing else."""
+    if file is not None:
+        line = json.dumps(document, ensure_ascii=escape)
+        if file == STDOUT:
+            print(line)
+        else:
+            write_file("--json", file, line + "\n")
+    return file == STDOUT
 
 
 @contextmanager

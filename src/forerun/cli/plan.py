@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.table import Table
 
 from forerun.bench.report.fit import print_table
 from forerun.checks import as_real
-from forerun.cli.flags import DEFAULT_MODEL, AsJson
-from forerun.cli.outputs import write_file
+from forerun.cli.flags import DEFAULT_MODEL, JsonFile
+from forerun.cli.outputs import write_document, write_file
 from forerun.errors import InvalidInput
 from forerun.plan.advice import Choice, Load, Range
 from forerun.plan.advice import plan as make_plan
@@ -45,7 +44,7 @@ def plan(
     price: Price = None,
     first_seconds: Annotated[float, typer.Option(help="99 of 100 answers begin within.")] = 2.0,
     token_seconds: Annotated[float, typer.Option(help="Per token of one answer, on average.")] = 0.1,
-    as_json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Plan a deployment from measured times: a simulation of requests that come at random."""
     load = Load(rate, prompt, answer, first_seconds, token_seconds)
@@ -55,13 +54,11 @@ def plan(
         raise InvalidInput("--save keeps what --measure finds; add --measure")
     profile = _profile(gpu, which, file, measure, save, prompt + answer)
     choices = make_plan(profile, load)
-    if as_json:
-        document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
-                    "model": profile.model, "source": profile.source, "price": price,
-                    "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices]}  # fmt: skip
-        print(json.dumps(document))
-        return
-    _show(profile, choices, price)
+    document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
+                "model": profile.model, "source": profile.source, "price": price,
+                "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices]}  # fmt: skip
+    if not write_document(json_file, document):
+        _show(profile, choices, price)
 
 
 def _profile(

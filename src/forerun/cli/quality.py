@@ -14,7 +14,8 @@ from rich.table import Table
 
 from forerun.bench.report.fit import print_table
 from forerun.cli.bench import Model, print_document, words
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
+from forerun.cli.outputs import STDOUT
 from forerun.cli.show import table_console
 from forerun.errors import UnknownName
 
@@ -28,8 +29,8 @@ _FORMATS: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")  # that our 
 
 def quality(
     model: Model = DEFAULT_MODEL,
-    dtype: Annotated[
-        str, typer.Option(help=f"Number formats by comma: {', '.join(_FORMATS)}.")
+    dtypes: Annotated[
+        str, typer.Option(help=f"Number formats, by comma: {', '.join(_FORMATS)}.")
     ] = "gguf,q8,bfloat16,float32",
     text: Annotated[
         Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")
@@ -39,16 +40,15 @@ def quality(
     skip_memory: Annotated[
         bool, typer.Option("--skip-memory", help="Do not load each format once more in a fresh process.")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the JSON document there too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure each number format against float32 on a text, and what it takes in memory."""
-    names = [_known(name) for name in words(dtype)]
+    names = [_known(name) for name in words(dtypes)]
     if not names:
-        raise UnknownName(f"--dtype is empty; known: {', '.join(_FORMATS)}")
+        raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
     document = measure(model, names, text, window, threads, skip_memory)
-    _show(document)
+    if json_file != STDOUT:
+        _show(document)
     print_document(document, json_file)
 
 

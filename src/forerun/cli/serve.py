@@ -68,7 +68,7 @@ def serve(
     api_key: Keys = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
     served_model_name: Names = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
     max_num_seqs: MaxSeqs = None,
     kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
     kv_memory: Memory = None,
@@ -102,7 +102,7 @@ def serve(
         restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
         record=record, heads=heads,
     )  # fmt: skip
-    engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
+    engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs,
               "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads,
               "tensor_parallel_size": tensor_parallel_size}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),

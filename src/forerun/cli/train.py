@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forerun.cli.loading import check_model, short_name
 from forerun.cli.outputs import interruption
 from forerun.train.data.folder import require_recordings, require_texts
-from forerun.train.options import METHODS, TrainOptions, as_method
+from forerun.train.options import METHODS, TrainOptions, as_method, in_tuple
 
 if TYPE_CHECKING:
     from forerun.train.loop import Progress as TrainProgress
@@ -53,7 +53,7 @@ HELP: Mapping[str, str] = {
     "width": "Width of an EAGLE-3 head; 0 = the target's; narrower ones have an LM head of their own.",
     "one_byte": "EAGLE-3: write matrices as one byte per weight; default: as the head of --init has them.",
     "inner": "Width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's.",
-    "features": "Hidden layers that EAGLE-3 (default: three) or a block drafter (default: five) reads.",
+    "features": "Hidden layers that EAGLE-3 (default: three) or a block drafter (default: five) reads, by comma.",
     "fc_norm": "EAGLE-3.1: norm every feature before they are fused.",
     "norm_output": "EAGLE-3.1: feed the normed output back.",
     "joint": "Medusa-2: a LoRA on the target is trained too, and written as another target.",
@@ -84,7 +84,9 @@ def with_options(
             chosen = {
                 n: v.value if isinstance(v, Enum) else v for n, v in given.items() if v not in (None, [])
             }
-            command({n: tuple(v) if isinstance(v, list) else v for n, v in chosen.items()}, **values)
+            command(
+                {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}, **values
+            )
 
         run.__doc__, run.__name__ = command.__doc__, command.__name__
         run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -107,7 +109,7 @@ def _flag(name: str, hint: Any, default: Any, words: str) -> inspect.Parameter:
     if get_origin(hint) is Literal:
         hint = _choice(name, get_args(hint))
     if get_origin(hint) is tuple:
-        hint = list[get_args(hint)[0]]  # type: ignore[misc]
+        hint = list[str]  # `in_tuple` reads them
     if hint is bool:
         spelt = f"{spelt}/--no-{spelt[2:]}"
     if default is MISSING:

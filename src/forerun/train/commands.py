@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from forerun.errors import ForerunError
 from forerun.train.data.folder import require_recordings, require_texts
-from forerun.train.options import METHODS, DataOptions, TrainOptions
+from forerun.train.options import METHODS, DataOptions, TrainOptions, in_tuple
 
 if TYPE_CHECKING:
     from forerun.train.loop import Progress
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _add_flag(parser, field, get_type_hints(owner)[field.name])
     values = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
     try:
-        _run(values)
+        _run({k: in_tuple(owner, k, v) if isinstance(v, list) else v for k, v in values.items()})
     except ForerunError as error:
         log.error("%s", " ".join(str(error).split()))
         return 2
@@ -97,13 +97,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> 
     if hint is bool or bool in get_args(hint):
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
     elif get_origin(hint) is tuple:
-        parser.add_argument(name, nargs="*", type=get_args(hint)[0], default=None, action=_AsTuple)
+        parser.add_argument(name, action="append")  # `in_tuple` reads them
     else:
         kinds = [kind for kind in (get_args(hint) or (hint,)) if kind in (int, float, str)]
         choices = [choice for choice in get_args(hint) if isinstance(choice, str)] or None
         parser.add_argument(name, type=kinds[0] if kinds else str, choices=choices, required=required)
-
-
-class _AsTuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from forerun.errors import InvalidInput
 
@@ -36,6 +37,17 @@ def as_method(name: str) -> Method:
         if method == name:
             return method
     raise InvalidInput(f"there is no method {name!r} to train; use one of {', '.join(METHODS)}")
+
+
+def in_tuple(owner: type[Any], name: str, given: Sequence[str]) -> tuple[Any, ...]:
+    """The values of a flag that takes several: numbers by comma, texts and files one each time that it is given."""
+    kind = get_args(get_type_hints(owner)[name])[0]
+    if kind is str:
+        return tuple(given)
+    try:
+        return tuple(kind(part) for text in given for part in text.split(","))
+    except ValueError:
+        raise InvalidInput(f"{name}={','.join(given)} is not a list of numbers; write 0,1") from None
 
 
 def _check_device(device: str) -> None:

@@ -92,7 +92,7 @@ def test_the_command_prints_a_table_then_the_document(
     text, saved = tmp_path / "text.txt", tmp_path / "quality.json"
     text.write_text(TEXT)
     monkeypatch.setattr("forerun.bench.cpu.memory.resident", held)
-    words = ["--dtype", "gguf,bfloat16,float32", "--text", str(text), "--json", str(saved), "--threads", "1"]
+    words = ["--dtypes", "gguf,bfloat16,float32", "--text", str(text), "--json", str(saved), "--threads", "1"]
     assert command(monkeypatch, *words) == 0
     printed = capsys.readouterr().out
     document = json.loads(printed.splitlines()[-1])
@@ -111,9 +111,9 @@ def held(model: str, dtype: str, threads: int | None) -> dict[str, Any]:
 @pytest.mark.usefixtures("tiny_checkpoint")
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for words, complaint in (
-        (["--dtype", "int3"], "unknown number format 'int3'"),
-        (["--dtype", "auto"], "unknown number format 'auto'"),
-        (["--dtype", ","], "--dtype is empty"),
+        (["--dtypes", "int3"], "unknown number format 'int3'"),
+        (["--dtypes", "auto"], "unknown number format 'auto'"),
+        (["--dtypes", ","], "--dtypes is empty"),
         (["--text", "absent.txt"], "cannot read 'absent.txt'"),
     ):
         assert command(monkeypatch, *words) == 2
