@@ -7,9 +7,11 @@ that transformers gives it and nothing else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from random import randrange
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -17,7 +19,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from forerun.checks import shown
 from forerun.errors import InvalidInput
+
+_USUAL = ("system", "user", "assistant")  # the roles that every template knows
 
 
 class _Generation(Extension):
@@ -53,14 +58,44 @@ def _compile(source: str) -> Template:
     return environment.from_string(source)
 
 
-def render_chat(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render_chat(source: str, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The text of a conversation, as the template writes it."""
     if not messages:
         raise InvalidInput("messages is empty; give at least one, such as {'role': 'user', 'content': 'Hi'}")
     try:
-        return _compile(source).render(messages=[dict(message) for message in messages], **variables)
+        text = _render(source, messages, variables)
+        text.encode()  # half of a surrogate pair is no character
     except Exception as error:  # a template may fail in any way that an expression can
         reason = " ".join(str(error).split())[:300]
         raise InvalidInput(
             f"the model's chat template refuses these messages ({reason}); check their roles and contents"
         ) from None
+    _refuse_dropped(source, messages, variables)
+    return text
+
+
+def _render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    return _compile(source).render({**variables, "messages": [dict(message) for message in messages]})
+
+
+def _refuse_dropped(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
+    """Refuse a message of a role that the template leaves out: rendered with a mark, the mark is not in the text."""
+    nonce = f"{randrange(10**20):020}"  # digits: filters leave them as they are
+    asked = {
+        i: {**message, "content": f"{message['content']} {nonce}-{i}-"}
+        for i, message in enumerate(messages)
+        if message.get("role", "user") not in _USUAL and isinstance(message.get("content"), str)
+    }
+    if not asked:
+        return
+    try:
+        text = _render(source, [asked.get(i, message) for i, message in enumerate(messages)], variables)
+    except Exception:  # it looks into contents: no mark tells what it does with them
+        return
+    found = set(map(int, re.findall(rf"{nonce}-(\d+)-", text)))
+    for i in asked:
+        if i not in found:
+            raise InvalidInput(
+                f"role={shown(messages[i]['role'])} of message {i} is unknown to the model's chat template, which "
+                "would leave the message out; use system, user or assistant"
+            )

@@ -27,6 +27,7 @@ from forerun.server.engine_process.wire import (
     pack_event,
     unpack_request,
 )
+from forerun.server.grammar import SchemaText
 from forerun.server.grammar_states import GrammarStates
 from forerun.server.local_backend import load_of, lost_process_of, progress_of
 
@@ -62,6 +63,8 @@ class Texts:
 
     def make_rounds(self) -> None:
         """Until it is closed. This thread is the engine's."""
+        # what all grammars need takes half a second, in which the interpreter does nothing else: not beside streams
+        self._compiler.submit(self._grammars.real, [SchemaText("{}")])
         self._llm.driver.watch(self)
         self._llm.driver.wait(self._owner)
 
