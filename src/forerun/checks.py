@@ -160,7 +160,7 @@ def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: st
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """The message for an unknown name, with the nearest spelling."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+    near = difflib.get_close_matches(name[:LONGEST], names, n=1) if isinstance(name, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown {what} {shown(name)}; {hint}known: {', '.join(names)}"
 

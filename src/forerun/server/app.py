@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
 
 from forerun import __version__
-from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
-from forerun.server.errors import RESPONSES, ApiError, add_error_handlers, as_api_error
-from forerun.server.generation import Job, salted
+from forerun.server.errors import NO_OBJECT, RESPONSES, ApiError, add_error_handlers, as_api_error
+from forerun.server.generation import salted
 from forerun.server.guard import Guard
 from forerun.server.keys import Gate
 from forerun.server.outbox import ClientLeft, connection_of
-from forerun.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generation,
-    TokenizeRequest,
-)
+from forerun.server.reading import BODIES, What
+from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import EventStream
@@ -40,6 +37,24 @@ T = TypeVar("T")
 POLL = 0.25  # seconds between looks at the engine
 
 
+class Application(FastAPI):
+    """With the bodies of requests in its OpenAPI schema: `_read` reads them, and the framework does not know them."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        _, found = models_json_schema(
+            [(body, "validation") for body in BODIES.values()], ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"] |= found["$defs"]
+        return document
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """The part of a route's schema that says what its body is."""
+    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     """The application around a model that is loaded."""
     service, gate = Service(backend, settings), Gate(settings.api_keys, settings.rate_limit)
@@ -51,9 +66,10 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         service.draining = True
         for task in tasks:
             task.cancel()
+        service.reader_process.close()
         await backend.close()
 
-    app = FastAPI(
+    app = Application(
         title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None, responses=RESPONSES
     )  # fmt: skip
     app.state.service = service
@@ -161,16 +177,15 @@ def _page_file(name: str) -> Response:
 
 
 def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
-    @app.post("/v1/chat/completions", dependencies=allowed, response_model=None, responses=_STREAMED)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await _answer(
-            service, body, "chat.completion", service.chat_jobs, bool(body.logprobs), request
-        )
+    options: dict[str, Any] = {"dependencies": allowed, "response_model": None, "responses": _STREAMED}
 
-    @app.post("/v1/completions", dependencies=allowed, response_model=None, responses=_STREAMED)
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        jobs = service.completion_jobs
-        return await _answer(service, body, "text_completion", jobs, body.logprobs is not None, request)
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest), **options)
+    async def chat(request: Request) -> Response:
+        return await _answer(service, "chat", request)
+
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest), **options)
+    async def complete(request: Request) -> Response:
+        return await _answer(service, "completion", request)
 
     @app.get("/v1/models", dependencies=allowed)
     async def models() -> dict[str, Any]:
@@ -178,57 +193,50 @@ def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None
 
     @app.get("/v1/models/{name:path}", dependencies=allowed)
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
+        service.reader.check_model(name)
         return _model(name, service)
 
 
 def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
-    @app.post("/tokenize", dependencies=allowed)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give a prompt or messages, one of the two")
-        tokenizer = service.backend.tokenizer
-        if body.prompt is not None:
-            ids = tokenizer.encode(check_text(body.prompt), body.add_special_tokens)
-        else:
-            ids = tokenizer.chat_ids(as_messages(body.messages), body.add_generation_prompt)
-        spelt = [tokenizer.token(index) for index in ids] if body.return_token_strs else None
-        found = {"count": len(ids), "max_model_len": service.backend.max_length, "tokens": ids}
-        return {**found, "token_strs": spelt}
+    @app.post("/tokenize", dependencies=allowed, openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return Response(await _read(service, "tokenize", request), media_type="application/json")
 
-    @app.post("/detokenize", dependencies=allowed)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        service.check_model(body.model)
-        if not all(0 <= token < service.backend.vocab_size for token in body.tokens):
-            raise ApiError(
-                400, f"a token lies outside the vocabulary of {service.backend.vocab_size}", param="tokens"
-            )
-        return {"prompt": service.backend.tokenizer.decode(body.tokens, skip_special=False)}
+    @app.post("/detokenize", dependencies=allowed, openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return Response(await _read(service, "detokenize", request), media_type="application/json")
 
 
-async def _answer(service: Service, *asked: Any) -> Response:
+async def _read(service: Service, what: What, request: Request) -> Any:
+    """What a body asks for. The framework would parse it here, where all streams wait for it."""
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise _gone() from None
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
+        raise ApiError(400, NO_OBJECT, code="invalid_json")
+    found = service.read_now(what, raw)
+    if found is None:
+        found = await _while_connected(request, service.read_beside(what, raw))
+    return found
+
+
+async def _answer(service: Service, what: What, request: Request) -> Response:
     """One request from body to answer; whatever goes wrong has the one shape, and is logged once."""
     try:
-        return await _whole_or_stream(service, *asked)
+        return await _whole_or_stream(service, what, request)
     except Exception as error:
         raise as_api_error(error) from None
 
 
-async def _whole_or_stream(
-    service: Service,
-    body: Generation,
-    kind: Kind,
-    make_jobs: Callable[[Any], list[Job]],
-    has_logprobs: bool,
-    request: Request,
-) -> Response:
+async def _whole_or_stream(service: Service, what: What, request: Request) -> Response:
     state = request.state
+    kind: Kind = "chat.completion" if what == "chat" else "text_completion"
     span = RequestSpan(request.headers, f"forerun {kind}", service.model, state.id)
     with ExitStack() as held:
         held.enter_context(span)
-        quick = service.is_quick(body, state.body_size)
-        jobs = make_jobs(body) if quick else await asyncio.to_thread(make_jobs, body)
+        body, jobs = await _read(service, what, request)
         apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
         jobs = salted(jobs, state.caller if apart else None, body.cache_salt)
         prompts = [job.prompt for job in jobs[:: body.n or 1]]
@@ -237,7 +245,7 @@ async def _whole_or_stream(
             service.model,
             service.backend.tokenizer,
             body,
-            has_logprobs,
+            body.logprobs is not None and body.logprobs is not False,
             span,
             len(prompts),
             state.arrived,
@@ -264,17 +272,21 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await own.while_open(work)
         except ClientLeft:
-            raise ApiError(499, "the client has gone away") from None
+            raise _gone() from None
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(499, "the client has gone away")
+        raise _gone()
     finally:
         task.cancel()
         gone.cancel()
         await asyncio.wait({task, gone})
+
+
+def _gone() -> ApiError:
+    return ApiError(499, "the client has gone away")
 
 
 async def _disconnect(request: Request) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -18,6 +17,7 @@ from forerun.server.backend import kind_of
 from forerun.server.schemas import FieldError, Speculative
 
 log = logging.getLogger(__name__)
+NO_OBJECT = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
 # parts of a place that name one of a field's types, not a field
 _TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
 _SETTING = re.compile(r"([a-z_]+)=")  # how a message about a value that is out of range begins
@@ -105,10 +105,6 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
-    async def on_validation(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors()).response()
-
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
@@ -121,7 +117,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
     for kind in (ApiError, ForerunError, TimeoutError, Exception):
         app.add_exception_handler(kind, on_any)
-    app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
 
 
@@ -130,15 +125,9 @@ def from_validation(found: Any) -> ApiError:
     # of a field with several types each type has something against it: what one is about its value says most
     about_values = [each for each in found if not str(each.get("type")).endswith("_type")]
     first: Mapping[str, Any] = next(iter([*about_values, *found]), {})
-    if first.get("type") == "json_invalid":
-        reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
-        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
-    # curl -d without a header, or a list
-    if first.get("type") == "model_attributes_type" and len(first.get("loc", ())) < 2:
-        said = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
-        return ApiError(400, said, code="invalid_json")
-    parts = [str(part) for part in first.get("loc", ()) if part != "body"]
-    where = [part for part in parts if not _TYPE.fullmatch(part)]
+    if first.get("type") == "model_type" and not first.get("loc"):  # a list, say
+        return ApiError(400, NO_OBJECT, code="invalid_json")
+    where = [part for part in map(str, first.get("loc", ())) if not _TYPE.fullmatch(part)]
     place = ".".join(where)
     # by a check of ours, in words that need no more before them
     raised = (first.get("ctx") or {}).get("error")

@@ -60,12 +60,9 @@ def make_jobs(
     prompts: Sequence[tuple[tuple[int, ...], int]],  # and how much of the context each takes
     response_format: dict[str, Any] | None,  # None = the body's
     context: int,
-    most: int,
 ) -> list[Job]:
     """The texts that a request asks for: n of each prompt, each with a seed of its own."""
     copies = 1 if body.n is None else body.n
-    if copies < 1 or copies * len(prompts) > most:
-        raise ApiError(400, f"n={copies} is out of range: 1 to {most} texts in one request", param="n")
     if body.best_of is not None and body.best_of != copies:
         raise ApiError(
             400,
@@ -89,6 +86,14 @@ def make_jobs(
                 own["seed"] = derived_seed(body.seed, copy)
             jobs.append(Job(number * copies + copy, prompt, own, bool(body.stream)))
     return jobs
+
+
+def check_number(body: Generation, prompts: int, most: int) -> None:
+    """Refuse a request for too many texts; before its prompts are looked at."""
+    copies = 1 if body.n is None else body.n
+    if copies < 1 or copies * prompts > most:
+        said = f"n={copies} is out of range: 1 to {most} texts in one request"
+        raise ApiError(400, said if prompts == 1 else f"{said}, and there are {prompts} prompts", param="n")
 
 
 def salted(jobs: Sequence[Job], caller: str | None, asked: str | None) -> list[Job]:

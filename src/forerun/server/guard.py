@@ -1,4 +1,4 @@
-"""What every request passes first: a limit on its body, a name for it, and a count of those turned away."""
+"""What every request passes first: limits on its size, a name for it, and a count of those turned away."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.errors import ApiError
 from forerun.server.metrics import Metrics
+
+HEAD_BYTES = 32 << 10  # of a request's path and headers
 
 
 class Guard:
@@ -26,7 +28,7 @@ class Guard:
         headers = Headers(scope=scope)
         name = headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
         state = scope.setdefault("state", {})
-        state.update(id=name, arrived=perf_counter(), body_size=0)
+        state.update(id=name, arrived=perf_counter())
         left = self.max_body
         started = whole = False
 
@@ -40,7 +42,6 @@ class Guard:
                 raise ApiError(408, said, code="body_timeout", headers={"Connection": "close"}) from None
             whole = not message.get("more_body", False)
             left -= len(message.get("body", b""))
-            state["body_size"] = self.max_body - left
             if left < 0:
                 raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
             return message
@@ -55,6 +56,8 @@ class Guard:
             await send(message)
 
         try:
+            if _head_size(scope) > HEAD_BYTES:
+                raise head_too_large()
             if _length(headers) > self.max_body:
                 raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
             await self.app(scope, limited, named)
@@ -62,6 +65,19 @@ class Guard:
             if started:
                 raise
             await error.response()(scope, receive, named)
+
+
+def head_too_large() -> ApiError:
+    """The error for a request whose path and headers are too long."""
+    said = f"the path and the headers have more than {HEAD_BYTES} bytes; send less, or send it in the body"
+    return ApiError(431, said, code="headers_too_large", headers={"Connection": "close"})
+
+
+def _head_size(scope: Scope) -> int:
+    path = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+    return path + sum(
+        len(name) + len(value) + 4 for name, value in scope["headers"]
+    )  # ": " and the line's end
 
 
 def _length(headers: Headers) -> int:

@@ -197,9 +197,11 @@ async def _answer_with(
 def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
     """How connections are kept, and the protocol class that cuts off clients that do not read."""
     from forerun.server.connection import connection_class
+    from forerun.server.guard import HEAD_BYTES
 
     return {
         "http": connection_class(settings.client_seconds),
+        "h11_max_incomplete_event_size": HEAD_BYTES,
         "log_level": "warning",
         "timeout_graceful_shutdown": 5,
         "timeout_keep_alive": 30,

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from forerun.checks import unknown
 from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
@@ -30,6 +38,9 @@ _COMING = ("prediction",)  # of these: will be supported
 
 
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
+MOST_STOP = 8192  # characters of all stop strings: each new token is compared with all of them
+MOST_TOOLS = 1024
+LONGEST_NAME = 1024  # characters of a name that is neither read nor written, but kept and compared
 
 
 class FieldError(ValueError):
@@ -47,6 +58,13 @@ def _refuse_flag(value: Any) -> Any:
     return value
 
 
+def _check_stop(stop: str | list[str]) -> str | list[str]:
+    size = sum(map(len, stop))
+    if size > MOST_STOP:
+        raise ValueError(f"the stop strings have {size} characters in all; at most {MOST_STOP} are taken")
+    return stop
+
+
 # prompts.as_messages checks them, for the library too
 _MESSAGES = {"type": "array", "minItems": 1, "items": {
     "type": "object", "required": ["role"], "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
@@ -60,7 +78,9 @@ _BIAS = {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS}
 TokenId = Annotated[int, Field(strict=True), WithJsonSchema({"type": "integer", "minimum": 0})]
 Whole = Annotated[int, BeforeValidator(_refuse_flag)]
 Real = Annotated[float, BeforeValidator(_refuse_flag)]
-Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_MESSAGES)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_MESSAGES)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
 def _between(low: float, high: float | None = None, **more: Any) -> Any:
@@ -110,9 +130,9 @@ class Speculative(_Body):
     """How this request is to be drafted; what is left out is the server's choice."""
 
     enabled: bool = True
-    drafter: str | None = None
+    drafter: Name | None = None
     budget: Whole | TreeBudget | None = Field(None, description="drafted tokens per round; 0 = do not draft")
-    verifier: str | None = None
+    verifier: Name | None = None
 
 
 class JsonSchema(_Body):
@@ -167,7 +187,9 @@ class Generation(_Body):
         ]
         | None
     ) = None
-    stop: str | Annotated[list[str], Field(max_length=128)] | None = None
+    stop: Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)] | None = (
+        None
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Whole | None = _between(0)
     ignore_eos: bool | None = None
@@ -180,14 +202,19 @@ class Generation(_Body):
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     record: bool | None = Field(
         None, description="may prompt and answer be kept to train drafters? Only where the server records"
     )
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     echo: bool | None = False
     suffix: str | None = None
     logprobs: Whole | None = _between(0, MOST_LOGPROBS)
@@ -198,7 +225,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Whole | None = _between(1)
     logprobs: bool | None = False
     top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -216,4 +243,4 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -1,4 +1,4 @@
-"""What a server does with a request, apart from HTTP: admission, prompts, texts, and their figures."""
+"""What a server does with a request, apart from HTTP: reading it, admission, texts, and their figures."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
 from forerun.messages import Event
-from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
-from forerun.server.generation import Job, Timing, make_jobs, write_all
+from forerun.server.generation import Job, Timing, write_all
 from forerun.server.head_watch import HeadWatch
 from forerun.server.metrics import Metrics
+from forerun.server.reader_process import ReaderProcess
+from forerun.server.reading import ReaderFacts, RequestReader, What
 from forerun.server.record import Recorder
-from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
+from forerun.server.schemas import ChatRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import as_line
-from forerun.server.tools import find_calls, must_call, schema_of_calls
-from forerun.structure import for_schema
+from forerun.server.tools import find_calls
 
 if TYPE_CHECKING:
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
-QUICK = 16384  # bytes of a body whose prompt becomes tokens in little time
+QUICK = 8192  # bytes of a body that is read in a few milliseconds
 
 
 class Service:
@@ -40,6 +40,15 @@ class Service:
         self.backend, self.settings = backend, settings
         self.model = settings.model_names[0]
         self.metrics = Metrics(backend, self.model)
+        facts = ReaderFacts(
+            backend.vocab_size,
+            backend.has_encoder,
+            settings.model_names,
+            settings.max_choices,
+            settings.log_prompts,
+        )
+        self.reader = RequestReader(backend.tokenizer, facts)
+        self.reader_process = ReaderProcess(backend.tokenizer, facts)
         self.recorder = None if settings.record is None else Recorder(settings.record)
         self.head_watch = (
             None if settings.heads is None else HeadWatch(settings.heads, backend.drafter, backend.swap_head)
@@ -49,11 +58,15 @@ class Service:
         self.started, self.created = monotonic(), int(time())
         self.active = 0  # texts that are waited for
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.settings.model_names:
-            known = ", ".join(self.settings.model_names)
-            message = f"the model {name[:200]!r} is not served here; there is {known}"
-            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+    def read_now(self, what: What, raw: bytes) -> Any:
+        """What a body asks for, as `RequestReader.read` has it; None where that may take long."""
+        if len(raw) > QUICK:
+            return None
+        return self.reader.read(what, raw, self.backend.max_length)
+
+    async def read_beside(self, what: What, raw: bytes) -> Any:
+        """The same, by a process of its own: nobody else waits for it."""
+        return await self.reader_process.read(what, raw, self.backend.max_length)
 
     def stats(self) -> dict[str, Any]:
         """What the page shows: counts so far, and what is going on."""
@@ -84,59 +97,6 @@ class Service:
             yield
         finally:
             self.active -= texts
-
-    def is_quick(self, body: Generation, size: int) -> bool:
-        """Are its texts to be written known within a few milliseconds? Then no thread is needed to find them.
-
-        Of many requests that come at once the first are with the engine before the last are looked at.
-        """
-        offers = isinstance(body, ChatRequest) and bool(body.tools)
-        return size <= QUICK and body.response_format is None and not offers
-
-    def chat_jobs(self, body: ChatRequest) -> list[Job]:
-        """The texts that a chat asks for."""
-        self.check_model(body.model)
-        variables = dict(body.chat_template_kwargs or {})
-        if body.tools and body.tool_choice != "none":
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        opens = body.add_generation_prompt is not False and not body.continue_final_message
-        ids = self.backend.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
-        forced = must_call(body)
-        if not forced:
-            return self._jobs(body, [tuple(ids)])
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(
-                400, "a text cannot both call a tool and have a response_format", param="tool_choice"
-            )
-        return self._jobs(body, [tuple(ids)], for_schema(schema_of_calls(forced)))
-
-    def completion_jobs(self, body: CompletionRequest) -> list[Job]:
-        """The texts that a completion asks for: of one prompt or several, in text or ids."""
-        self.check_model(body.model)
-        if body.echo:
-            raise ApiError(400, "echo=true is not supported: the prompt is yours already", param="echo")
-        if body.suffix is not None:
-            raise ApiError(400, "suffix is not supported: this model only continues text", param="suffix")
-        prompt: Any = body.prompt
-        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        return self._jobs(body, [self._ids(each, body) for each in (prompt if several else [prompt])])
-
-    def _ids(self, prompt: Any, body: Generation) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(
-                self.backend.tokenizer.encode(check_text(prompt), body.add_special_tokens is not False)
-            )
-        return as_token_list(prompt)
-
-    def _jobs(
-        self,
-        body: Generation,
-        prompts: list[tuple[int, ...]],
-        response_format: dict[str, Any] | None = None,
-    ) -> list[Job]:
-        taken = [1 if self.backend.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
-        limits = self.backend.max_length, self.settings.max_choices
-        return make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, *limits)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""

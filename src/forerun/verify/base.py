@@ -98,3 +98,7 @@ class CompilesGrammars(Protocol):
     def compile(self, request: Request) -> Request:
         """The request with its structure as a processor of its law; raises where no text can match it."""
         ...
+
+    def warm_up(self) -> None:
+        """Do now what the first grammar would wait for."""
+        ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+
+_NFC_SHRINKS = 4  # times, at most: U+1FBE U+0308 U+0301, 7 bytes, are U+0390, which has 2
 
 
 class TokenizerParts(NamedTuple):
@@ -69,6 +72,25 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The most bytes that one token stands for; None where a token may stand for any number of them.
+
+        So a text of more bytes than `longest` times a number of tokens is more tokens than that. It holds where every
+        byte of a text is in a token: nothing is stripped, dropped or replaced by something shorter on the way.
+        """
+        model, alike = self._backend.model, self._joins
+        if type(model) is not tokenizers.models.BPE or not (alike or model.byte_fallback):
+            return None
+        added = self._backend.get_added_tokens_decoder().values()
+        parts = _parts(self._backend.normalizer) + _parts(self._backend.pre_tokenizer)
+        if any(token.lstrip or token.rstrip for token in added) or not all(map(_keeps_bytes, parts)):
+            return None
+        # a token of a byte-level vocabulary has a character for each of its bytes
+        own = max(len(token if alike else token.encode()) for token in self._backend.get_vocab(False))
+        longest = max([own, *(len(token.content.encode()) for token in added)])
+        return longest * (_NFC_SHRINKS if any(part["type"] == "NFC" for part in parts) else 1)
 
     @property
     def has_chat_template(self) -> bool:
@@ -151,7 +173,7 @@ class Tokenizer:
         return from_sentencepiece(spelt) if is_one_byte(spelt) else from_byte_level(spelt)
 
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """A conversation as the model's template writes it; `variables` reach the template (tools, say)."""
         if self._template is None:
@@ -162,7 +184,7 @@ class Tokenizer:
         return render_chat(self._template, messages, add_generation_prompt=add_generation_prompt, **settings)
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """The ids of a conversation. Templates write BOS themselves, so none is added."""
         return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special=False)
@@ -170,6 +192,24 @@ class Tokenizer:
     def _turn_ends(self) -> set[int]:
         used = [token for token in _TURN_ENDS if self._template is not None and token in self._template]
         return {index for token in used if (index := self._backend.token_to_id(token)) is not None}
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokeniser as its settings, those of a sequence one by one."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    return [*settings.get("normalizers", ()), *settings.get("pretokenizers", ())] or [settings]
+
+
+def _keeps_bytes(part: Mapping[str, Any]) -> bool:
+    """Is what comes out of it as long as what went in, or longer? NFC is counted apart."""
+    if part["type"] == "Replace":
+        found = part["pattern"].get("String")
+        return found is not None and len(part["content"].encode()) >= len(found.encode())
+    if part["type"] in ("Split", "Punctuation"):
+        return bool(part["behavior"] != "Removed")
+    return part["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
 
 
 def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:

@@ -31,12 +31,7 @@ _PARENT_DEATH = 1  # Linux: PR_SET_PDEATHSIG
 
 def main(number: int) -> int:
     """The whole life of the process; `number` is the socket that the front has left open for it."""
-    os.set_inheritable(number, False)
-    end_with_parent()
-    # of a terminal, or of systemd to all processes
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=number))
+    channel = take_channel(number)
     messages = channel.receive()
     order = next(messages, None)
     if order is None:
@@ -51,6 +46,16 @@ def main(number: int) -> int:
         log.exception("the engine ended with an error")
         channel.send(("ended", pack_error(error)))
     return 1
+
+
+def take_channel(number: int) -> Channel:
+    """Our end of the channel to the front, which alone gets signals, and with which this process ends."""
+    os.set_inheritable(number, False)
+    end_with_parent()
+    # of a terminal, or of systemd to all processes
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    return Channel(socket.socket(fileno=number))
 
 
 def serve(channel: Channel, reader: Reader, loader: Loader, trace: str | None) -> int:

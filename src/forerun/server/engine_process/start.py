@@ -29,16 +29,7 @@ class EngineProcess:
 
     def __init__(self, loader: Loader, trace: Path | None = None) -> None:
         self.loader, self.trace = loader, trace
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "forerun.server.engine_process", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(_paths())},
-                start_new_session=True,  # Ctrl-C in a terminal is for the front
-            )
-        self.channel = Channel(ours)
+        self.process, self.channel = start_child("forerun.server.engine_process")
         self.channel.send(
             {
                 "function": loader.function,
@@ -81,6 +72,20 @@ class EngineProcess:
                 self.process.wait(GRACE)
             except subprocess.TimeoutExpired:  # stuck in a driver
                 log.error("the engine's process %d was killed and does not end", self.process.pid)
+
+
+def start_child(module: str) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start `python -m module FD`, and our end of the channel to it; there `take_channel` takes the other."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_paths())},
+            start_new_session=True,  # Ctrl-C in a terminal is for the front
+        )
+    return process, Channel(ours)
 
 
 def _paths() -> list[str]:

@@ -59,6 +59,8 @@ class Texts:
 
     def make_rounds(self) -> None:
         """Until it is closed. This thread is the engine's."""
+        # what all grammars need takes half a second, in which the interpreter does nothing else: not beside streams
+        self._compiler.submit(self._llm.engine.grammars.warm_up)
         self._llm.driver.watch(self)
         self._llm.driver.wait(self._owner)
 

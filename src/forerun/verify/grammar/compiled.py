@@ -58,6 +58,10 @@ class Grammars:
         )
         return replace(request, params=held)
 
+    def warm_up(self) -> None:
+        """Do now what the first grammar would wait for."""
+        self._vocabulary(_llguidance())
+
     def _new_matcher(self, structure: Structure) -> Any:
         """A matcher at the start of a text, from which some token can follow."""
         guidance = _llguidance()

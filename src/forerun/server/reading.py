@@ -1,0 +1,189 @@
+"""From the bytes of a request to what its answer needs: JSON, fields, prompts, token ids.
+
+The front reads small bodies itself, and has `forerun.server.reader_process` read the others: what a client sends may
+take seconds, in which no stream would go on. A prompt that cannot fit the context is refused before it is tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from forerun.errors import PromptTooLong
+from forerun.prompts import as_messages, as_token_list, check_text
+from forerun.server.errors import ApiError, from_validation
+from forerun.server.generation import Job, check_number, make_jobs
+from forerun.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+from forerun.server.tools import must_call, schema_of_calls
+from forerun.structure import for_schema
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
+
+What = Literal["chat", "completion", "tokenize", "detokenize"]
+BODIES = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+}
+SHORT = 8192  # characters of a text whose number of tokens is not worth an estimate
+_OWN_VARIABLES = (
+    "messages",
+    "add_generation_prompt",
+    "self",
+)  # what a template gets from the request's other fields
+
+
+class ReaderFacts(NamedTuple):
+    """What a reader has to know of a server, in plain values."""
+
+    vocab_size: int
+    has_encoder: bool
+    model_names: tuple[str, ...]
+    max_choices: int
+    keeps_prompts: bool  # in what is read: for the log
+
+
+class RequestReader:
+    """Reads bodies for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: ReaderFacts) -> None:
+        self.tokenizer, self.facts = tokenizer, facts
+
+    def read(self, what: What, raw: bytes, context: int) -> Any:
+        """The texts to write and the request they are of, or the bytes of an answer. `context` is the model's."""
+        body: Any = as_body(what, raw)
+        self.check_model(body.model)
+        match what:
+            case "tokenize":
+                return self._tokenize(body, context)
+            case "detokenize":
+                return self._detokenize(body, context)
+        jobs = self.chat_jobs(body, context) if what == "chat" else self.completion_jobs(body, context)
+        return self._without_prompt(body), jobs
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.facts.model_names:
+            known = ", ".join(self.facts.model_names)
+            message = f"the model {name[:200]!r} is not served here; there is {known}"
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+
+    def chat_jobs(self, body: ChatRequest, context: int) -> list[Job]:
+        """The texts that a chat asks for."""
+        check_number(body, 1, self.facts.max_choices)
+        variables = dict(body.chat_template_kwargs or {})
+        for name in _OWN_VARIABLES:
+            if name in variables:
+                said = f"chat_template_kwargs cannot set {name!r}: the request's own fields do; leave it out"
+                raise ApiError(400, said, param="chat_template_kwargs")
+        if body.tools and body.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        opens = body.add_generation_prompt is not False and not body.continue_final_message
+        ids = self._chat_ids(body.messages, opens, context, **variables)
+        forced = must_call(body)
+        if not forced:
+            return self._jobs(body, [ids], context)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "a text cannot both call a tool and have a response_format", param="tool_choice"
+            )
+        return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+
+    def completion_jobs(self, body: CompletionRequest, context: int) -> list[Job]:
+        """The texts that a completion asks for: of one prompt or several, in text or ids."""
+        if body.echo:
+            raise ApiError(400, "echo=true is not supported: the prompt is yours already", param="echo")
+        if body.suffix is not None:
+            raise ApiError(400, "suffix is not supported: this model only continues text", param="suffix")
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts = prompt if several else [prompt]
+        check_number(body, len(prompts), self.facts.max_choices)
+        special = body.add_special_tokens is not False
+        return self._jobs(body, [self._ids(each, special, context) for each in prompts], context)
+
+    def _tokenize(self, body: TokenizeRequest, context: int) -> bytes:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give a prompt or messages, one of the two")
+        if body.prompt is not None:
+            ids = self._ids(body.prompt, body.add_special_tokens, context)
+        else:
+            ids = self._chat_ids(body.messages, body.add_generation_prompt, context)
+        spelt = [self.tokenizer.token(index) for index in ids] if body.return_token_strs else None
+        return _as_json({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": spelt})
+
+    def _detokenize(self, body: DetokenizeRequest, context: int) -> bytes:
+        self._check_count(len(body.tokens), "token ids", context)
+        if not all(0 <= token < self.facts.vocab_size for token in body.tokens):
+            said = f"a token lies outside the vocabulary of {self.facts.vocab_size}"
+            raise ApiError(400, said, param="tokens")
+        return _as_json({"prompt": self.tokenizer.decode(body.tokens, skip_special=False)})
+
+    def _chat_ids(self, messages: Any, opens: bool, context: int, **variables: Any) -> tuple[int, ...]:
+        self._check_count(len(messages), "messages", context)
+        text = self.tokenizer.chat_text(as_messages(messages), opens, **variables)
+        return self._encode(text, False, context)
+
+    def _ids(self, prompt: Any, add_special: bool, context: int) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self._encode(check_text(prompt), add_special, context)
+        self._check_count(len(prompt), "tokens", context)
+        return as_token_list(prompt)
+
+    def _encode(self, text: str, add_special: bool, context: int) -> tuple[int, ...]:
+        """The ids of a text, unless there are too many of them for the context, whatever they are."""
+        if len(text) > SHORT and not self.facts.has_encoder and self.tokenizer.longest is not None:
+            size, most = len(text.encode()), self.tokenizer.longest * context
+            if size > most:
+                raise PromptTooLong(
+                    f"the prompt has {size} bytes; the context of {context} tokens holds at most {most}; shorten it"
+                )
+        return tuple(self.tokenizer.encode(text, add_special))
+
+    def _check_count(self, count: int, of_what: str, context: int) -> None:
+        """Refuse more parts than the context has tokens: each takes one at least."""
+        if count > context and not self.facts.has_encoder:
+            raise PromptTooLong(
+                f"the prompt has {count} {of_what}; the context has {context} tokens; shorten it"
+            )
+
+    def _jobs(
+        self,
+        body: Generation,
+        prompts: list[tuple[int, ...]],
+        context: int,
+        response_format: dict[str, Any] | None = None,
+    ) -> list[Job]:
+        taken = [1 if self.facts.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
+        return make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, context)
+
+    def _without_prompt(self, body: Generation) -> Generation:
+        """The request without what its texts were made of: the front needs the rest, and it may be large."""
+        if self.facts.keeps_prompts:
+            return body
+        empty = {"messages": [], "prompt": "", "chat_template_kwargs": None, "response_format": None}
+        return body.model_copy(update={k: v for k, v in empty.items() if k in type(body).model_fields})
+
+
+def as_body(what: What, raw: bytes) -> Any:
+    """The fields of a request; raises an ApiError with status 400 where they are not those of such a request."""
+    try:
+        return BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _as_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
