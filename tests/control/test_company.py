@@ -1,6 +1,6 @@
 """Requests with other drafters in the same engine: what one drafter did last says nothing about another's texts.
 
-The engine, controller and look-ups are real, the GPU is simulated (forerun.bench.simulated_sweep) and its clock has no
+The engine, controller and look-ups are real, the GPU is simulated (lab.simulate.recorded) and its clock has no
 noise, so that a contender's rounds can be compared one by one.
 """
 
@@ -11,11 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from forerun.bench.forms.record import CHAINS, NEVER, WIDTHS, RecordedText
-from forerun.bench.simulated_sweep import BOTH, HEAD, NGRAM, make
-from forerun.testing.menu_simulator import SimulatedMenu
 
-from forerun.bench import simulated_sweep
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.lookup.suffix import SuffixDrafter
@@ -23,6 +19,9 @@ from forerun.offers import NEVER as NEVER_DRAFTS
 from forerun.offers import Form, Offer
 from forerun.params import SamplingParams
 from forerun.types import PlainSeq, Request, Round
+from lab.simulate import recorded
+from lab.simulate.menu import SimulatedMenu
+from lab.simulate.recorded import BOTH, CHAINS, HEAD, NEVER, NGRAM, WIDTHS, RecordedText, make
 
 SUFFIX, NONE = "suffix", "none"
 LENGTH = 64
@@ -50,8 +49,8 @@ def texts(count: int, right: float) -> list[RecordedText]:
 
 @pytest.fixture(autouse=True)
 def noiseless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated_sweep, "NOISE", 0.0)
-    monkeypatch.setattr(simulated_sweep, "SLOWER", 0.0)
+    monkeypatch.setattr(recorded, "NOISE", 0.0)
+    monkeypatch.setattr(recorded, "SLOWER", 0.0)
 
 
 def write(contenders: Sequence[Sequence[str]], right: float = RIGHT) -> list[list[Rounds]]:

@@ -120,9 +120,10 @@ def main(number: int) -> int:
     """The whole life of the process; `number` is the socket that the front has left open for it."""
     channel = take_channel(number)
     orders = channel.receive()
-    parts, facts, level = next(orders, (None, None, None))
-    if parts is None:
+    first = next(orders, None)
+    if first is None:
         return 0
+    parts, facts, level = first
     logging.basicConfig(level=level, format=LOG_FORMAT)
     reader = RequestReader(TokenizerParts(*parts).tokenizer(), ReaderFacts(*facts))
     os.nice(NICENESS)  # from here on: the first request waits for the imports

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from forerun.errors import PromptTooLong
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer
 
 What = Literal["chat", "completion", "tokenize", "detokenize"]
-BODIES = {
+BODIES: dict[str, type[BaseModel]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "tokenize": TokenizeRequest,
@@ -171,7 +171,12 @@ class RequestReader:
         """The request without what its texts were made of: the front needs the rest, and it may be large."""
         if self.facts.keeps_prompts:
             return body
-        empty = {"messages": [], "prompt": "", "chat_template_kwargs": None, "response_format": None}
+        empty: dict[str, Any] = {
+            "messages": [],
+            "prompt": "",
+            "chat_template_kwargs": None,
+            "response_format": None,
+        }
         return body.model_copy(update={k: v for k, v in empty.items() if k in type(body).model_fields})
 
 

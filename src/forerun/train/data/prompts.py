@@ -32,7 +32,9 @@ class Chats(Protocol):
 
     eos_ids: frozenset[int]
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True
+    ) -> str: ...
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -88,7 +90,7 @@ class Sources:
     def __init__(self, tokenizer: Chats) -> None:
         self._tokenizer, self.eos_ids = tokenizer, tokenizer.eos_ids
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True) -> str:
         return str(messages[-1]["content"])
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:

@@ -1,0 +1,197 @@
+"""The real engine, controller and look-ups on a simulated GPU that writes recorded texts and accepts what was recorded.
+
+A RecordedText says, for every place of a text and every form of a head's tree, how much of it would be accepted.
+Passes and drafts take the time that they took on a card, the host's work is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.build import make_engine
+from forerun.control.adaptive import MOST_NODES, MOST_WIDTH, AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.eagle_plan import BUCKETS, FORMS, DraftMenu, bucket_of
+from forerun.drafters.heads.eagle_head import read_head
+from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.scheduler import PrefillRows
+from forerun.heads import BOX
+from forerun.models.base import ON_GPU
+from forerun.models.cuda.chunks import beside_trees
+from forerun.offers import Form, Offer
+from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.types import Event, Greedy, Needs, Prompts, Round, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.verify.greedy import greedy_verdict
+from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
+from lab.simulate.speeds import Speeds
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)
+TREES, CHAINS = 12, 16  # levels of trees that branch, and of chains
+NEVER = 30_000  # better ones of a token that the tree has not
+
+Ints = NDArray[np.int16]
+
+BATCHES = (1, 8, 32, 64, 128)
+LEVELS = (0.115, 0.14, 0.2, 0.3, 0.5)  # ms of a level of a chain by BATCHES
+WIDER = 0.3  # of that, more for ten children
+# ms of a pass by rows: of the sweep on a card (docs/benchmarks.md, "Batches") up to 128 rows, and of wide ones
+PASSES = {1: 3.95, 2: 4.0, 4: 4.1, 8: 4.4, 16: 4.45, 32: 4.6, 48: 4.95, 64: 5.15, 96: 5.5, 128: 5.9, 160: 7.0, 192: 7.6,
+          224: 8.5, 256: 9.0, 384: 12.3, 512: 15.6, 768: 22.5, 1024: 29.5}  # fmt: skip
+NOISE, SLOWER = 0.01, 0.3  # of passes and drafts; of the host's work, more on average
+STOP, OTHER = 2, 3  # tokens: the end of a text, and one that no text has
+WORDS, PER_PLACE = 50_000, 3
+BOTH, HEAD, NGRAM = "both", "head", "ngram"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """A prompt, its answer, and the better candidates of the path behind each place: [places, widths, levels, levels].
+
+    Place 0 is the last token of the prompt. The last index is the path's level, the one before it the tree's depth.
+    """
+
+    task: str
+    prompt: list[int]
+    answer: list[int]
+    better: Ints
+
+    def accepted(self, place: int, form: Form) -> int:
+        """Tokens that a tree of this form has right at a place."""
+        most = min(form.depth, len(self.answer) - place)
+        path = self.better[place, WIDTHS.index(form.width), form.depth - 1, :most]
+        return int((path < form.nodes).sum())
+
+
+def load(file: Path) -> list[RecordedText]:
+    with np.load(file) as kept:
+        said = json.loads(kept["said"].tobytes().decode())
+        return [RecordedText(**one, better=kept[f"text{i}"]) for i, one in enumerate(said)]
+
+
+def draft_seconds(form: Form, batch: int) -> float:
+    """What a draft took on a card."""
+    level = np.interp(bucket_of(batch), BATCHES, LEVELS) * (1.0 + WIDER * (form.width - 1) / 9)
+    return float(form.depth * level) * 1e-3
+
+
+class CardSpeeds(Speeds):
+    """Drafts as they were timed on a card."""
+
+    def of_draft(self, form: Form, batch: int) -> float:
+        return draft_seconds(form, batch)
+
+
+@dataclass(slots=True)
+class RecordedGPU(SimulatedGPU):
+    """Writes recorded texts, and accepts of trees what was recorded."""
+
+    texts: dict[tuple[int, ...], RecordedText] = field(default_factory=dict)
+    rng: random.Random = field(default_factory=random.Random)
+
+    def busy_for(self, seconds: float) -> None:
+        SimulatedGPU.busy_for(self, seconds * max(0.8, self.rng.gauss(1.0, NOISE)))
+
+    def host_works(self, sequences: int) -> None:
+        work = self.speeds.host + self.speeds.host_row * sequences
+        self.clock.seconds += work * (1.0 + SLOWER * self.rng.expovariate(1.0))
+
+    def _place(self, seq: Seq) -> tuple[RecordedText, int]:
+        return self.texts[tuple(seq.tokens[: seq.prompt_length])], len(seq.tokens) - seq.prompt_length
+
+    def _word(self, seq: Seq, depth: int) -> int:
+        text, place = self._place(seq)
+        return text.answer[place + depth] if place + depth < len(text.answer) else OTHER
+
+    def _accepted(self, seq: Seq, form: TreeForm) -> int:
+        text, place = self._place(seq)
+        shape = next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
+        return text.accepted(place, shape) if place < len(text.better) else 0
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """Trees of look-ups are walked by the text."""
+        if trees.form is not None or trees.is_plain():
+            return SimulatedGPU.score(self, seqs, trees, needs, prompts)
+        self.host_works(len(seqs))
+        fresh = [] if prompts is None else beside_trees(self._fresh(prompts.seqs), trees, prompts.rows)
+        started = max(self.clock.seconds, self._free_at)
+        end = self._run(trees.nodes, sum(map(len, fresh)))
+        taken, known = end - started, Greedy(verdict=lambda: self._walk(seqs, trees, end))
+        read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
+        return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
+
+    def _walk(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
+        self.clock.wait_until(end)
+        tokens, said = trees.to_host()[0], list[int]()
+        for seq, first, shape in zip(seqs, trees.starts, trees.topology(), strict=False):
+            right = [True]
+            for node in range(1, len(shape)):
+                here = tokens[first + node] == self._word(seq, shape.depths[node] - 1)
+                right.append(here and right[shape.parents[node]])
+            said += [self._word(seq, shape.depths[node]) if ok else OTHER for node, ok in enumerate(right)]
+        return greedy_verdict(trees, Greedy(argmax=said))
+
+
+class RecordedHead(SimulatedHead):
+    """The head of the box, with what its files say."""
+
+    def __init__(self, gpu: SimulatedGPU) -> None:
+        super().__init__(gpu)
+        menu = DraftMenu(read_head(BOX / "smollm2-135m-eagle3", kind="eagle3")[0].rates)
+        for bucket in BUCKETS:
+            for form in menu.forms:
+                menu.note(bucket, form, draft_seconds(form, bucket))
+        self._offer = Offer(menu=menu)
+
+
+class Watched(AdaptiveController):
+    """Counts rounds by what was drafted in them, and those that were read first."""
+
+    kinds: Counter[str]
+    read_first = 0
+
+    def observe(self, outcome: Round) -> None:
+        nodes, depth = max(outcome.drafted), max(outcome.depths)
+        self.kinds["plain" if not nodes else f"{nodes}:{depth}" if outcome.tree_rows else "look-ups"] += 1
+        self.read_first += not outcome.followed
+        super().observe(outcome)
+
+    def reset(self) -> None:
+        self.kinds, self.read_first = Counter(), 0
+
+
+def make(texts: Sequence[RecordedText], seed: int) -> tuple[Engine, Watched]:
+    """An engine whose drafters are those of the sweep."""
+    speeds, clock = CardSpeeds({rows: ms / 1e3 for rows, ms in PASSES.items()}), SimulatedClock()
+    by_prompt = {tuple(text.prompt): text for text in texts}
+    gpu = RecordedGPU(clock, speeds, vocab_size=WORDS, texts=by_prompt, rng=random.Random(seed))
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    engine = make_engine(gpu, frozenset([STOP]), speculative, EngineConfig(max_batch=max(BUCKETS)))
+    head, pools = RecordedHead(gpu), engine.drafters
+    for name, drafter in ((HEAD, head), (NGRAM, NgramDrafter()), (BOTH, HybridDrafter(NgramDrafter(), head))):
+        pools.add(name, drafter)
+    cost = CostModel(speeds.curve())
+    watched = Watched(cost, MOST_NODES, MOST_WIDTH, pools.offer, pools.looks_up, follows=True)  # type: ignore[arg-type]
+    watched.reset()
+    engine.controller, engine.stats.now = watched, clock
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, gpu.pass_rows, None)
+    engine.timeline.depth, engine.scheduler.reads_early = 2, True
+    step = engine.step
+
+    def stepped() -> list[Event]:
+        clock.wait_until(clock.seconds + max(0.0, engine.spare_seconds()))
+        return step()
+
+    engine.step = stepped  # type: ignore[method-assign]
+    return engine, watched
