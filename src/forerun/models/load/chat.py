@@ -76,6 +76,7 @@ def render_chat(source: str, messages: Sequence[Mapping[str, Any]], **variables:
             text = _render(template, with_offer(messages, offer, role), variables)
             if offer in text:
                 return text
+    _render(template, messages, variables)  # what it has against the messages themselves
     raise InvalidInput("the model's chat template has no place for tools; describe them in a message")
 
 
