@@ -16,11 +16,13 @@ from forerun import LLM
 from forerun.server.engine_process.loader import Loader
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
+from forerun.structure import for_schema
 from tests.server.conftest import Running, start, start_process
 from tests.server.test_connections import LONG, connect, send, wait_for
 from tests.server.test_exact import CASES, REPEATS
 from tests.server.test_stream_bytes import FIGURES, by_choice, split, without_names
 from tests.server.test_stream_bytes import ask as ask_raw
+from tests.structure.test_grammar import FAILS_LATER
 
 SALTS = count()
 DRAFTED = {"drafter": "ngram", "budget": 4}  # fixed: what a round drafts does not depend on the clock
@@ -61,6 +63,18 @@ MORE: dict[str, dict[str, Any]] = {
     "usage in every chunk": {
         "temperature": 0,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
+    "a grammar that fails": {
+        "temperature": 0,
+        "max_tokens": 40,
+        "n": 2,
+        "response_format": for_schema(FAILS_LATER),
+    },
+    "free whitespace": {
+        "temperature": 0,
+        "max_tokens": 40,
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"disable_any_whitespace": False},
     },
     "a stop string over rounds": {"temperature": 0, "stop": ["two three"], "max_tokens": 40},
 }

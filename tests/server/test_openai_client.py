@@ -120,7 +120,8 @@ def test_stop_bias_and_limits_reach_the_engine(client: openai.OpenAI, served: Ru
 def test_json_that_was_asked_for_is_json(client: openai.OpenAI) -> None:
     pytest.importorskip("llguidance")
     schema = {
-        "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 120}},
         "required": ["name", "age"], "additionalProperties": False,
     }  # fmt: skip
     asked = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}

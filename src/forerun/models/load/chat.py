@@ -85,6 +85,7 @@ def render_chat(source: str, messages: Sequence[Mapping[str, Any]], /, **variabl
             if offer in text:
                 _refuse_dropped(template, offered, variables)
                 return text
+    _render(template, messages, variables)  # what it has against the messages themselves
     raise InvalidInput("the model's chat template has no place for tools; describe them in a message")
 
 

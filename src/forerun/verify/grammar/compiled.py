@@ -26,6 +26,8 @@ _SEPARATORS: dict[Whitespace, dict[str, Any]] = {
 # What one text may build of an automaton (some 20 MB), and what may be spent on one mask (some 100 ms).
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 
+_PROBED = 4  # masks at most, each behind what can only follow the one before
+
 
 @runtime_checkable
 class WritesJson(Protocol):
@@ -76,10 +78,7 @@ class Grammars:
             raise _refused(brief(error)) from None
         limits = guidance.LLParserLimits(**_LIMITS)
         matcher = guidance.LLMatcher(self._vocabulary(guidance), grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some schemas are found to have no solution only here
-        if matcher.is_error():
-            raise _refused(reason_of(matcher))
+        _check(matcher.deep_copy())
         return matcher
 
     def _vocabulary(self, guidance: Any) -> Any:
@@ -94,6 +93,18 @@ class Grammars:
                     self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._ends)
                 )
             return self._known
+
+
+def _check(matcher: Any) -> None:
+    """Raise unless tokens can follow: many schemas are found to be impossible only by the masks of their first texts."""
+    for _ in range(_PROBED):
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(reason_of(matcher))
+        if not (forced := matcher.compute_ff_tokens()):
+            return
+        matcher.consume_tokens(forced)
 
 
 def _refused(reason: str) -> InvalidInput:

@@ -31,8 +31,9 @@ class GrammarLaw:
     decides: whether a text can go on does not depend on what was drafted.
     """
 
-    def __init__(self, first: Any, make: Callable[[], Any], ends: frozenset[int]) -> None:
-        self._matcher, self._make, self._ends = first, make, ends
+    def __init__(self, start: Any, make: Callable[[], Any], ends: frozenset[int]) -> None:
+        self._start, self._matcher = start, start.deep_copy()  # which share a lexer
+        self._make, self._ends = make, ends
         self._read: tuple[int, ...] = ()  # what the matcher has read of the output
         self._known: OrderedDict[tuple[int, ...], Tensor | GrammarFailed] = OrderedDict()  # by output
 
@@ -52,14 +53,19 @@ class GrammarLaw:
     def _mask_after(self, output: tuple[int, ...]) -> Tensor | GrammarFailed:
         """One bit per token [V / 32] int32; or why there is none."""
         mask = self._compute(output)
-        if mask is None:
-            self._start_anew()
+        if mask is None and self._is_lexer_full():
+            self._start = self._make()
+            self._go_back()
             mask = self._compute(output)
         if mask is not None:
             return mask
-        reason = reason_of(self._matcher)
-        self._start_anew()  # for other paths: an error is for good
-        return GrammarFailed(f"the answer cannot go on: {reason}; simplify what it must match")
+        failed = GrammarFailed(
+            f"the answer cannot go on: {reason_of(self._matcher)}; simplify what it must match"
+        )
+        if self._is_lexer_full():
+            self._start = self._make()
+        self._go_back()  # for other paths: an error is for good
+        return failed
 
     def _compute(self, output: tuple[int, ...]) -> Tensor | None:
         """None where the matcher failed, which a stopped matcher must not be taken for: that one allows the end."""
@@ -72,8 +78,12 @@ class GrammarLaw:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         return None if matcher.is_error() else torch.from_numpy(bits.copy())
 
-    def _start_anew(self) -> None:
-        self._matcher, self._read = self._make(), ()
+    def _is_lexer_full(self) -> bool:
+        """Has the matcher failed by what its lexer has built, for this path and for others?"""
+        return str(self._matcher.get_error()).startswith("lexer error")
+
+    def _go_back(self) -> None:
+        self._matcher, self._read = self._start.deep_copy(), ()
 
 
 def reason_of(matcher: Any) -> str:
