@@ -107,12 +107,14 @@ class Texts:
 
     def _submit(self, key: int, every_round: bool, packed: Packed) -> None:
         try:
-            handle = Handle(unpack_request(packed, self._grammars.real))
+            request = unpack_request(packed, self._grammars.real)
+            handle = Handle(request)
         except Exception as error:
             self._compiling.discard(key)
             self._channel.send(("texts", [(key, (), None, pack_error(error))]))
             return
-        self._texts[key] = _Text(handle, every_round)
+        # log-probabilities go with the events alone: at the end of a long text they would take long
+        self._texts[key] = _Text(handle, every_round or request.params.logprobs is not None)
         if has_schema(packed) and key not in self._compiling:  # dropped meanwhile
             self._abort(key)
             return
