@@ -16,16 +16,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 CHAT, TEXT, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 LONG = 1_950_000  # characters, the most that fit a body of 4 MiB twice escaped
 UNDISTURBED = 10.0  # seconds
 AFTER = 1.0  # seconds behind an answer in which a gap still counts
-PATIENCE = 120.0
+PATIENCE = 60.0
 
 
 def post(path: str, body: Any, headers: str = "") -> bytes:
@@ -101,8 +101,7 @@ REQUESTS: dict[str, Callable[[], bytes]] = {
     "completion, 400,000 prompts": lambda: text(["x"] * 700_000),
     "completion, 1,000,000 prompts of no type": lambda: text(["x", 1] * 400_000),
     "completion, 1,000,000 prompts of ids": lambda: text([[1]] * 700_000),
-    "completion, 16 prompts of 8,000 ids": lambda: text([[17] * 8000] * 16),
-    "completion, one prompt of 8,000 ids": lambda: text([17] * 8000),
+    "completion, one prompt of 1,000 ids": lambda: text([*range(1000, 2000)]),
     "completion, 128 stop strings of 30,000": lambda: text("x", stop=[f"{i}" + "a" * 30_000 for i in range(128)]),
     "completion, the same, 200 tokens": lambda: text(
         "aaaaaaaa", stop=["a" * 30_000 + f"{i}" for i in range(128)], max_tokens=200, ignore_eos=True
@@ -111,9 +110,8 @@ REQUESTS: dict[str, Callable[[], bytes]] = {
     "completion, model of 4 MB": lambda: text("x", model="m" * 4_000_000),
     "completion, drafter of 4 MB": lambda: text("x", speculative={"drafter": "d" * 4_000_000}),
     "completion, logit_bias of 400,000": lambda: text("x", logit_bias={str(i): 1 for i in range(300_000)}),
-    "completion, 16 texts of 400 tokens, 64 logprobs": lambda: text(
-        "x", n=16, max_tokens=400, ignore_eos=True, logprobs=64
-    ),
+    "completion, 16 texts of 60 tokens": lambda: text("x", n=16, max_tokens=60, ignore_eos=True),
+    "completion, the same with 64 logprobs": lambda: text("x", n=16, max_tokens=60, ignore_eos=True, logprobs=64),
     "completion, a number of 4,000,000 digits": lambda: post(
         TEXT, b'{"prompt": "x", "seed": ' + b"7" * 4_000_000 + b"}"
     ),
@@ -150,9 +148,6 @@ class Streams:
                 last, self.messages = now, self.messages + 1
             writer.close()
 
-    def start(self) -> None:
-        self.worst = 0.0
-
 
 class Probe:
     """Asks /health again and again."""
@@ -186,37 +181,52 @@ async def send(port: int, raw: bytes) -> bytes:
 async def measure(port: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     streams, probe = Streams(port, given.streams), Probe(port)
     await asyncio.sleep(5)
-    streams.start()
-    probe.worst = 0.0
-    await asyncio.sleep(UNDISTURBED)
-    usual = streams.worst
+    usual = await watched(streams, probe, asyncio.sleep(UNDISTURBED))
+    print(f"{'undisturbed':50} gap {usual.gap:5.2f}  health {usual.health:5.2f}", flush=True)
     rows = []
-    print(f"{'undisturbed':50} gap {usual:6.2f}  health {probe.worst:6.2f}", flush=True)
     for name, make in REQUESTS.items():
         if given.only not in name:
             continue
         raw = await asyncio.to_thread(make)
-        await asyncio.sleep(AFTER)
-        streams.start()
-        probe.worst, began = 0.0, perf_counter()
-        try:
-            answer = await asyncio.wait_for(send(port, raw), PATIENCE)
-            status = answer[9:12].decode() or "cut off"
-        except TimeoutError:
-            status = "no answer"
-        seconds = perf_counter() - began
-        await asyncio.sleep(AFTER)
-        row = {"request": name, "status": status, "seconds": seconds, "gap": streams.worst,
-               "beyond": streams.worst - usual, "health": probe.worst}  # fmt: skip
-        rows.append(row)
-        line = f"gap {row['gap']:6.2f}  beyond {row['beyond']:6.2f}  health {row['health']:6.2f}"
-        print(f"{name:50} {line}  status {status} in {seconds:.2f} s", flush=True)
-        for task in [*streams.tasks, probe.task]:
-            if task.done():
-                task.result()
+        seen = []
+        for _ in range(given.repeats):
+            await asyncio.sleep(AFTER)
+            seen.append(await watched(streams, probe, send(port, raw)))
+        least = min(
+            seen, key=lambda each: each.gap
+        )  # what the machine's other work adds is not there every time
+        beyond = max(0.0, least.gap - usual.gap)
+        rows.append({"request": name, "beyond": beyond, **least._asdict()})
+        figures = f"gap {least.gap:5.2f}  beyond {beyond:5.2f}  health {least.health:5.2f}"
+        print(f"{name:50} {figures}  status {least.status} in {least.seconds:.2f} s", flush=True)
     for task in [*streams.tasks, probe.task]:
         task.cancel()
     return rows
+
+
+class Seen(NamedTuple):
+    """What others met while a request was answered; seconds."""
+
+    gap: float
+    health: float
+    status: str
+    seconds: float
+
+
+async def watched(streams: Streams, probe: Probe, work: Coroutine[Any, Any, bytes | None]) -> Seen:
+    streams.worst = probe.worst = 0.0
+    began = perf_counter()
+    try:
+        answer = await asyncio.wait_for(work, PATIENCE)
+        status = (answer or b"")[9:12].decode() or "none"
+    except TimeoutError:
+        status = "none yet"
+    seconds = perf_counter() - began
+    await asyncio.sleep(AFTER)
+    for task in [*streams.tasks, probe.task]:
+        if task.done():
+            task.result()
+    return Seen(streams.worst, probe.worst, status, seconds)
 
 
 @contextmanager
@@ -242,6 +252,9 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="requests whose name holds this")
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each request; the smallest of its gaps counts"
+    )
     parser.add_argument("flags", nargs="*", help="for the server")
     given = parser.parse_args()
     with served(given.flags) as port:

@@ -106,7 +106,7 @@ def test_numbers_of_other_libraries_become_ours(pair: Pair) -> None:
     rounds = [RoundCounts(two, two, two, two, 0.5)]  # type: ignore[arg-type]
     ended = Ended("x", [two], "stop", 1, rounds, 0.0, "", "", True, None, [entry], 0.0, 0)  # type: ignore[list-item]
     pair[0].send(pack_ended(ended))
-    assert unpack_ended(next(pair[1].receive())) == ended.completion()
+    assert unpack_ended(next(pair[1].receive()), [entry]) == ended.completion()
 
 
 REQUESTS = [
@@ -168,7 +168,7 @@ def test_events_and_endings_cross(pair: Pair) -> None:
     rounds = [RoundCounts(2, 4, 3, 1, 0.5), RoundCounts(1, 0, 0, 0, 0.25)]
     ended = Ended("ab", [5, 7], "stop", 12, rounds, 0.1, "ngram", "exact", True, None, [*entries], 0.2, 4)
     pair[0].send(pack_ended(ended))
-    found = unpack_ended(next(pair[1].receive()))
+    found = unpack_ended(next(pair[1].receive()), entries)  # which came with events
     assert found == ended.completion()
     assert (found.rounds, found.drafted, found.kept, found.seconds) == (2, 4, [1, 0, 0], pytest.approx(0.85))
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from forerun.completion import Completion, Spells
 from forerun.messages import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
-from forerun.server.logprobs import for_chat, for_completion
+from forerun.server.logprobs import as_json, for_chat, for_completion
 from forerun.server.schemas import Generation
-from forerun.server.sse import TextLine, as_line
+from forerun.server.sse import PLACE, TextLine, as_line
 from forerun.server.tools import ToolCall
 from forerun.server.tracing import RequestSpan
 
@@ -58,8 +58,19 @@ class Answer:
         options = self.body.stream_options
         return options is not None and options.include_rejected
 
+    @property
+    def _place(self) -> str | None:
+        """Where `spelt` of a text goes."""
+        return PLACE if self.has_logprobs else None
+
+    async def spelt(self, done: Completion) -> list[str]:
+        """The log-probabilities of a whole text, for the place that its choice has for them."""
+        if not self.has_logprobs:
+            return []
+        return [await as_json(done.logprobs, self.tokenizer, self.kind == "chat.completion")]
+
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
+        """The answer of a request that does not stream; its log-probabilities come from `spelt`."""
         if self.kind == "chat.completion":
             parts = found or [(each.text, []) for each in done]
             choices = [self._message(i, *pair) for i, pair in enumerate(zip(done, parts, strict=True))]
@@ -110,8 +121,7 @@ class Answer:
     def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
         """A text that was held back until it was known which part of it calls tools."""
         self._written += done.tokens
-        spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
-        return self._delta(index, {"content": text}, spelt)
+        return self._delta(index, {"content": text}, self._place)
 
     def calls(self, index: int, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Tool calls, once they are whole."""
@@ -142,24 +152,22 @@ class Answer:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
-        spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
         reason = reason_of(done, bool(calls))
         return {
             "index": index,
             "message": message,
-            "logprobs": spelt,
+            "logprobs": self._place,
             "finish_reason": reason,
             "seed": done.seed,
             **_error_of(done),
         }
 
     def _text(self, index: int, done: Completion) -> dict[str, Any]:
-        spelt = for_completion(done.logprobs, self.tokenizer) if self.has_logprobs else None
         reason = reason_of(done)
         return {
             "index": index,
             "text": done.text,
-            "logprobs": spelt,
+            "logprobs": self._place,
             "finish_reason": reason,
             "seed": done.seed,
             **_error_of(done),
@@ -169,7 +177,7 @@ class Answer:
         self,
         index: int,
         delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
+        logprobs: dict[str, Any] | str | None = None,
     ) -> dict[str, Any]:
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 

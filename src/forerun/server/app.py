@@ -257,7 +257,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         held.enter_context(service.admitted(len(jobs)))
         if not body.stream:
             whole = await _while_connected(request, service.write(body, answer, jobs))
-            return JSONResponse(whole, headers=span.headers())
+            return Response(whole, media_type="application/json", headers=span.headers())
         lines = service.stream(body, answer, jobs)
         # what the engine has against the request is an answer with a status of its own
         first = await _while_connected(request, anext(lines))

@@ -23,7 +23,7 @@ from forerun.server.reading import ReaderFacts, RequestReader, What
 from forerun.server.record import Recorder
 from forerun.server.schemas import ChatRequest, Generation
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import as_line
+from forerun.server.sse import as_line, encoded
 from forerun.server.tools import find_calls
 
 if TYPE_CHECKING:
@@ -98,15 +98,16 @@ class Service:
         finally:
             self.active -= texts
 
-    async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
-        """The whole answer of a request."""
+    async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> bytes:
+        """The whole answer of a request, as JSON."""
         done = dict[int, Completion]()
         async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
                 if isinstance(item, Completion):
                     done[index] = item
         texts = [done[job.index] for job in jobs]
-        return answer.whole(texts, [self._found(body, each) for each in texts])
+        spelt = [part for each in texts for part in await answer.spelt(each)]
+        return encoded(answer.whole(texts, [self._found(body, each) for each in texts]), spelt)
 
     async def stream(self, body: Generation, answer: Answer, jobs: list[Job]) -> AsyncGenerator[bytes]:
         """The answer in messages, as it grows."""
@@ -123,7 +124,7 @@ class Service:
                 done[index] = item
                 text, calls = self._found(body, item)
                 if tools and text:
-                    yield as_line(answer.whole_text(index, text, item))
+                    yield as_line(answer.whole_text(index, text, item), await answer.spelt(item))
                 if calls:
                     yield as_line(answer.calls(index, calls))
                 yield as_line(answer.last(index, item, bool(calls)))

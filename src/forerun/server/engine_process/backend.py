@@ -13,7 +13,7 @@ from typing import Any
 from forerun.call_options import make_request
 from forerun.completion import Completion
 from forerun.errors import ForerunError
-from forerun.messages import Event
+from forerun.messages import Event, TokenLogprob
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.prompts import as_token_list
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
@@ -37,10 +37,11 @@ LONGEST_PAUSE = 60.0  # seconds between two attempts to start an engine that can
 class _Text:
     """What has come of a text and was not read yet."""
 
-    __slots__ = ("error", "items", "woken")
+    __slots__ = ("error", "items", "logprobs", "woken")
 
     def __init__(self) -> None:
         self.items: list[Event | Completion] = []
+        self.logprobs: list[TokenLogprob] = []  # of all events
         self.error: BaseException | None = None  # behind the items
         self.woken: asyncio.Future[None] | None = None
 
@@ -251,9 +252,11 @@ class ProcessBackend(Backend):
             text = self._texts.get(key)
             if text is None:  # dropped meanwhile
                 continue
-            text.items += [unpack_event(key, each) for each in events]
+            fresh = [unpack_event(key, each) for each in events]
+            text.items += fresh
+            text.logprobs += [entry for event in fresh for entry in event.logprobs]
             if ended is not None:
-                text.items.append(unpack_ended(ended))
+                text.items.append(unpack_ended(ended, text.logprobs))
             if error is not None:
                 text.error = unpack_error(error)
             if ended is not None or error is not None:

@@ -103,12 +103,14 @@ class Texts:
 
     def _submit(self, key: int, every_round: bool, packed: Packed) -> None:
         try:
-            handle = Handle(self._llm.engine.grammars.compile(unpack_request(packed)))
+            request = self._llm.engine.grammars.compile(unpack_request(packed))
+            handle = Handle(request)
         except Exception as error:
             self._compiling.discard(key)
             self._channel.send(("texts", [(key, (), None, pack_error(error))]))
             return
-        self._texts[key] = _Text(handle, every_round)
+        # log-probabilities go with the events alone: at the end of a long text they would take long
+        self._texts[key] = _Text(handle, every_round or request.params.logprobs is not None)
         if has_structure(packed) and key not in self._compiling:  # dropped meanwhile
             self._abort(key)
             return

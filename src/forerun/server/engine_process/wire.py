@@ -5,7 +5,7 @@ What an engine made is turned into Python's own numbers: they may be a library's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, astuple, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -66,17 +66,19 @@ def unpack_event(key: int, packed: Packed) -> Event:
 
 
 def pack_ended(ended: Ended) -> Packed:
+    """All but its log-probabilities: the events have them, and for a long text they are many."""
     plain = ended._asdict()
     plain["token_ids"] = [*map(int, ended.token_ids)]
     plain["rounds"] = [(*map(int, counts[:4]), counts.seconds) for counts in ended.rounds]
-    plain["logprobs"] = _pack_logprobs(ended.logprobs)
+    plain["logprobs"] = []
     return tuple(plain.values())
 
 
-def unpack_ended(packed: Packed) -> Completion:
+def unpack_ended(packed: Packed, logprobs: Sequence[TokenLogprob] = ()) -> Completion:
+    """`logprobs` are those of the text's events."""
     ended = Ended(*packed)
     rounds = [RoundCounts(*each) for each in ended.rounds]
-    return ended._replace(rounds=rounds, logprobs=[*_logprobs(ended.logprobs)]).completion()
+    return ended._replace(rounds=rounds, logprobs=[*logprobs]).completion()
 
 
 def _pack_branch(branch: Branch) -> Packed:

@@ -96,7 +96,7 @@ class Grammars:
 
 
 def _check(matcher: Any) -> None:
-    """Raise unless tokens can follow: many schemas are found to be impossible only by the masks of their first texts."""
+    """Raise unless tokens can follow: many schemas turn out to be impossible only by the masks of their first texts."""
     for _ in range(_PROBED):
         if not matcher.is_error():
             matcher.compute_bitmask()
