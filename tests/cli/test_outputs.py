@@ -148,7 +148,11 @@ def test_a_group_without_a_command_shows_its_help_alone(forerun: Run, group: str
         ({"shared": True}, "ngram+eagle3", "--shared does nothing with the drafter ngram+eagle3"),
         ({"draft_layers": "3"}, "ngram", "--draft-layers does nothing"),
         ({"corpus": "x", "shared": True}, "suffix+eagle3", None),
-        ({"draft_model": "x"}, "ngram", "--draft-model does nothing with the drafter ngram; leave --drafter out"),
+        (
+            {"draft_model": "x"},
+            "ngram",
+            "--draft-model does nothing with the drafter ngram; leave --drafter out",
+        ),
         ({"draft_model": "x"}, "ngram+draft_model", None),
         ({}, "ngram", None),
     ],
