@@ -43,6 +43,7 @@ __all__ = [
     "wrap",
 ]
 
+_RUN_MODELS = ("LLM", "AsyncLLM", "wrap")  # these import torch
 _HOMES = {
     "AsyncLLM": "forerun.async_llm",
     "AsyncStream": "forerun.streams",
@@ -66,6 +67,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    if name in _RUN_MODELS:
+        from forerun.memory_limit import check_limit
+
+        check_limit()
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -10,11 +10,14 @@ import math
 import operator
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
-from forerun.errors import InvalidInput
+from forerun.errors import InvalidInput, ModelNotFound
 
 Given = TypeVar("Given")
 LONGEST = 60  # characters of a value that a message shows
@@ -138,6 +141,21 @@ def as_items(name: str, value: Any, limit: str) -> list[Any]:
         return list(value)
     except Exception:
         return [value]
+
+
+def refuse_special(path: Path) -> None:
+    """Raise where this, or what lies in this folder, is no file: whoever opens a FIFO waits for its other end."""
+    inside = list[Path]()
+    with suppress(OSError):  # whoever reads the folder says what is wrong with it
+        inside = list(path.iterdir()) if path.is_dir() else []
+    for each in (path, *inside):
+        mode = os.stat(each).st_mode if os.path.exists(each) else stat.S_IFREG
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+            kind = kinds.get(stat.S_IFMT(mode), "a device")
+            raise ModelNotFound(
+                f"{each} is {kind}, and models are read from files; give a file or a folder of files"
+            )
 
 
 def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: str) -> dict[str, Any]:

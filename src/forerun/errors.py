@@ -11,6 +11,7 @@
     │   ├── ModelNotFound
     │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
     │   └── UnsupportedModel    a family or layout that neither our decoder nor transformers can run here
+    ├── OutOfMemory             a model or its KV cache does not fit into the memory there is, or may be used
     ├── Overloaded              more requests at once than were allowed
     └── MissingDependency       an optional library is needed and absent
 
@@ -61,6 +62,10 @@ class DamagedFile(ModelError):
 
 class UnsupportedModel(ModelError):
     """A family or layout that cannot be run here."""
+
+
+class OutOfMemory(ForerunError, MemoryError):
+    """More memory is needed than there is, or than a limit (ulimit -v) allows."""
 
 
 class Overloaded(ForerunError):

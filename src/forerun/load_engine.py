@@ -39,6 +39,7 @@ from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import open_head
+from forerun.memory_limit import as_out_of_memory
 from forerun.models.base import Target
 from forerun.models.load.opening import opening_of
 from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
@@ -71,10 +72,19 @@ class LoadOptions(TypedDict, total=False):
 
 def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     """An engine around a model by known name, GGUF file, Hugging Face folder or hub id; and its tokenizer."""
+    try:
+        return _load(as_path("model", model), options)
+    except Exception as error:
+        told = as_out_of_memory(error)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     from forerun.models.load.catalog import cache_folder
     from forerun.models.load.checkpoint import open_checkpoint
 
-    name = as_path("model", model)
     settings = _engine_config(options)
     speculative = drafting_of(options)
     checkpoint = open_checkpoint(name)

@@ -38,7 +38,7 @@ def test_a_lying_head_count_allocates_nothing(
     checkpoint, largest = open_checkpoint(str(path)), [0]
     monkeypatch.setattr(torch, "empty", _counting(torch.empty, largest))
     monkeypatch.setattr(torch, "zeros", _counting(torch.zeros, largest))
-    with pytest.raises(DamagedFile, match="q_proj"):
+    with pytest.raises(DamagedFile, match=r"tensor 'blk\.0\.attn_q\.weight' is"):
         load_target(checkpoint, EngineConfig(device="cpu", kv_slots=4096))
     assert largest[0] < 1 << 20
 
@@ -59,8 +59,7 @@ def test_every_family_has_the_shapes_that_are_checked(name: str, tmp_path: Path)
     config = DecoderConfig.from_hf(checkpoint.config)
     named = dict(expected_shapes(config, checkpoint.weights))
     assert {name: checkpoint.weights.shape(name) for name in named} == named
-    unchecked = {name for name in checkpoint.weights if name not in named and "norm" not in name}
-    assert all(name.endswith(("bias", "shared_expert_gate.weight")) for name in unchecked), unchecked
+    assert set(checkpoint.weights) - set(named) == set()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])

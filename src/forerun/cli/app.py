@@ -21,12 +21,14 @@ from forerun import __version__
 from forerun.cli.loading import ModelCommand
 from forerun.cli.messages import in_flags
 from forerun.errors import ForerunError
+from forerun.memory_limit import as_out_of_memory, check_limit
 
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
 COMMANDS = (
     "generate", "chat", "serve", "demo", "models", "drafters", "train", "data", "corpus", "layers", "bench", "compare",
     "advise", "diagnose", "quality", "plan", "doctor",
 )  # fmt: skip
+_WITHOUT_TORCH = ("models", "drafters", "compare", "doctor")  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
 # what a user can change about a file or a disk; other errors of the system are ours, and keep their traceback
@@ -67,8 +69,11 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             _drop_what_is_buffered()
             raise SystemExit(_NO_READER) from None
-        except OSError as error:
-            if error.errno not in _FILES:
+        except Exception as error:
+            if (told := as_out_of_memory(error)) is not None:
+                print("forerun:", told, file=sys.stderr)
+                raise SystemExit(_USER_ERROR) from None
+            if not isinstance(error, OSError) or error.errno not in _FILES:
                 raise
             if error.filename is None:  # of a file that is open already, mostly of stdout on a full disk
                 _drop_what_is_buffered()
@@ -140,7 +145,17 @@ def _forerun(
 
 def main() -> None:
     """Run the command line and exit."""
-    make_app(_named())(prog_name="forerun")
+    try:
+        if _named() not in (None, *_WITHOUT_TORCH) and "--help" not in sys.argv:
+            check_limit()
+        command = make_app(_named())
+    except (ImportError, MemoryError, OSError) as error:
+        told = as_out_of_memory(error)
+        if told is None:
+            raise
+        print("forerun:", told, file=sys.stderr)
+        raise SystemExit(_USER_ERROR) from None
+    command(prog_name="forerun")
 
 
 def run() -> None:

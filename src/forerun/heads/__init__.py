@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import registry
+from forerun.checks import refuse_special
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
 
@@ -119,6 +120,7 @@ def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None 
 
 def open_head(folder: Path) -> HeadFolder | None:
     """The head in a folder; None if it holds none."""
+    refuse_special(folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

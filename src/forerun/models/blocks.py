@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import pair_up
-from forerun.models.load.weights import GgufWeights
+from forerun.models.load.weights import GgufWeights, missing_weight, wrong_shape
 from forerun.models.moe import Experts, Mlp
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -171,13 +170,8 @@ class Checkpoint:
 
     def _get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.weights:
-            raise DamagedFile(
-                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
-            )
+            raise missing_weight(self.weights, name)
         weight = self.weights[name]
         if tuple(weight.shape) != shape:
-            given = tuple(weight.shape)
-            raise DamagedFile(
-                f"weight {name!r} is {given} but the config says {shape}: are they of one model?"
-            )
+            raise wrong_shape(self.weights, name, tuple(weight.shape), shape)
         return weight.detach()

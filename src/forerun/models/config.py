@@ -100,7 +100,9 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
     head_dim = _size(values, "head_dim", _MOST_HEADS, max(1, width // heads))
     kv_heads = _size(values, "num_key_value_heads", _MOST_HEADS, heads)
     if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"{heads} heads on {kv_heads} of keys, each {head_dim} wide")
+        raise ValueError(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
+        )
     kinds = _layer_types(family, values, layers)
     window = _size(values, "sliding_window") if values.get("sliding_window") else None
     ropes, layer_ropes = _ropes(family, values, kinds, head_dim)

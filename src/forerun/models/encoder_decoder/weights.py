@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer,
 from forerun.models.encoder_decoder.linear import Linear, make_linear
 from forerun.models.encoder_decoder.positions import sinusoids
 from forerun.models.encoder_decoder.screen import ScreenedHead
+from forerun.models.load.weights import missing_weight, surplus_weights, wrong_shape
 from forerun.models.native.library import BLOCK
 from forerun.models.native.packing import FloatMode
 
@@ -79,6 +81,12 @@ def _t5_names(gated: bool) -> _Names:
     )
 
 
+# other names of what is tied or computed, and a table that T5's first checkpoints have and no T5 reads
+_UNREAD = re.compile(
+    r"(embed_tokens|shared|embed_positions|lm_head|EncDecAttention\.relative_attention_bias)\.weight$|^final_logits_bias$"
+)
+
+
 class Reader:
     """Named weights of one model, read one by one."""
 
@@ -93,16 +101,20 @@ class Reader:
         self.weights, self.config, self.dtype, self.device, self.mode = weights, config, dtype, device, mode
         # a source has many rows, which torch multiplies faster; it is read by itself, so its bits are its own
         self.encoder_mode = None if mode == "float32" else mode
+        self._seen: set[str] = set()  # names that were read
         self.names = _MARIAN if config.family == "marian" else _t5_names(config.gated)
 
     def model(self) -> Model:
         config = self.config
         encoder, decoder = self._stack("encoder", config.encoder), self._stack("decoder", config.decoder)
-        head, bias = self._head(decoder.embedding), self._head_bias()
+        head, bias, cross = self._head(decoder.embedding), self._head_bias(), self._cross_inputs()
+        surplus = [name for name in self.weights if name not in self._seen and not _UNREAD.search(name)]
+        if surplus:
+            raise surplus_weights(self.weights, surplus)
         return Model(
             encoder=encoder,
             decoder=decoder,
-            cross=self._cross_inputs(),
+            cross=cross,
             head=make_linear(head, None, self.mode),
             head_bias=bias,
             screen=self._screen(head, bias),
@@ -216,13 +228,9 @@ class Reader:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.weights:
-            raise DamagedFile(
-                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
-            )
+            raise missing_weight(self.weights, name)
+        self._seen.add(name)
         weight = self.weights[name].detach()
         if tuple(weight.shape) != shape:
-            given = tuple(weight.shape)
-            raise DamagedFile(
-                f"weight {name!r} is {given} but the config says {shape}: are they of one model?"
-            )
+            raise wrong_shape(self.weights, name, tuple(weight.shape), shape)
         return weight.to(self.device, self.dtype).contiguous()

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import ModelNotFound, UnsupportedModel, brief
+from forerun.errors import DamagedFile, ModelNotFound, UnsupportedModel, brief
 from forerun.models.finite import check_numbers
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
+from forerun.models.load.shapes import UNREAD
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
 from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
@@ -56,13 +57,22 @@ class HFTarget(UnpagedTarget):
     ) -> HFTarget:
         """Load a checkpoint directory, or a name that transformers has already fetched; never a pickle."""
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
         except OSError as error:
             raise ModelNotFound(
                 f"transformers cannot load {str(path)!r}: {brief(error)}; check the path"
             ) from error
         except Exception as error:  # no such causal model, or any error from a damaged config or file
             raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {brief(error)}") from error
+        surplus = [name for name in found["unexpected_keys"] if not UNREAD.search(name)]
+        for names, what in ((found["missing_keys"], "lacks"), (surplus, "has surplus")):
+            if names:  # transformers would draw the first at random, and leave the others unread
+                raise DamagedFile(
+                    f"{str(path)!r} {what} {len(names)} weights, such as {sorted(names)[0][:80]!r}: is its config "
+                    "another model's?"
+                )
         return cls(model.to(device), kv_slots=kv_slots)
 
     @property

@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.models.config import DecoderConfig
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.gguf import GgufFile
-from forerun.models.load.gguf_families import config_of, origins_of
+from forerun.models.load.gguf_families import config_of, in_keys, origins_of
 from forerun.models.load.locate import find_model
 from forerun.models.load.marian_tokenizer import MarianTokenizer
 from forerun.models.load.metadata import Metadata
@@ -71,9 +72,12 @@ def _open_adapter(name: str, folder: Path) -> Checkpoint:
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:
     file = GgufFile(path)
-    config = config_of(file)
+    config, metadata = config_of(file), Metadata.of(file)
+    try:
+        DecoderConfig.from_hf(config)
+    except (DamagedFile, UnsupportedModel) as error:
+        raise type(error)(in_keys(error, metadata)) from None
     weights = GgufWeights(file, origins_of(file, config))
-    metadata = Metadata.of(file)
     return Checkpoint(
         name, path, config, weights, cache(lambda: tokenizer_from_gguf(metadata, cache_folder()))
     )

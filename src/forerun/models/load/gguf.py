@@ -8,6 +8,7 @@ is dequantised here: `GgufFile.blocks` gives a tensor's bytes as they are, quant
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def _map_file(path: Path) -> mmap.mmap:
     except ValueError:
         raise DamagedFile(f"{path} is empty; pull it again") from None
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
         raise ModelNotFound(f"{path} cannot be opened ({error.strerror}); check the path") from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.errors import DamagedFile, ForerunError, UnsupportedModel
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.metadata import Metadata
 from forerun.models.load.rope import rope_config
@@ -65,6 +65,33 @@ _GEMMA = {
 _PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
+_LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# where the settings of a config come from
+_KEYS = {
+    "vocab_size": ".vocab_size",
+    "hidden_size": ".embedding_length",
+    "num_hidden_layers": ".block_count",
+    "num_attention_heads": ".attention.head_count",
+    "num_key_value_heads": ".attention.head_count_kv",
+    "head_dim": ".attention.key_length",
+    "intermediate_size": ".feed_forward_length",
+    "moe_intermediate_size": ".expert_feed_forward_length",
+    "shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
+    "num_local_experts": ".expert_count",
+    "num_experts": ".expert_count",
+    "num_experts_per_tok": ".expert_used_count",
+    "rms_norm_eps": ".attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": ".context_length",
+    "sliding_window": ".attention.sliding_window",
+    "rope_theta": ".rope.freq_base",
+    "partial_rotary_factor": ".rope.dimension_count",
+    "original_max_position_embeddings": ".rope.scaling.original_context_length",
+    "rope_scaling": ".rope.scaling.type",
+    "rope_type": ".rope.scaling.type",
+    "factor": ".rope.scaling.factor",
+    "query_pre_attn_scalar": ".attention.key_length",
+    "final_logit_softcapping": ".final_logit_softcapping",
+}
 
 Extra = Callable[[Metadata, GgufFile], dict[str, Any]]
 
@@ -236,6 +263,29 @@ def origins_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Origin]:
     return origins
 
 
+def tensor_of(file: GgufFile, name: str) -> str:
+    """What a file of this architecture would call a weight that it lacks."""
+    layer = _LAYER_WEIGHT.fullmatch(name)
+    stem, _, kind = name.rpartition(".")
+    if layer is None:
+        return next((f"{ours}.{kind}" for ours, theirs in _TOP.items() if theirs == stem), name)
+    named = family_of(Metadata.of(file)).names.items()
+    part = re.sub(r"\.\d+\.", ".{}.", layer[2])
+    return next((f"blk.{layer[1]}.{ours}.{layer[3]}" for ours, theirs in named if theirs == part), name)
+
+
+def in_keys(error: ForerunError, metadata: Metadata) -> str:
+    """What is wrong with a config that was made of a file, told in the keys of the file."""
+    told = re.sub(
+        r"\w+",
+        lambda word: metadata.architecture + _KEYS[word[0]] if word[0] in _KEYS else word[0],
+        str(error),
+    )
+    told = re.sub(r"config\.json of \w+", "its metadata", told).replace("fetch it", "pull it")
+    told = re.sub(r": use (the )?transformers.*", "; use the model's Hugging Face folder instead", told)
+    return f"{metadata.path} cannot be run: {told}"
+
+
 def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, Any]) -> dict[str, Origin]:
     stem, _, kind = tensor.rpartition(".")
     if stem in _TOP and kind in ("weight", "bias"):
@@ -268,6 +318,12 @@ def _count_layers(metadata: Metadata, file: GgufFile) -> int:
         f"blk.{i}.attn_norm.weight" not in file.tensors for i in range(layers)
     ):
         raise DamagedFile(f"{file.path} is damaged: it lacks some of its {layers} layers; pull it again")
+    held = 1 + max(int(found[1]) for name in file.tensors if (found := _LAYER_TENSOR.fullmatch(name)))
+    if held > layers:
+        key = f"{metadata.architecture}.block_count"
+        raise DamagedFile(
+            f"{file.path} is damaged: it has tensors of {held} layers, but {key} is {layers}; pull it again"
+        )
     return layers
 
 

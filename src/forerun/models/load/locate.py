@@ -10,6 +10,7 @@ import difflib
 import re
 from pathlib import Path
 
+from forerun.checks import refuse_special
 from forerun.errors import DamagedFile, ModelNotFound, UnknownName
 from forerun.models.load.catalog import find_known, known_models
 from forerun.models.load.known_folders import HUB_SECONDS
@@ -35,6 +36,7 @@ def find_model(name: str) -> Path:
     if known is not None:
         return known
     path = Path(name).expanduser()
+    refuse_special(path)
     if path.is_dir():
         return _checked_folder(path)
     if path.suffix == ".gguf" or path.is_file():

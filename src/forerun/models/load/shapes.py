@@ -6,39 +6,58 @@ allocate by is compared here with the shapes that the files really hold, which c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from forerun.errors import DamagedFile
 from forerun.models.config import DecoderConfig, MoeConfig
-from forerun.models.load.weights import Weights
+from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
 
 Shape = tuple[int, ...]
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
+# what a decoder need not read: tables that are computed, a tied head, towers for pictures, and drafting layers
+UNREAD = re.compile(
+    r"rotary_emb\.inv_freq$|(^|\.)lm_head\.weight$|(^|\.)mtp\.|"
+    r"^(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
+)
+
+
 def check_shapes(config: DecoderConfig, weights: Weights) -> None:
-    """Raise DamagedFile at the first weight that is missing or of another shape than the config says."""
+    """Raise DamagedFile at the first weight that is missing, or of another shape than the config says, or surplus."""
+    read = set[str]()
     for name, shape in expected_shapes(config, weights):
         if name not in weights:
-            raise DamagedFile(
-                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
-            )
+            raise missing_weight(weights, name)
         if weights.shape(name) != shape:
-            raise DamagedFile(
-                f"weight {name!r} is {weights.shape(name)} but the config says {shape}: are they of one model?"
-            )
+            raise wrong_shape(weights, name, weights.shape(name), shape)
+        read.add(name)
+    surplus = [name for name in weights if name not in read and not UNREAD.search(name)]
+    drafting = tuple(
+        name.removesuffix("eh_proj.weight") for name in surplus if name.endswith("eh_proj.weight")
+    )
+    surplus = [name for name in surplus if not (drafting and name.startswith(drafting))]
+    if surplus:
+        raise surplus_weights(weights, surplus)
 
 
 def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
-    """Every matrix that a decoder of this config reads, under the names that this checkpoint uses, and its shape."""
+    """Every weight that a decoder of this config reads, under the names that this checkpoint uses, and its shape."""
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
     yield prefix + "embed_tokens.weight", (config.vocab_size, config.width)
+    yield prefix + "norm.weight", (config.width,)
     if not config.tied:
         head = next((name for name in _HEADS if name in weights), _HEADS[0])
         yield head, (config.vocab_size, config.width)
+    norms = [
+        "input",
+        "post_attention",
+        *(["pre_feedforward", "post_feedforward"] if config.sandwich_norms else []),
+    ]
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
+        yield from ((f"{at}{norm}_layernorm.weight", (config.width,)) for norm in norms)
         yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
@@ -53,10 +72,10 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
     if f"{at}qkv_proj.weight" in weights:
         sizes = {"qkv": queries + 2 * keys}
     for name, size in sizes.items():
-        yield f"{at}{name}_proj.weight", (size, config.width)
-        if f"{at}{name}_proj.bias" in weights:
-            yield f"{at}{name}_proj.bias", (size,)
-    yield f"{at}o_proj.weight", (config.width, queries)
+        yield from _with_bias(weights, f"{at}{name}_proj", size, config.width)
+    yield from _with_bias(weights, f"{at}o_proj", config.width, queries)
+    if config.qk_norm:
+        yield from ((f"{at}{name}_norm.weight", (config.head_dim,)) for name in ("q", "k"))
 
 
 def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -64,10 +83,15 @@ def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[st
     if f"{at}gate_up_proj.weight" in weights:
         sizes = {"gate_up": 2 * inner}
     for name, size in sizes.items():
-        yield f"{at}{name}_proj.weight", (size, width)
-        if f"{at}{name}_proj.bias" in weights:
-            yield f"{at}{name}_proj.bias", (size,)
-    yield f"{at}down_proj.weight", (width, inner)
+        yield from _with_bias(weights, f"{at}{name}_proj", size, width)
+    yield from _with_bias(weights, f"{at}down_proj", width, inner)
+
+
+def _with_bias(weights: Weights, name: str, outputs: int, inputs: int) -> Iterator[tuple[str, Shape]]:
+    """A matrix, and its bias where there is one."""
+    yield f"{name}.weight", (outputs, inputs)
+    if f"{name}.bias" in weights:
+        yield f"{name}.bias", (outputs,)
 
 
 def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -86,3 +110,4 @@ def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[
             yield f"{at}experts.{i}.{out}.weight", (width, moe.inner)
     if moe.shared_inner is not None:
         yield from _mlp(moe.shared_inner, width, weights, at + "shared_expert.")
+        yield at + "shared_expert_gate.weight", (1, width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.errors import DamagedFile, UnsupportedModel
 from forerun.models.load.gguf import GgufFile
-from forerun.models.load.gguf_families import Origin
+from forerun.models.load.gguf_families import Origin, tensor_of
 from forerun.models.load.quants import Blocks, dequantize
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -28,6 +28,40 @@ class Weights(Mapping[str, Tensor]):
         """The shape of a weight, without loading it."""
 
 
+def missing_weight(weights: Mapping[str, Tensor], name: str) -> DamagedFile:
+    """The error where a checkpoint lacks a weight, in the words of its file."""
+    if isinstance(weights, GgufWeights):
+        return DamagedFile(
+            f"{weights.file.path} is damaged: it has no tensor {weights.tensor(name)!r}; pull it again"
+        )
+    return DamagedFile(f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?")
+
+
+def wrong_shape(
+    weights: Mapping[str, Tensor], name: str, given: tuple[int, ...], shape: tuple[int, ...]
+) -> DamagedFile:
+    """The error where a weight has another shape than the model's settings say."""
+    if isinstance(weights, GgufWeights):
+        tensor = weights.tensor(name)
+        return DamagedFile(
+            f"{weights.file.path} is damaged: tensor {tensor!r} is {given} but its metadata say {shape}; pull it again"
+        )
+    return DamagedFile(f"weight {name!r} is {given} but the config says {shape}: are they of one model?")
+
+
+def surplus_weights(weights: Mapping[str, Tensor], names: Sequence[str]) -> DamagedFile:
+    """The error where a checkpoint holds weights that a model of its settings does not read."""
+    if isinstance(weights, GgufWeights):
+        return DamagedFile(
+            f"{weights.file.path} is damaged: {len(names)} of its tensors, such as {weights.tensor(names[0])!r}, are "
+            "more than its metadata say; pull it again"
+        )
+    return DamagedFile(
+        f"{len(names)} weights of the checkpoint, such as {names[0][:80]!r}, are more than its config says: are they "
+        "of one model?"
+    )
+
+
 class GgufWeights(Weights):
     """From a GGUF file. `blocks` gives a weight still quantised, its rows in Hugging Face's order."""
 
@@ -35,6 +69,10 @@ class GgufWeights(Weights):
         self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu"
     ) -> None:
         self.file, self.origins, self.device = file, origins, device
+
+    def tensor(self, name: str) -> str:
+        """What the file calls a weight, or would call it."""
+        return self.origins[name].tensor if name in self.origins else tensor_of(self.file, name)
 
     def on(self, device: torch.device | str) -> GgufWeights:
         """The same, dequantised on a device when asked for."""

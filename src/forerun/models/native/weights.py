@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.errors import InvalidInput
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.quants import Blocks
-from forerun.models.load.weights import GgufWeights, Weights
+from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native import library as native
 from forerun.models.native.library import Experts, Layer, Model
 from forerun.models.native.library import Weights as Parts
@@ -194,15 +194,11 @@ class NativeReader:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.weights:
-            raise DamagedFile(
-                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
-            )
+            raise missing_weight(self.weights, name)
         weights = self.weights
         given = weights.shape(name) if isinstance(weights, Weights) else tuple(weights[name].shape)
         if given != shape:
-            raise DamagedFile(
-                f"weight {name!r} is {given} but the config says {shape}: are they of one model?"
-            )
+            raise wrong_shape(weights, name, given, shape)
 
 
 def some_layers(model: Model, layers: LayerSubset) -> Model:
