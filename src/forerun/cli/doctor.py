@@ -207,7 +207,7 @@ def _kernels() -> Finding:
         return Finding("native kernels", str(error), ok=False, fix="unset FORERUN_ISA")
     if why is not None:
         lost = f"absent ({why}): passes on the CPU run on torch, several times slower"
-        built = "gcc or clang, then pip install --force-reinstall --no-deps forerun"
+        built = "gcc or clang, then pip install --no-deps -e . in its repository"
         fix = "unset FORERUN_NATIVE" if why.startswith("FORERUN_NATIVE") else built
         return Finding("native kernels", lost, ok=False, needed=False, fix=fix)
     return Finding("native kernels", _why_these(library.isa(), library.paths()), needed=False)

@@ -28,7 +28,7 @@ ABI = 16  # a change of the structs or of the kernels: what was measured with an
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
-    "build it again: pip install --force-reinstall --no-deps forerun (in a checkout: pip install -e .)"
+    "build it again, in its repository: pip install --no-deps -e ."
 )
 
 Fields = list[tuple[str, Any]]
