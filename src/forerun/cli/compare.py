@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from forerun.bench.report.fit import print_table
 from forerun.cli.flags import AsJson
 from forerun.cli.show import table_console
+from forerun.measure.report.fit import print_table
 
 
 def compare(
@@ -19,8 +19,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Show what changed between two results, and whether it is more than noise."""
-    from forerun.bench import compare as comparing
-    from forerun.bench.schema import read_result
+    from forerun.measure.bench import compare as comparing
+    from forerun.measure.bench.schema import read_result
 
     found = comparing.compare(read_result(before), read_result(after))
     if as_json:

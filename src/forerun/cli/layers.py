@@ -16,7 +16,7 @@ from forerun.cli.loading import check_model, short_name
 from forerun.cli.outputs import check_file
 
 if TYPE_CHECKING:
-    from forerun.bench.settings import Settings
+    from forerun.measure.bench.settings import Settings
 
 layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
 Prompts = Annotated[
@@ -89,7 +89,7 @@ def measure(
 def _settings(
     model: str, prompts: str, limit: int, max_tokens: int, dtype: str, threads: int | None, seed: int
 ) -> Settings:
-    from forerun.bench.settings import Settings, parse_setups
+    from forerun.measure.bench.settings import Settings, parse_setups
 
     return Settings(
         model=model, suite=prompts, limit=limit or None, max_tokens=max_tokens, dtype=dtype, threads=threads,
