@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.batches.sweep import PLAIN
-from forerun.bench.pyplot import load_pyplot
 from forerun.errors import InvalidInput
+from forerun.measure.bench.batches import PLAIN
+from forerun.measure.report.plots import load_pyplot
 
 Row = Mapping[str, Any]
 

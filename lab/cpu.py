@@ -20,19 +20,15 @@ import torch
 from rich.console import Console
 
 from forerun import registry
-from forerun.bench import run as bench
-from forerun.bench.bandwidth import METHODS, bandwidth
-from forerun.bench.batches.sweep import SIZES, Setup, Sweep, parse_batches
-from forerun.bench.contenders import load
-from forerun.bench.cpu.memory import resident
-from forerun.bench.cpu.modes import measure_modes
-from forerun.bench.machine import cores, is_busy, load_average
-from forerun.bench.measure import ContenderLost
-from forerun.bench.peers.process import PeerProcess
-from forerun.bench.report import terminal
-from forerun.bench.report.plots import plot
-from forerun.bench.run import tokenise
-from forerun.bench.settings import (
+from forerun.build import choose_drafter
+from forerun.cli.bench import words
+from forerun.errors import InvalidInput
+from forerun.measure.bench import run as bench
+from forerun.measure.bench.alternate import ContenderLost
+from forerun.measure.bench.batches import SIZES, Setup, Sweep, parse_batches
+from forerun.measure.bench.contenders import load
+from forerun.measure.bench.run import tokenise
+from forerun.measure.bench.settings import (
     FIXED_NODES,
     LLAMA_CPP,
     LLAMA_CPP_LOOKUPS,
@@ -43,16 +39,19 @@ from forerun.bench.settings import (
     Settings,
     parse_setups,
 )
-from forerun.bench.suites import TASKS, load_suite
-from forerun.build import choose_drafter
-from forerun.cli.bench import words
-from forerun.errors import InvalidInput
+from forerun.measure.bench.suites import TASKS, load_suite
+from forerun.measure.machine import METHODS, bandwidth, cores, is_busy, load_average
+from forerun.measure.memory import resident
+from forerun.measure.peers.process import PeerProcess
+from forerun.measure.quality import measure_modes
+from forerun.measure.report import terminal
+from forerun.measure.report.plots import plot
 from forerun.models.load import checkpoint as loading
 from forerun.params import SpeculativeConfig
 from lab.batch_report import read_rival, say_row, show_batches
 from lab.runner import Document, Run, picture, share
 
-_LLAMA_CPP = "forerun.bench.peers.llama_cpp"
+_LLAMA_CPP = "forerun.measure.peers.llama_cpp"
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
 SHORT = {"limit": 1, "repeats": 2, "max_tokens": 64, "batches": "1,8"}
 FULL = {"limit": 2, "repeats": 3, "max_tokens": 64, "batches": ",".join(map(str, SIZES))}

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.bench.batches.sweep import parse_batches
 from forerun.build import make_engine
 from forerun.cli.bench import words
 from forerun.control.adaptive import AdaptiveController
@@ -32,6 +31,7 @@ from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
+from forerun.measure.bench.batches import parse_batches
 from forerun.models.base import ON_GPU
 from forerun.offers import Form, Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from forerun.bench.machine import cores, is_busy, load_average, machine_facts
 from forerun.errors import ForerunError
+from forerun.measure.machine import cores, is_busy, load_average, machine_facts
 
 Document = dict[str, Any]
 

@@ -12,7 +12,7 @@ import argparse
 from statistics import fmean
 from typing import Any
 
-from forerun.bench.batches.sweep import parse_batches
+from forerun.measure.bench.batches import parse_batches
 from lab.runner import Document, Run, share
 from lab.simulate.load import Answered, compare
 

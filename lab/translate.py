@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from forerun import registry
-from forerun.bench.measure import in_turn
 from forerun.cli.bench import words
 from forerun.llm import LLM
+from forerun.measure.bench.alternate import in_turn
 from forerun.models.load.locate import find_model
 from lab.runner import Document, Run, share
 

@@ -9,9 +9,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 # Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, and what
 # callers pass (prompts as arrays, streamers).
 NOT_OURS = {
-    "bench/machine.py": 1,
-    "bench/peers/transformers_gpu.py": 1,
-    "bench/cpu/command.py": 1,
     "cli/doctor.py": 1,
     "dropin/run.py": 1,
     "dropin/wrapped.py": 1,

@@ -92,7 +92,7 @@ stage() {
         keep train.txt slim/*.json slim/*.safetensors slim/log.jsonl
         ;;
     accept)
-        bounded "$PY" -m forerun.bench.acceptance --target "$M" --drafters "$(head_folder)" --suite "$SUITE" --limit "$PER_TASK" \
+        bounded "$PY" -m forerun.measure.acceptance --target "$M" --drafters "$(head_folder)" --suite "$SUITE" --limit "$PER_TASK" \
             --max-tokens "$ANSWER" --verifiers coupled --seconds "$SECONDS_PER_ROW" --device "$DEVICE" | tee accept.jsonl
         keep accept.jsonl
         ;;

@@ -28,8 +28,8 @@ HELD_OUT, STRETCH, BATCH, RATE = 1500, 128, 24, 3e-3
 
 def write_text(prompts: int, tokens: int) -> bytes:
     """Answers of the default model, end to end."""
-    from forerun.bench.suites import load_suite
     from forerun.llm import LLM
+    from forerun.measure.bench.suites import load_suite
 
     llm = LLM.load("smollm2", drafter="ngram", max_batch=16)
     chats = [list(item.messages) for item in load_suite()][:prompts]

@@ -103,7 +103,7 @@ box)
     keep box config.json model.safetensors provenance.json log.jsonl curve.json
     ;;
 box-check)
-    python -m forerun.bench.acceptance --drafters "$HEAD,box" "${CHECK[@]}" | tee box-check.jsonl
+    python -m forerun.measure.acceptance --drafters "$HEAD,box" "${CHECK[@]}" | tee box-check.jsonl
     [ -z "${OUT:-}" ] || cp box-check.jsonl "$OUT/"
     ;;
 deep)
@@ -114,7 +114,7 @@ deep)
     keep deep config.json model.safetensors provenance.json log.jsonl curve.json
     ;;
 deep-check)
-    python -m forerun.bench.acceptance --drafters "${DEEP_FROM:-$HEAD},deep" "${CHECK[@]}" | tee deep-check.jsonl
+    python -m forerun.measure.acceptance --drafters "${DEEP_FROM:-$HEAD},deep" "${CHECK[@]}" | tee deep-check.jsonl
     [ -z "${OUT:-}" ] || cp deep-check.jsonl "$OUT/"
     ;;
 eagle)
@@ -133,7 +133,7 @@ hass-check)
     runs=(eagle1 hass)
     [ ! -e more/config.json ] || runs+=(more)
     python -m forerun.train.curves "${runs[@]}" --json hass-curves.json
-    python -m forerun.bench.acceptance --drafters "$(IFS=,; echo "${runs[*]}")" "${CHECK[@]}" | tee hass-check.jsonl
+    python -m forerun.measure.acceptance --drafters "$(IFS=,; echo "${runs[*]}")" "${CHECK[@]}" | tee hass-check.jsonl
     [ -z "${OUT:-}" ] || cp hass-curves.json hass-check.jsonl "$OUT/"
     ;;
 block)
@@ -157,10 +157,10 @@ small)
     side_by_side mtp hydra medusa2
     ;;
 block-check)
-    python -m forerun.bench.acceptance --drafters dspark,dflash --length 8 "${CHECK[@]}" | tee block-check.jsonl
+    python -m forerun.measure.acceptance --drafters dspark,dflash --length 8 "${CHECK[@]}" | tee block-check.jsonl
     ;;
 medusa2-check)
-    python -m forerun.bench.acceptance --drafters medusa2 --verifiers exact typical "${CHECK[@]}" \
+    python -m forerun.measure.acceptance --drafters medusa2 --verifiers exact typical "${CHECK[@]}" \
         --target medusa2/target --temperatures 0.7 1 | tee medusa2-check.jsonl
     ;;
 table)

@@ -17,9 +17,9 @@ from typing import Any, get_args
 
 import torch
 
-from forerun.bench.batches.sweep import SIZES, parse_batches
 from forerun.cli.bench import words
 from forerun.errors import InvalidInput
+from forerun.measure.bench.batches import SIZES, parse_batches
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plan import ROW_SIZES

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.pyplot import load_pyplot
+from forerun.measure.report.plots import load_pyplot
 
 
 def draw_passes(document: Mapping[str, Any], file: Path) -> None:

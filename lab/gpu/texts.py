@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from forerun import registry
-from forerun.bench.batches.sweep import PLAIN, Setup, Sweep, parse_batches
-from forerun.bench.suites import load_suite
 from forerun.build import make_engine
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import find_head
+from forerun.measure.bench.batches import PLAIN, Setup, Sweep, parse_batches
+from forerun.measure.bench.suites import load_suite
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SpeculativeConfig

@@ -16,9 +16,9 @@ from math import nan
 
 import torch
 
-from forerun.bench.suites import load_suite
 from forerun.drafters.device.eagle_plan import FORMS
 from forerun.llm import LLM
+from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams
 from forerun.types import Budget

@@ -22,10 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.measure import in_turn
-from forerun.bench.peers.endpoint import base_of, first_model
-from forerun.bench.suites import load_suite
 from forerun.errors import InvalidInput
+from forerun.measure.bench.alternate import in_turn
+from forerun.measure.bench.suites import load_suite
+from forerun.measure.peers.endpoint import base_of, first_model
 from lab.runner import Document, Run, picture, share
 from lab.serve.host_time import host_figures, read_host
 from lab.serve.load import Load, Target, figures, over_off, send_all

@@ -1,7 +1,7 @@
 """A server without a model, for what the host costs: `python -m lab serve-emulated`.
 
 Passes take the time of an 8B model on a GPU and none of the host (lab.simulate.device); HTTP, the engine,
-the controller and the detokenizer are real. It answers the built-in prompts of `forerun.bench` alone, with pieces of
+the controller and the detokenizer are real. It answers the built-in prompts of `forerun bench` alone, with pieces of
 their own prose. `python -m lab serve --shape emulated` starts it, and reads from /metrics the CPU seconds of
 the engine's thread and of the front's. `--pure` answers without httptools, as where it cannot be installed.
 """
@@ -12,8 +12,8 @@ import argparse
 import sys
 from typing import Any
 
-from forerun.bench.suites import load_suite
 from forerun.llm import LLM
+from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.engine_process.loader import Loader

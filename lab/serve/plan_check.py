@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from forerun.bench.batches.sweep import parse_batches
-from forerun.bench.measure import in_turn
-from forerun.bench.peers.endpoint import base_of, first_model
-from forerun.bench.suites import load_suite
 from forerun.cli.bench import numbers
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.measure.bench.alternate import in_turn
+from forerun.measure.bench.batches import parse_batches
+from forerun.measure.bench.suites import load_suite
+from forerun.measure.peers.endpoint import base_of, first_model
 from forerun.plan.contention import Contention, newest_child
 from forerun.plan.measure import measure as measure_profile
 from forerun.plan.measure import prompts_of

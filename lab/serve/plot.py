@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.pyplot import load_pyplot
+from forerun.measure.report.plots import load_pyplot
 
 
 def plot(document: dict[str, Any], file: Path) -> None:

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 
 from forerun.auto_drafter import choose_lookup
-from forerun.bench.measure import Prompt
-from forerun.bench.run import prompt_ids
-from forerun.bench.run_log import RunLog
-from forerun.bench.settings import Cell, Settings
-from forerun.bench.suites import TASKS, Item, load_suite
 from forerun.build import choose_drafter
 from forerun.cli.bench import numbers, words
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.measure.bench.alternate import Prompt
+from forerun.measure.bench.run import prompt_ids
+from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.settings import Cell, Settings
+from forerun.measure.bench.suites import TASKS, Item, load_suite
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.opening import opening_of

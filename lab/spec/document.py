@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forerun.bench.figures import Figures, interval_of
-from forerun.bench.measure import Contender, Run, differences
-from forerun.bench.settings import PLAIN, Cell
+from forerun.measure.bench.alternate import Contender, Run, differences
+from forerun.measure.bench.figures import Figures, interval_of
+from forerun.measure.bench.settings import PLAIN, Cell
 from lab.spec.measure import Session
 
 LAW = "law"  # of texts that have the plain loop's law and not its tokens

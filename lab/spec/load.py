@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from forerun import registry
-from forerun.bench.contenders import LAYERS, build_head, fresh_costs
-from forerun.bench.machine import cores
-from forerun.bench.settings import DrafterSetup
 from forerun.build import make_engine
 from forerun.drafters.base import CompositeClass, Drafter
 from forerun.drafters.device.eagle import DeviceDrafter
 from forerun.heads import open_head
 from forerun.llm import LLM
+from forerun.measure.bench.contenders import LAYERS, build_head, fresh_costs
+from forerun.measure.bench.settings import DrafterSetup
+from forerun.measure.machine import cores
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint

@@ -13,8 +13,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from forerun.bench.contenders import is_comparable, own_contender
-from forerun.bench.measure import (
+from forerun.llm import LLM
+from forerun.measure.bench.alternate import (
     Contender,
     ContenderLost,
     Group,
@@ -26,9 +26,9 @@ from forerun.bench.measure import (
     measure_once,
     noting,
 )
-from forerun.bench.run_log import RunLog
-from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.llm import LLM
+from forerun.measure.bench.contenders import is_comparable, own_contender
+from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from lab.spec.load import brief_error, warnings_into
 from lab.spec.methods import Method
 

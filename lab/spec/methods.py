@@ -14,10 +14,10 @@ from typing import Any
 from safetensors import safe_open
 
 from forerun import registry
-from forerun.bench.contenders import LAYERS
-from forerun.bench.settings import AUTO, DrafterSetup
 from forerun.errors import InvalidInput
 from forerun.heads import HeadFolder, find_head, open_head
+from forerun.measure.bench.contenders import LAYERS
+from forerun.measure.bench.settings import AUTO, DrafterSetup
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.registry import DrafterSpec
 

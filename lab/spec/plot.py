@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.pyplot import load_pyplot
-from forerun.bench.settings import PLAIN
+from forerun.measure.bench.settings import PLAIN
+from forerun.measure.report.plots import load_pyplot
 from lab.spec.table import title_of
 
 _THICK = 0.8  # of the bars of one method together

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.bench.settings import PLAIN
-from forerun.bench.stats import Spread
+from forerun.measure.bench.settings import PLAIN
+from forerun.measure.bench.stats import Spread
 from lab.spec.document import comparisons
 from lab.spec.methods import LOOKUPS
 

@@ -17,16 +17,16 @@ from forerun.advise.commands import Setup
 from forerun.advise.evidence import BATCHES, Evidence, Prospect, gather, prospects
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
-from forerun.bench.measure import Prompt
-from forerun.bench.settings import Settings, parse_setups
-from forerun.bench.stats import Spread
 from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.errors import InvalidInput
+from forerun.measure.bench.alternate import Prompt
+from forerun.measure.bench.settings import Settings, parse_setups
+from forerun.measure.bench.stats import Spread
 from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
-from tests.bench.conftest import table_llm
+from tests.measure.conftest import table_llm
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 STEEP = CostModel({1: 1.0, 2: 3.0, 64: 40.0})

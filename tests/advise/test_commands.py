@@ -18,11 +18,11 @@ from forerun.advise.commands import PROMPT, Setup, costly_part, forerun_command,
 from forerun.advise.evidence import Evidence
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
-from forerun.bench.settings import Settings
 from forerun.cli import app
 from forerun.cli.flags import HELP
 from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
+from forerun.measure.bench.settings import Settings
 from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
 

@@ -22,8 +22,8 @@ from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Request
-from tests.bench.conftest import Letters
 from tests.exactness.harness import run
+from tests.measure.conftest import Letters
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 
 LAYERS = 3

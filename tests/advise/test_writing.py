@@ -10,11 +10,11 @@ import pytest
 from forerun.advise.evidence import gather, has_hope, prospects
 from forerun.advise.replay import Text
 from forerun.advise.writing import FEW, Runs, write_in_turn
-from forerun.bench.measure import Contender, Drafts, Group, Prompt, Run, Written
-from forerun.bench.settings import Settings, parse_setups
 from forerun.control.cost import CostModel
 from forerun.errors import ForerunError
-from tests.bench.conftest import table_llm
+from forerun.measure.bench.alternate import Contender, Drafts, Group, Prompt, Run, Written
+from forerun.measure.bench.settings import Settings, parse_setups
+from tests.measure.conftest import table_llm
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 

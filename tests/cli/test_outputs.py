@@ -28,7 +28,11 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models need not be there, and no command gets as far as measuring."""
     for name in ("model", "draft_model"):
         monkeypatch.setitem(loading._CHECKS, name, lambda name: None)
-    for module, work in (("bench.run", "run"), ("advise.run", "run_advisor"), ("plan.measure", "measure")):
+    for module, work in (
+        ("measure.bench.run", "run"),
+        ("advise.run", "run_advisor"),
+        ("plan.measure", "measure"),
+    ):
         monkeypatch.setattr(f"forerun.{module}.{work}", _never)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forerun.bench.run import prompt_ids
-from forerun.bench.suites import load_suite
 from forerun.llm import LLM
+from forerun.measure.bench.run import prompt_ids
+from forerun.measure.bench.suites import load_suite
 from forerun.params import SamplingParams
 from forerun.types import Budget, Request
 

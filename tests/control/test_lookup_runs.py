@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.bench.suites import TASKS
 from forerun.control import round_seconds
 from forerun.control.cost import CostModel
+from forerun.measure.bench.suites import TASKS
 from lab.simulate.lookup import Text
 from lab.simulate.run import ARM, DEARER, X86, Host, RunHistory, RunSimulation
 from tests.control import record_texts

@@ -66,7 +66,7 @@ def _decoder(checkpoint: Any, layers: int | None) -> Decoder:
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """What transformers writes, greedily, from the same weights."""
-    from forerun.bench.peers.transformers import load_transformers_model
+    from forerun.measure.peers.transformers import load_transformers_model
 
     model = load_transformers_model(checkpoint, checkpoint.tokenizer().eos_ids, torch.float32)
     texts = []

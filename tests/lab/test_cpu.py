@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.bench import run
-from forerun.bench.contenders import load, own_contenders
-from forerun.bench.measure import Contender, Written
-from forerun.bench.peers import transformers
-from forerun.bench.peers.process import PeerProcess, Peers
-from forerun.bench.settings import Cell, Settings, parse_setups
 from forerun.drafters.heads.medusa import write_heads
 from forerun.errors import InvalidInput
+from forerun.measure.bench import run
+from forerun.measure.bench.alternate import Contender, Written
+from forerun.measure.bench.contenders import load, own_contenders
+from forerun.measure.bench.settings import Cell, Settings, parse_setups
+from forerun.measure.peers import transformers
+from forerun.measure.peers.process import PeerProcess, Peers
 from lab import cpu
 from lab.runner import main, parse
-from tests.bench.conftest import VOCAB, Letters
-from tests.bench.peers.dying import FATAL
 from tests.drafters.tiny_heads import heads_config, heads_weights
+from tests.measure.conftest import VOCAB, Letters
+from tests.measure.peers.dying import FATAL
 
 in_this_process = pytest.mark.usefixtures("tiny_checkpoint", "same_process")
 HELD = {"torch_mb": 1.0, "above_torch_mb": 3.0, "model_mb": 2.0, "loaded_mb": 1.5, "peak_mb": 9.0}
@@ -271,7 +271,7 @@ class Dies:
 
     def call(self, function: str, **arguments: Any) -> Any:
         with PeerProcess() as process:
-            return process.call("tests.bench.peers.dying:load", names=["x"], how="SIGILL")
+            return process.call("tests.measure.peers.dying:load", names=["x"], how="SIGILL")
 
 
 @in_this_process
@@ -295,7 +295,7 @@ def test_a_peer_that_dies_in_mid_run_is_left_out_of_all_figures(
 ) -> None:
     def with_a_dying_peer(llm: Any, settings: Settings) -> Peers:
         peers = Peers()
-        peers.host("dying", ["dying", "dying_lookup"], "tests.bench.peers.dying")
+        peers.host("dying", ["dying", "dying_lookup"], "tests.measure.peers.dying")
         honest = peers.contenders[0].write
         asked: list[int] = []
 

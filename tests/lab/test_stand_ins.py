@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.bench.batches.sweep import parse_batches
 from forerun.errors import InvalidInput
+from forerun.measure.bench.batches import parse_batches
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.batches.sweep import Call, Setup, Sweep
 from forerun.errors import InvalidInput
+from forerun.measure.bench.batches import Call, Setup, Sweep
 from forerun.types import Budget, Request
 from lab.batch_report import RivalRow, draw, read_rival, say_row, table
-from tests.bench.conftest import table_llm
+from tests.measure.conftest import table_llm
 
 PROMPTS = [(5, 6, 7), (8, 9, 8, 9, 8), (11, 12, 13, 14)]
 SETUPS = {"plain": Setup("none"), "copies": Setup("ngram", Budget(3, 3)), "adaptive": Setup("ngram")}

@@ -16,7 +16,7 @@ from forerun.types import Needs, TreeBatch
 from lab.inflate.model import InflatedWeights, Shape
 from lab.peers import transformers_gpu
 from lab.peers.transformers_gpu import load_inflated, time_transformers
-from tests.bench.conftest import CONFIG, random_weights
+from tests.measure.conftest import CONFIG, random_weights
 
 LARGER = Shape(width=48, layers=3, heads=4, kv_heads=2, head_dim=16, inner=64)
 IDS = [3, 9, 27, 4, 12, 36]

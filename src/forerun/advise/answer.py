@@ -13,10 +13,10 @@ from typing import Any
 from forerun.advise.commands import Setup, forerun_command, vllm_config
 from forerun.advise.evidence import BATCHES, WORTH_IT, Evidence, Prospect, accepted, prospects, spread
 from forerun.advise.head import head_in_words, head_prospect
-from forerun.bench.figures import acceptance_document
-from forerun.bench.report.summary import busy_warning
-from forerun.bench.stats import Spread
 from forerun.build import needs_head
+from forerun.measure.bench.figures import acceptance_document
+from forerun.measure.bench.stats import Spread
+from forerun.measure.report.summary import busy_warning
 from forerun.models.base import Target
 
 HARMLESS = 0.97  # the least speed-up that other prompts of the kind may have

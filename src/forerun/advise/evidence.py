@@ -17,11 +17,6 @@ from forerun import registry
 from forerun.advise.predict import Costs, Drafting, estimate, predict, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.advise.writing import Runs, write_in_turn
-from forerun.bench.contenders import own_contender
-from forerun.bench.figures import Accepted, interval_of
-from forerun.bench.measure import Group, Prompt, Run
-from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.bench.stats import Spread
 from forerun.build import build_drafter
 from forerun.control.adaptive import MOST_WIDTH
 from forerun.control.allocate import deepest
@@ -31,6 +26,11 @@ from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import LLM
+from forerun.measure.bench.alternate import Group, Prompt, Run
+from forerun.measure.bench.contenders import own_contender
+from forerun.measure.bench.figures import Accepted, interval_of
+from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
+from forerun.measure.bench.stats import Spread
 from forerun.params import SpeculativeConfig
 from forerun.types import Budget
 

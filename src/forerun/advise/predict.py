@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.advise.replay import Text
-from forerun.bench.figures import Accepted, acceptance_by_depth
-from forerun.bench.measure import Drafts
-from forerun.bench.stats import Pair, Spread, ratio_interval, ratio_of
 from forerun.control.cost import CostModel
+from forerun.measure.bench.alternate import Drafts
+from forerun.measure.bench.figures import Accepted, acceptance_by_depth
+from forerun.measure.bench.stats import Pair, Spread, ratio_interval, ratio_of
 
 DRAWS = 200  # rounds of a batch that are put together at random
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from forerun.bench.measure import Drafts
 from forerun.drafters.base import Drafter, LookupDrafter
+from forerun.measure.bench.alternate import Drafts
 from forerun.types import Budget, PlainSeq, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 

@@ -13,17 +13,17 @@ from typing import Any
 from forerun.advise.answer import document
 from forerun.advise.commands import Setup
 from forerun.advise.evidence import Evidence, gather, prospects, spread
-from forerun.bench.contenders import load, own_contender
-from forerun.bench.machine import is_busy, load_average, machine_facts
-from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
-from forerun.bench.run import tokenise
-from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.bench.stats import Pair, ratio_interval
-from forerun.bench.suites import load_suite
 from forerun.build import choose_drafter, needs_head
 from forerun.control.cost import CostModel
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
+from forerun.measure.bench.contenders import load, own_contender
+from forerun.measure.bench.run import tokenise
+from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
+from forerun.measure.bench.stats import Pair, ratio_interval
+from forerun.measure.bench.suites import load_suite
+from forerun.measure.machine import is_busy, load_average, machine_facts
 from forerun.models.load import checkpoint as loading
 from forerun.params import SpeculativeConfig
 

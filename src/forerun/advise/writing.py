@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from forerun.bench.measure import Contender, Group, Run, alternate, warm_up
+from forerun.measure.bench.alternate import Contender, Group, Run, alternate, warm_up
 
 FEW = 3  # prompts that every drafter writes
 progress = logging.getLogger("forerun.progress")  # what the command line shows

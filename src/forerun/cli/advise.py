@@ -55,7 +55,7 @@ def advise(
     json_file: JsonFile = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.bench.settings import Settings, parse_setups
+    from forerun.measure.bench.settings import Settings, parse_setups
 
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
@@ -67,7 +67,7 @@ def advise(
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
-    from forerun.bench.report.fit import print_line, print_table
+    from forerun.measure.report.fit import print_line, print_table
 
     name = short_name(model)
     status = Console(stderr=True).status(f"measuring {name}")
@@ -82,7 +82,7 @@ def advise(
 
 
 def _batches(check: bool, sizes: str) -> tuple[int, ...]:
-    from forerun.bench.batches.sweep import parse_batches
+    from forerun.measure.bench.batches import parse_batches
 
     if sizes != "1" and not check:
         raise InvalidInput(f"--check-batches {sizes} measures nothing without --check; add it")
@@ -104,6 +104,6 @@ def _table(found: Mapping[str, Any]) -> Table:
 
 def _cell(found: Mapping[str, Any]) -> str:
     """A predicted speed-up; one prompt gives no interval."""
-    from forerun.bench.stats import Spread
+    from forerun.measure.bench.stats import Spread
 
     return str(Spread(found["value"], found["low"], found["high"]))

@@ -19,7 +19,7 @@ from forerun.cli.outputs import STDOUT, interruption, write_document
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.bench.settings import Settings
+    from forerun.measure.bench.settings import Settings
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
 Prompts = Annotated[
@@ -72,8 +72,8 @@ def bench(
     trace: TraceFile = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
-    from forerun.bench.batches.sweep import parse_batches
-    from forerun.bench.settings import Settings, parse_setups
+    from forerun.measure.bench.batches import parse_batches
+    from forerun.measure.bench.settings import Settings, parse_setups
 
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), setups=parse_setups(words(drafters)),
@@ -89,15 +89,15 @@ def measure(
     settings: Settings, out: Path | None, html: Path | None, json_file: Path | None, trace: Path | None = None
 ) -> None:
     """Run, show, and end with the exit code that says whether the texts were equal."""
-    from forerun.bench.report.terminal import show
-    from forerun.bench.run import run
+    from forerun.measure.bench.run import run
+    from forerun.measure.report.terminal import show
 
     with nullcontext() if out is None else interruption(out):
         result = run(settings, out, trace=trace)
     if json_file != STDOUT:
         show(result)
     if html is not None:
-        from forerun.bench.report.html import write_report
+        from forerun.measure.report.html import write_report
 
         write_report(result, html)
     print_document(result, json_file)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from forerun.bench.report.fit import print_table
 from forerun.cli.flags import JsonFile
 from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
+from forerun.measure.report.fit import print_table
 
 
 def compare(
@@ -19,8 +19,8 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Show what changed between two results, and whether it is more than noise."""
-    from forerun.bench import compare as comparing
-    from forerun.bench.schema import read_result
+    from forerun.measure.bench import compare as comparing
+    from forerun.measure.bench.schema import read_result
 
     found = comparing.compare(read_result(before), read_result(after))
     if write_document(json_file, found):

@@ -34,7 +34,7 @@ def diagnose(
     json_file: JsonFile = None,
 ) -> None:
     """Find out why acceptance is low or the output different."""
-    from forerun.bench.settings import DrafterSetup, Settings
+    from forerun.measure.bench.settings import DrafterSetup, Settings
 
     setup = DrafterSetup.parse(drafter)
     if limit is None:
@@ -44,7 +44,7 @@ def diagnose(
         temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
         setups=(setup,),
     )  # fmt: skip
-    from forerun.diagnose.run import run_diagnosis
+    from forerun.measure.diagnose import run_diagnosis
 
     with Console(stderr=True).status(f"checking {model}"):
         found = run_diagnosis(settings, setup, DrafterSetup.parse(against))

@@ -15,7 +15,7 @@ from forerun.cli.loading import check_model, short_name
 from forerun.cli.outputs import check_file, write_document
 
 if TYPE_CHECKING:
-    from forerun.bench.settings import Settings
+    from forerun.measure.bench.settings import Settings
 
 layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
 Limit = Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")]
@@ -86,7 +86,7 @@ def measure(
 def _settings(
     model: str, prompts: str, limit: int, max_tokens: int, dtype: str, threads: int | None, seed: int
 ) -> Settings:
-    from forerun.bench.settings import Settings, parse_setups
+    from forerun.measure.bench.settings import Settings, parse_setups
 
     return Settings(
         model=model, suite=prompts, limit=limit or None, max_tokens=max_tokens, dtype=dtype, threads=threads,

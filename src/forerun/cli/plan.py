@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.report.fit import print_table
 from forerun.checks import as_real
 from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.outputs import write_document, write_file
 from forerun.errors import InvalidInput
+from forerun.measure.report.fit import print_table
 from forerun.plan.advice import Choice, Load, Range
 from forerun.plan.advice import plan as make_plan
 from forerun.plan.profile import PLAIN, Profile, built_in, read_profile

@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.report.fit import print_table
 from forerun.cli.bench import Model, print_document, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
 from forerun.cli.outputs import STDOUT
 from forerun.cli.show import table_console
 from forerun.errors import UnknownName
+from forerun.measure.report.fit import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,9 +58,9 @@ def measure(
     """Everything, as one document."""
     import torch
 
-    from forerun.bench.cpu.memory import resident
-    from forerun.bench.cpu.quality import measure_quality, read_text
-    from forerun.bench.machine import cores, machine_facts
+    from forerun.measure.machine import cores, machine_facts
+    from forerun.measure.memory import resident
+    from forerun.measure.quality import measure_quality, read_text
 
     torch.set_num_threads(threads or cores())
     with Console(stderr=True).status("loading") as status:

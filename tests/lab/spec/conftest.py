@@ -11,7 +11,6 @@ from forerun.drafters.heads.block_head import write_block
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.heads.medusa import write_heads
 from lab.inflate.model import PRESETS, Shape
-from tests.bench.conftest import CONFIG, VOCAB
 from tests.drafters.tiny_heads import (
     block_config,
     block_weights,
@@ -21,6 +20,7 @@ from tests.drafters.tiny_heads import (
     heads_weights,
     mtp_weights,
 )
+from tests.measure.conftest import CONFIG, VOCAB
 
 WIDTH = int(str(CONFIG["hidden_size"]))
 TINY = Shape(width=64, layers=3, heads=8, kv_heads=4, head_dim=16, inner=96)

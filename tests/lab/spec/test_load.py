@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.settings import DrafterSetup
 from forerun.build import make_engine
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
 from forerun.llm import LLM
+from forerun.measure.bench.settings import DrafterSetup
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Request
 from lab.spec.load import Builder, Shape
-from tests.bench.conftest import Letters
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import make_target
+from tests.measure.conftest import Letters
 
 FORM = Budget(5, 5)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from forerun import registry
-from forerun.bench.settings import DrafterSetup
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box, open_head
+from forerun.measure.bench.settings import DrafterSetup
 from forerun.types import Budget
 from lab.spec.document import comparisons, parts_of
 from lab.spec.methods import (

@@ -1,1 +1,0 @@
-"""The benchmark of this machine's CPU: speed over other engines, number formats, memory, text quality."""

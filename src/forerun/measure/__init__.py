@@ -1,0 +1,1 @@
+"""What users measure with: `forerun bench`, `compare`, `advise`, `diagnose`, `plan` and `quality`."""

@@ -1,0 +1,186 @@
+"""Measure one engine at several batch sizes: plain, and with each drafter; every text is compared with batch 1.
+
+Whole calls are timed: prompts are read, the batch fills and drains. So there are several times as many texts as places
+in the batch, or little else than filling and draining would be measured. One engine serves every size and drafter.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidInput
+from forerun.measure.bench.alternate import first_difference
+from forerun.measure.bench.stats import t_quantile
+from forerun.params import SamplingParams
+from forerun.types import Budget, Request
+
+PLAIN = "plain"
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+BLOCKS = 10  # stretches of a run whose rates show how far it varies
+WARM_UP_TOKENS = 12
+
+Text = tuple[int, ...]
+
+
+class Setup(NamedTuple):
+    """What drafts: a drafter of the engine's, and its budget; None = the controller decides."""
+
+    drafter: str
+    budget: Budget | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One call: what was written, and when."""
+
+    texts: list[list[int]]
+    started: float
+    marks: list[tuple[float, int]] = field(default_factory=list)  # after each step: when, and new tokens
+    rounds: int = 0  # of single sequences
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a round
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def seconds(self) -> float:
+        return self.marks[-1][0] - self.started
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def error(self) -> float | None:
+        """Half the width of the rate's 95% interval, as a share of it: from the rates of several stretches."""
+        step = len(self.marks) // BLOCKS
+        if not step:
+            return None
+        ends = [self.marks[i * step - 1] if i else (self.started, 0) for i in range(BLOCKS + 1)]
+        sums = [sum(new for _, new in self.marks[i * step : (i + 1) * step]) for i in range(BLOCKS)]
+        rates = [
+            tokens / (after[0] - before[0])
+            for tokens, before, after in zip(sums, ends, ends[1:], strict=False)
+            if after[0] > before[0]
+        ]
+        mean = sum(rates) / len(rates)
+        spread = sum((rate - mean) ** 2 for rate in rates) / max(1, len(rates) - 1)
+        return t_quantile(len(rates) - 1) * math.sqrt(spread / len(rates)) / mean
+
+
+def spread(prompts: list[Text]) -> list[Text]:
+    """The same in another order: a suite lists task after task, and the first few should hold all of them."""
+    count = len(prompts)
+    step = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
+    return [prompts[i * step % count] for i in range(count)]
+
+
+class Sweep:
+    """One engine and one set of prompts, at every batch size."""
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False
+    ) -> None:
+        self.engine, self.prompts = engine, spread([*dict.fromkeys(prompts)])
+        self.params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
+        self.plain: dict[Text, list[int]] = {}  # each prompt's text, written plainly at batch 1
+        self.differing: list[tuple[Text, list[int]]] = []  # prompts, and what was written in place of that
+
+    def measure(
+        self,
+        setups: Mapping[str, Setup],
+        batches: Sequence[int],
+        least: Callable[[int], int],
+        say: Callable[[dict[str, Any]], None] = lambda row: None,
+    ) -> list[dict[str, Any]]:
+        """A row for every batch size and setup; `least` is how many texts a batch size gets. The first is plain."""
+        self.write_plainly()
+        rows: list[dict[str, Any]] = []
+        for batch in batches:
+            prompts = self.prompts_for(least(batch))
+            base: Call | None = None
+            for label, setup in setups.items():
+                self.write(setup, batch, prompts[: 2 * batch], self.short)
+                gc.collect()
+                gc.freeze()  # as where a model is loaded: a full collection would stop one call and not another
+                call = self.write(setup, batch, prompts, self.params)
+                base = base or call
+                rows.append({"batch": batch, "setup": label, **self._row(call, base, batch, prompts)})
+                say(rows[-1])
+        return rows
+
+    def write_plainly(self) -> None:
+        """The texts that all others must equal."""
+        if not self.plain:
+            call = self.write(Setup("none"), 1, self.prompts, self.params)
+            self.plain = dict(zip(self.prompts, call.texts, strict=True))
+
+    def prompts_for(self, count: int) -> list[Text]:
+        """So many prompts: those there are, again and again."""
+        return [self.prompts[i % len(self.prompts)] for i in range(count)]
+
+    def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
+        """All texts, `batch` at a time."""
+        engine, places = self.engine, dict[int, int]()
+        engine.max_batch = batch
+        before = dict(engine.stats.seconds)
+        call = Call([[] for _ in prompts], perf_counter())
+        for place, prompt in enumerate(prompts):
+            # without a salt every prompt is read, and none found in the prefix cache
+            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget, cache_salt=None)
+            places[engine.submit(request)] = place
+        while engine.busy:
+            new = 0
+            for event in engine.step():
+                if event.error is not None:
+                    raise event.error
+                call.texts[places[event.seq_id]] += event.tokens
+                call.rounds += 1
+                new += len(event.tokens)
+            call.marks.append((perf_counter(), new))
+        call.parts = {part: spent - before.get(part, 0.0) for part, spent in engine.stats.seconds.items()}
+        return call
+
+    def _row(self, call: Call, base: Call, batch: int, prompts: Sequence[Text]) -> dict[str, Any]:
+        rate, error, other = call.rate, call.error(), base.error()
+        ratio, both = rate / base.rate, None if error is None or other is None else math.hypot(error, other)
+        off = [pair for pair in zip(prompts, call.texts, strict=True) if pair[1] != self.plain[pair[0]]]
+        self.differing += off
+        return {
+            "texts": len(prompts),
+            "distinct": len(set(prompts)),
+            "prompt_tokens": sum(map(len, prompts)),
+            "tokens": call.tokens,
+            "seconds": round(call.seconds, 4),
+            "tokens_per_s": round(rate, 2),
+            "interval": None
+            if error is None
+            else [round(rate * (1 - error), 2), round(rate * (1 + error), 2)],
+            "ms_per_token": round(1e3 * batch / rate, 4),  # of one sequence
+            "x_plain": round(ratio, 4),
+            "x_interval": None
+            if both is None
+            else [round(ratio * (1 - both), 4), round(ratio * (1 + both), 4)],
+            "tokens_per_round": round(call.tokens / max(1, call.rounds), 3),
+            "ms_by_part": {part: round(1e3 * spent, 2) for part, spent in call.parts.items()},
+            "differing": len(off),
+            "first_differences": [first_difference(text, self.plain[prompt]) for prompt, text in off[:16]],
+        }
+
+
+def parse_batches(text: str, flag: str = "--batches") -> list[int]:
+    """Batch sizes by comma."""
+    try:
+        sizes = [int(size) for size in text.split(",")]
+    except ValueError:
+        raise InvalidInput(f"{flag} {text!r} are not numbers by comma, as 1,8,64") from None
+    if min(sizes) < 1:
+        raise InvalidInput(f"{flag} {text!r} must be 1 or more, by comma")
+    return sizes

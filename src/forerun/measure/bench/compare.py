@@ -1,0 +1,86 @@
+"""Compare two benchmark results: what changed, and whether the change is more than noise.
+
+Only ratios are compared as such: they were measured within one process. Speeds of two runs differ by whatever
+the machine did meanwhile, so they are shown and not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from forerun.measure.report.terminal import number
+
+ALL = "all tasks"
+_CONDITIONS = (
+    "model", "draft_model", "device", "dtype", "threads", "cpu", "suite", "prompts", "max_tokens", "budget",
+    "batch", "sampling", "torch", "forerun", "commit", "busy",
+)  # fmt: skip
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Speed-ups of every drafter that both have, by task; `change` is after by before."""
+    shared = [name for name in after["by_task"] if name in before["by_task"]]
+    return {
+        "by_task": {name: _drafter(before, after, name) for name in shared},
+        "tokens_per_second": {
+            name: [source["contenders"][name]["tokens_per_second"] for source in (before, after)]
+            for name in after["contenders"]
+            if name in before["contenders"]
+        },
+        "only_before": sorted(set(before["by_task"]) - set(shared)),
+        "only_after": sorted(set(after["by_task"]) - set(shared)),
+        "equal": [before["equal"], after["equal"]],
+        "conditions": {
+            key: [before["conditions"].get(key), after["conditions"].get(key)]
+            for key in _CONDITIONS
+            if before["conditions"].get(key) != after["conditions"].get(key)
+        },
+    }
+
+
+def _drafter(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> dict[str, Any]:
+    rows = {ALL: (before["speedup"][name], after["speedup"][name])}
+    for task, cell in after["by_task"][name].items():
+        if task in before["by_task"][name]:
+            rows[task] = (before["by_task"][name][task], cell)
+    return {task: _change(*pair) for task, pair in rows.items()}
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A change counts where the two intervals do not touch; one prompt has none, and says nothing."""
+    known = all(side["low"] is not None for side in (before, after))
+    clear = known and (after["low"] > before["high"] or after["high"] < before["low"])
+    better = after["speedup"] > before["speedup"]
+    unclear = "within noise" if known else "one prompt: no interval"
+    return {
+        "before": before["speedup"],
+        "after": after["speedup"],
+        "change": round(after["speedup"] / before["speedup"], 4),
+        "verdict": ("better" if better else "worse") if clear else unclear,
+    }
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """Print the comparison as tables."""
+    shown = []
+    colours = {"better": "green", "worse": "red"}
+    for name, rows in found["by_task"].items():
+        table = Table(title=f"{name}: x plain", box=box.SIMPLE, title_justify="left")
+        for column in ("", "before", "after", "after/before", ""):
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for task, row in rows.items():
+            cells = [number(row[key]) for key in ("before", "after", "change")]
+            table.add_row(task, *cells, row["verdict"], style=colours.get(row["verdict"], "dim"))
+        shown.append(table)
+    if found["conditions"]:
+        table = Table(title="Conditions that differ", box=box.SIMPLE, title_justify="left")
+        for column in ("", "before", "after"):
+            table.add_column(column)
+        for key, pair in found["conditions"].items():
+            table.add_row(key, *map(str, pair))
+        shown.append(table)
+    return shown

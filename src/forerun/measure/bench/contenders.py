@@ -1,0 +1,238 @@
+"""The contenders of a benchmark: our loop, plain and with every drafter, and the peers asked for, on one checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from forerun import registry
+from forerun.build import build_drafter, load_target, token_map
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPrompts
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Drafter, Parts
+from forerun.errors import InvalidInput
+from forerun.llm import LLM
+from forerun.load_engine import draft_models, drafting
+from forerun.measure.bench.alternate import Contender, Drafts, Written
+from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
+from forerun.measure.machine import cores
+from forerun.measure.peers.process import Peers
+from forerun.models.base import Target
+from forerun.models.load import checkpoint as loading
+from forerun.models.native.target import NativeDecoder
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Budget, Request, Round, Seq
+
+if TYPE_CHECKING:
+    from forerun.params import Dtype
+
+
+LAYERS = "layer_skip"  # what follows `=` is its plan
+
+
+def load(settings: Settings) -> tuple[LLM, CostModel]:
+    """The model as a user would load it, and t(n) measured anew, whatever was kept."""
+    threads = settings.threads or cores()
+    torch.set_num_threads(threads)
+    dtype: Dtype = settings.dtype  # type: ignore[assignment]  # checked where it is used
+    config = EngineConfig(
+        dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches)
+    )
+    speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
+    llm = LLM.load(settings.model, speculative_config=speculative, config=config)
+    models: dict[str, Target] = {}
+    for setup in settings.setups:
+        if setup.head is not None:
+            llm.engine.drafters.add(setup.name, build_head(llm, setup, models))
+    return llm, fresh_costs(llm)
+
+
+def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target], *, drawn: bool = True) -> Drafter:
+    """A drafter with a head, a plan of layers or second models of its own, beside the engine's default drafter.
+
+    `models` are those that were loaded before; new ones are added. `drawn`: a head's tokens are drawn from
+    its law where the verifier can test that, and not chosen.
+    """
+    assert setup.drafter is not None
+    assert setup.head is not None
+    spec, engine = registry.drafters.spec(setup.drafter), llm.engine
+    drafts: list[Target] = []
+    way: Literal["greedy", "probabilistic"] = "probabilistic" if drawn else "greedy"
+    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head, draft_sample_method=way)
+    if spec.needs == "checkpoint":
+        names = draft_models(replace(speculative, draft_model=setup.head.replace(";", ",")))
+        models |= {name: _second_model(llm, name) for name in names if name not in models}
+        drafts = [models[name] for name in names]
+    elif LAYERS in spec.name:
+        speculative = SpeculativeConfig(setup.drafter, draft_layers=setup.head)
+    elif spec.needs != "head":
+        raise InvalidInput(
+            f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder"
+        )
+    first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
+    return build_drafter(
+        spec, Parts(engine.target, first, speculative, engine.max_batch, engine.max_length, more)
+    )
+
+
+def _second_model(llm: LLM, name: str) -> Target:
+    """A model to draft with, in the vocabulary of the one that is loaded."""
+    small, large = (loading.open_checkpoint(model) for model in (name, llm.name))
+    return drafting(
+        load_target(small, EngineConfig(device=llm.engine.target.device.type)),
+        token_map(large, small),
+        llm.engine.target,
+    )
+
+
+def fresh_costs(llm: LLM) -> CostModel:
+    """Measure t(n) now and give it to the controller."""
+    cost = CostModel.measure(llm.engine.target)
+    if isinstance(llm.engine.controller, AdaptiveController):
+        llm.engine.controller.cost = cost
+    return cost
+
+
+def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
+    """Our loop in one cell: plain, then every drafter."""
+    setups = [DrafterSetup(PLAIN, "none"), *settings.setups]
+    return [own_contender(llm, settings, cell, setup) for setup in setups]
+
+
+def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
+    """One drafter in one cell; drafters keep what they learnt between prompts, as in a server."""
+    recorder = recorder_of(llm)
+    budget = setup.fixed()
+    drafter = setup.drafter if setup.head is None else setup.name
+
+    def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+        recorder.take()
+        params = [_params(settings, cell, ids, max_tokens) for ids in prompts]
+        requests = [  # without a salt: a prompt that another contender has read is not found in the prefix cache
+            Request(tuple(ids), one, drafter, cell.verifier, budget, cache_salt=None)
+            for ids, one in zip(prompts, params, strict=True)
+        ]
+        with places(llm, cell.batch):
+            started = perf_counter()
+            seqs = llm.driver.write(requests)
+            seconds = perf_counter() - started
+        passes, drafts = recorder.take()
+        texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
+        decoding = sum(spent for one in passes for part, spent in one.items() if part != "prompt")
+        return Written(texts, seconds, len(passes), decoding, passes, drafts)
+
+    return Contender(setup.name, write, exact=is_comparable(llm, cell))
+
+
+@contextmanager
+def places(llm: LLM, batch: int) -> Iterator[None]:
+    """In a batch, no more texts are written at once than it has places; a text alone has the whole engine."""
+    engine, most = llm.engine, llm.engine.max_batch
+    engine.max_batch = most if batch == 1 else min(batch, most)
+    try:
+        yield
+    finally:
+        engine.max_batch = most
+
+
+def recorder_of(llm: LLM) -> Recorder:
+    """The recorder around this engine's controller, put there when first asked for."""
+    if not isinstance(llm.engine.controller, Recorder):
+        llm.engine.controller = Recorder(llm.engine.controller)
+    return llm.engine.controller
+
+
+def is_comparable(llm: LLM, cell: Cell) -> bool:
+    """Must every drafter write the plain loop's text, token for token?
+
+    At temperature 0 every exact verifier guarantees that; above it only one that makes the text a function of the
+    seed. The others guarantee the same law, which a single text cannot show.
+    """
+    name = "coupled" if cell.verifier == "auto" else cell.verifier
+    verifier = llm.engine.verifiers.get(name)
+    return verifier.exact and (cell.temperature == 0.0 or verifier.shares_noise)
+
+
+def _params(settings: Settings, cell: Cell, ids: Sequence[int], max_tokens: int) -> SamplingParams:
+    """Greedy without a seed; else one seed per prompt, the same for every contender."""
+    seed = None if cell.temperature == 0.0 else settings.seed + zlib.crc32(repr(tuple(ids)).encode())
+    return SamplingParams(max_tokens, temperature=cell.temperature, seed=seed, ignore_eos=settings.ignore_eos)
+
+
+def load_peers(llm: LLM, settings: Settings) -> Peers:
+    """The peers asked for, around the same weights, each engine in its process; they run in greedy cells of batch 1."""
+    found = Peers()
+    ends = [] if settings.ignore_eos else sorted(llm.tokenizer.eos_ids)
+    threads, target = torch.get_num_threads(), llm.engine.target
+    if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
+        # quantised weights and other roundings write other texts: then our own plain loop is the reference
+        mode = target.mode if isinstance(target, NativeDecoder) else "float32"
+        alike = target.device.type == "cpu" and mode == "float32"
+        found.host(
+            TRANSFORMERS, names, "forerun.measure.peers.transformers", model=settings.model,
+            draft=settings.draft_model, ends=ends, device=str(target.device), alike=alike, threads=threads,
+        )  # fmt: skip
+    if names := [name for name in settings.peers if name.startswith(LLAMA_CPP)]:
+        file = loading.open_checkpoint(settings.model).path
+        found.host(
+            LLAMA_CPP, names, "forerun.measure.peers.llama_cpp", file=str(file), ends=ends,
+            context=llm.engine.max_length, threads=threads,
+        )  # fmt: skip
+    if settings.url:
+        from forerun.measure.peers.endpoint import endpoint_contender
+
+        found.contenders.append(endpoint_contender(settings.url, settings.ignore_eos))
+    return found
+
+
+class Recorder:
+    """A controller that records every round and leaves the decisions to the controller it wraps.
+
+    All of them: a question of the engine's that stopped here would make the benchmark measure another product.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self._reconsiders = controller if isinstance(controller, Reconsiders) else None
+        self._sees_prompts = controller if isinstance(controller, SeesPrompts) else None
+        self.passes: list[Mapping[str, float]] = []
+        self._drafts: dict[int, list[tuple[int, int, int]]] = {}
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return self.controller.plan(seqs)
+
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is None or self._reconsiders.goes_on(seqs)
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is not None and self._reconsiders.stays_plain(seqs)
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return None if self._reconsiders is None else self._reconsiders.switches(seqs)
+
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        if self._sees_prompts is not None:
+            self._sees_prompts.note_waiting(prompts)
+
+    def observe(self, outcome: Round) -> None:
+        self.controller.observe(outcome)
+        self.passes.append(dict(outcome.seconds))
+        rows = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
+        for seq, drafted, depth, accepted in rows:
+            self._drafts.setdefault(seq.id, []).append((drafted, depth, accepted))
+
+    def forget(self, seq: Seq) -> None:
+        self.controller.forget(seq)
+
+    def take(self) -> tuple[list[Mapping[str, float]], list[Drafts]]:
+        """What happened since the last call: the seconds of each round, and each sequence's rounds in order."""
+        passes, drafts = self.passes, [tuple(rounds) for _, rounds in sorted(self._drafts.items())]
+        self.passes, self._drafts = [], {}
+        return passes, drafts

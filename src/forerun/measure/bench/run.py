@@ -1,0 +1,221 @@
+"""Run a benchmark: load, measure every cell in turn, sum up. `forerun bench` and its presets call `run`.
+
+The baseline is our own plain loop, in the same process and on the same prompts, a moment before or after. The
+document that comes back is described in docs/benchmarking.md and checked by `forerun.measure.bench.schema`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forerun.control.cost import CostModel
+from forerun.engine.stats import traced
+from forerun.llm import LLM
+from forerun.measure.bench.alternate import (
+    TEXTS_PER_PLACE,
+    Contender,
+    Group,
+    Prompt,
+    Run,
+    alternate,
+    differences,
+    group,
+    warm_up,
+    without_lost,
+)
+from forerun.measure.bench.contenders import load, load_peers, own_contenders
+from forerun.measure.bench.figures import Figures, samples, summarise
+from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.schema import SCHEMA
+from forerun.measure.bench.settings import Cell, Settings
+from forerun.measure.bench.suites import Item, load_suite
+from forerun.measure.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
+from forerun.measure.peers.process import Peers
+from forerun.models.base import Target
+from forerun.models.native import library
+from forerun.models.native.target import NativeDecoder
+from forerun.params import SamplingParams
+
+WARM_UP_TOKENS = 8
+_CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
+
+
+def run(
+    settings: Settings,
+    out: Path | None = None,
+    name: str = "forerun",
+    fixed: str = "",
+    trace: Path | None = None,
+) -> dict[str, Any]:
+    """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
+    items = load_suite(settings.suite, settings.tasks, settings.limit)
+    run_log = RunLog(out, settings)
+    before = load_average()  # before our own loading adds to it
+    with Console(stderr=True).status(f"loading {Path(settings.model).name}"):
+        llm, cost = load(settings)
+        peers = load_peers(llm, settings)
+    try:
+        with traced(llm.engine.stats, trace):
+            result = measure(llm, cost, peers, items, settings, run_log, fixed)
+    finally:
+        peers.close()
+        gc.unfreeze()
+    conditions = {
+        **result["conditions"],
+        "load_before": before,
+        "busy": is_busy(before, result["conditions"]["cores"]),
+        "suite_prompts": len(load_suite(settings.suite, settings.tasks)),
+    }
+    return {"benchmark": name, **result, "conditions": conditions}
+
+
+def measure(
+    llm: LLM,
+    cost: CostModel,
+    peers: Peers,
+    items: Sequence[Item],
+    settings: Settings,
+    run_log: RunLog,
+    fixed: str = "",
+) -> dict[str, Any]:
+    """Alternate over the prompts, cell by cell, and sum up."""
+    facts = machine_facts()
+    curve = {str(size): round(spent, 6) for size, spent in cost.seconds.items()}  # before rounds correct it
+    prompts = tokenise(llm, items, settings)
+    cells = [_Plan(cell, group(prompts, cell.batch)) for cell in settings.cells()]
+    started = perf_counter()
+    documents, first, lost = [], None, peers.left_out
+    for plan in cells:
+        asked = peers.contenders if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
+        contenders = [*asked, *own_contenders(llm, settings, plan.cell)]
+        contenders, runs = without_lost(
+            contenders, _with_progress(plan, contenders, settings, run_log, lost), lost
+        )
+        figures = Figures(runs)
+        summary = summarise(figures, contenders, differences(runs, contenders), fixed)
+        first = first or (figures, summary, contenders)
+        documents.append(_cell_document(plan.cell, summary))
+    assert first is not None  # settings have at least one cell
+    figures, summary, contenders = first
+    return {
+        "schema": SCHEMA,
+        "t": curve,
+        **summary,
+        "equal": all(cell["equal"] is not False for cell in documents),
+        "cells": documents,
+        "samples": samples(figures, settings.setups[0].name, llm.tokenizer) if settings.setups else [],
+        "conditions": {
+            **facts,
+            **settings.as_document(),
+            **_engine_facts(llm, cost, facts["copy_gb_per_s"]),
+            "isa": {"forerun": own_isa(llm.engine.target), **peers.isa},
+            "left_out": dict(lost),
+            "threads": torch.get_num_threads(),
+            "tasks": figures.tasks,
+            "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
+            "batch": settings.batches[0],
+            "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
+            "texts_per_place": TEXTS_PER_PLACE,  # of a batch in one call, at least; prompts are repeated if too few
+            "collector": "what is loaded is left out of garbage collections, as in generate, chat and serve",
+            "reference": next((each.name for each in contenders if each.exact), contenders[0].name),
+            "prompts": len(prompts),
+            "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
+            "load_after": load_average(),
+            "seconds": round(perf_counter() - started, 1),
+        },
+    }
+
+
+class _Plan:
+    """A cell and the groups it is measured on."""
+
+    def __init__(self, cell: Cell, groups: list[Group]) -> None:
+        self.cell, self.groups = cell, groups
+
+
+def _cell_document(cell: Cell, summary: dict[str, Any]) -> dict[str, Any]:
+    where = {"verifier": cell.verifier, "temperature": cell.temperature, "batch": cell.batch}
+    rates = {name: figures["tokens_per_second"] for name, figures in summary["contenders"].items()}
+    return {**where, **{key: summary[key] for key in _CELL_KEYS}, "tokens_per_second": rates}
+
+
+def _engine_facts(llm: LLM, cost: CostModel, copy_rate: float) -> dict[str, Any]:
+    """Device, memory, and how much of the machine's bandwidth a plain pass uses by reading the weights once."""
+    target = llm.engine.target
+    read = weight_bytes(target)
+    share = (
+        None if read is None or target.device.type != "cpu" else read / cost.pass_seconds(1) / copy_rate / 1e9
+    )
+    return {
+        "device": str(target.device),
+        "default_drafter": llm.engine.default_drafter,
+        # how the native kernels hold the weights; None = torch's
+        "mode": target.mode if isinstance(target, NativeDecoder) else None,
+        "memory": peak_memory(),
+        "weight_bytes": read,
+        "bandwidth_share": None if share is None else round(share, 3),
+        "context": llm.engine.max_length,
+    }
+
+
+def tokenise(llm: LLM, items: Sequence[Item], settings: Settings) -> list[Prompt]:
+    """Prompts as tokens; later turns, if asked for, follow on the answer of our plain loop, untimed."""
+    prompts = []
+    for item in items:
+        messages = [dict(message) for message in item.messages]
+        later = item.later_turns if settings.all_turns else ()
+        prompts.append(Prompt(item.id, item.task, prompt_ids(llm, messages)))
+        for number, turn in enumerate(later, start=2):
+            params = SamplingParams(max_tokens=settings.max_tokens)
+            answer = llm.generate(list(prompts[-1].ids), params, drafter="none").text
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+            prompts.append(Prompt(f"{item.id}/{number}", item.task, prompt_ids(llm, messages)))
+    return prompts
+
+
+def prompt_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    """Messages through the model's template, or one after the other where it has none."""
+    if llm.tokenizer.has_chat_template:
+        return llm.encode(list(messages))
+    return llm.encode("\n\n".join(message["content"] for message in messages))
+
+
+def own_isa(target: Target) -> str:
+    """The instructions that our passes are computed with: the native kernels' or torch's, or the kind of GPU."""
+    if target.device.type != "cpu":
+        major, minor = torch.cuda.get_device_capability(target.device)
+        return f"sm_{major}{minor}"
+    native = isinstance(target, NativeDecoder)
+    return library.isa() if native else f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _with_progress(
+    plan: _Plan,
+    contenders: Sequence[Contender],
+    settings: Settings,
+    run_log: RunLog,
+    lost: dict[str, str],
+) -> list[Run]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    known = run_log.known(plan.cell)
+    total = len(contenders) * len(plan.groups) * settings.repeats
+    runs = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(plan.cell.name, total=total)
+        if len(known) < total:
+            warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens), lost)
+            gc.collect()  # contenders have loaded models, heads and graphs by now; a full collection of these takes a
+            gc.freeze()  # tenth of a second, as long as a whole text, and would fall into one call and not into another
+        for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known, lost):
+            run_log.add(plan.cell, done)
+            runs.append(done)
+            progress.update(bar, advance=1, description=f"{done.task}: {done.contender}")
+    return runs

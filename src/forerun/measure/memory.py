@@ -1,0 +1,105 @@
+"""Resident memory of a model, measured in a process of its own (python -m forerun.measure.memory MODEL DTYPE).
+
+The process notes what it holds when torch is imported, when our own modules are, when the model is loaded as a
+user loads it, and when a text has been written. Only such differences say what the model costs: in the process of
+a benchmark the weights of all contenders are resident too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from forerun.errors import ForerunError, InvalidInput
+
+PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what it says."
+TOKENS = 64  # written before the last reading
+
+
+def resident(model: str, dtype: str, threads: int | None = None) -> dict[str, float]:
+    """Megabytes of a fresh process that loads a model and writes a text; see `read_stages`."""
+    command = [
+        sys.executable,
+        "-m",
+        "forerun.measure.memory",
+        model,
+        dtype,
+        *([str(threads)] if threads else []),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("forerun: ")
+        raise InvalidInput(f"memory of {model!r} as {dtype} could not be measured: {said}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def read_stages(model: str, dtype: str, threads: int | None = None) -> dict[str, float]:
+    """Load and write, and return what was resident at each stage, in megabytes.
+
+    `above_torch_mb` is what counts: everything beyond the interpreter and torch. `model_mb` is the part of it that
+    is not code: weights, caches and what loading them left behind.
+    """
+    import torch
+
+    torch.ones(8) @ torch.ones(8)  # torch sets up its threads and its arithmetic when first used
+    torch_alone = held()
+    import transformers.utils  # noqa: F401  # what the tokenizer and the templates bring in
+
+    from forerun.llm import LLM
+    from forerun.params import EngineConfig, SamplingParams
+
+    imported = held()
+    llm = LLM.load(model, config=EngineConfig(dtype=dtype, device="cpu", threads=threads))  # type: ignore[arg-type]
+    loaded = held()
+    llm.generate(PROMPT, SamplingParams(max_tokens=TOKENS))
+    written = held()
+    stages = {
+        "torch_mb": torch_alone,
+        "above_torch_mb": written - torch_alone,
+        "model_mb": written - imported,
+        "loaded_mb": loaded - imported,
+        "peak_mb": peak(),
+    }
+    return {name: round(size, 1) for name, size in stages.items()}
+
+
+def held() -> float:
+    """Resident megabytes of this process; its peak where the system reports only that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return peak()
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak() -> float:
+    """The most megabytes that this process has held."""
+    try:  # getrusage counts the parent's pages too, from before the new program began
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+    except (OSError, StopIteration):
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most * (1 if platform.system() == "Darwin" else 1024) / 1e6
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the stages as one line of JSON; 2 for a user's error."""
+    model, dtype, *threads = sys.argv[1:] if words is None else words
+    try:
+        print(json.dumps(read_stages(model, dtype, int(threads[0]) if threads else None)))
+    except ForerunError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Run each peer in a process of its own, so that one that crashes is left out and the benchmark continues.
+
+A library that was built for another processor ends its process with an illegal instruction, which nothing can catch.
+So every engine that we compare with runs beside us (peers/worker.py), one process for each. It takes its own time, so
+the pipe's cost is in no figure; while it does not write, it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from forerun.errors import InvalidInput
+from forerun.measure.bench.alternate import Contender, ContenderLost, Written
+
+WAIT = 10.0  # seconds for a process to end after it was asked to
+_SIGNALS = {
+    "SIGILL": "an illegal instruction: it was built for another processor",
+    "SIGSEGV": "a segmentation fault",
+    "SIGKILL": "killed, perhaps out of memory",
+}
+
+
+class PeerProcess:
+    """Another engine, in a process of its own."""
+
+    def __init__(self) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what it writes to stderr, closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "forerun.measure.peers.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, encoding="utf-8",
+        )  # fmt: skip
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """What a function ("module:name") returns there, as plain JSON values."""
+        return self._ask({"call": function, "arguments": arguments})
+
+    def load(self, function: str, **arguments: Any) -> list[Contender]:
+        """The contenders that a function returns there; they write there, and are asked from here."""
+        found = self._ask({"load": function, "arguments": arguments})
+        return [Contender(name, self._writer(name), exact, like) for name, exact, like in found]
+
+    def close(self) -> None:
+        """Let it end."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        try:
+            self._process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._said.close()
+
+    def _writer(self, name: str) -> Any:
+        def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+            ids = [list(prompt) for prompt in prompts]
+            return Written(*self._ask({"write": name, "prompts": ids, "max_tokens": max_tokens}))
+
+        return write
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:  # it ended before
+            line = ""
+        if not line:
+            raise ContenderLost(self._how_it_ended())
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise InvalidInput(answer["refused"])
+        if "failed" in answer:
+            raise ContenderLost(answer["failed"])
+        return answer["result"]
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait(WAIT)
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"its process died of {name} ({_SIGNALS.get(name, 'a signal')})"
+        self._said.seek(0)
+        lines = self._said.read().decode("utf-8", "replace").strip().splitlines()
+        return f"its process ended with code {code}: {lines[-1] if lines else 'it said nothing'}"
+
+
+@dataclass(slots=True)
+class Peers:
+    """The peers of a benchmark: who writes, with which instructions, and who was left out and why."""
+
+    contenders: list[Contender] = field(default_factory=list)
+    isa: dict[str, str | None] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    processes: list[PeerProcess] = field(default_factory=list)
+
+    def host(self, engine: str, names: Sequence[str], module: str, **arguments: Any) -> None:
+        """Start an engine's process and load its contenders; one that crashes while loading is left out.
+
+        Its module has a function `load`, called with the names and arguments, and one `isa` without any.
+        """
+        process = PeerProcess()
+        self.processes.append(process)
+        try:
+            self.contenders += process.load(f"{module}:load", names=list(names), **arguments)
+            self.isa[engine] = process.call(f"{module}:isa")
+        except ContenderLost as lost:
+            self.left_out |= dict.fromkeys(names, str(lost))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()

@@ -1,0 +1,165 @@
+"""Quality of each number format against float32: perplexity, agreement and KL divergence on one text.
+
+The text is given to both, window by window. Perplexity says how well a format predicts the text; agreement says how
+often its likeliest token is float32's; the mean divergence KL(float32 || format), in nats, says how far the whole law
+has moved. A format that only rounds differently moves it hardly at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.build import load_target
+from forerun.control.cost import CostModel
+from forerun.errors import ForerunError, InvalidInput
+from forerun.measure.machine import weight_bytes
+from forerun.models.load import checkpoint as loading
+from forerun.params import EngineConfig
+from forerun.types import Needs, PlainSeq, TreeBatch
+
+if TYPE_CHECKING:
+    from forerun.models.base import Target
+    from forerun.models.load.checkpoint import Checkpoint
+    from forerun.params import Dtype
+
+
+MODES: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")
+REFERENCE: Dtype = "float32"
+WINDOW = 256  # tokens scored together; each of them sees those of its own window
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What has been added up over the tokens so far."""
+
+    tokens: int = 0
+    surprise: float = 0.0  # nats
+    agreeing: int = 0
+    divergence: float = 0.0  # nats
+
+    def add(self, ours: Tensor, reference: Tensor, wanted: Tensor) -> None:
+        """One window: log-probabilities of both [N, V], and the tokens that came [N]."""
+        self.tokens += len(wanted)
+        self.surprise -= float(ours.gather(1, wanted[:, None]).sum())
+        self.agreeing += int((ours.argmax(1) == reference.argmax(1)).sum())
+        self.divergence += float((reference.exp() * (reference - ours)).sum())
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "perplexity": round(math.exp(self.surprise / self.tokens), 4),
+            "agreement": round(self.agreeing / self.tokens, 5),
+            "kl": round(max(0.0, self.divergence / self.tokens), 7),
+        }
+
+
+def read_text(path: Path | None = None) -> str:
+    """A user's text, or ours."""
+    if path is None:
+        return files("forerun.measure").joinpath("quality.txt").read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"cannot read {str(path)!r}: {error}; give a UTF-8 text file") from None
+
+
+def measure_quality(
+    model: str,
+    names: Sequence[Dtype] = MODES,
+    text: str | None = None,
+    window: int = WINDOW,
+    report: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
+    """Perplexity, agreement and divergence of each format; a format that cannot be loaded says why not."""
+    checkpoint = loading.open_checkpoint(model)
+    ids = list(checkpoint.tokenizer().encode(read_text() if text is None else text))
+    windows = list(cut(ids, window))
+    if not windows:
+        raise InvalidInput(f"the text has {len(ids)} tokens, and quality needs 2 or more; give a longer one")
+    reference = load_mode(checkpoint, REFERENCE)
+    if reference.target is None:
+        raise InvalidInput(reference.why_not)
+    found: dict[str, Any] = {}
+    for name in names:
+        report(name)
+        mode = reference if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
+        if mode.target is None:
+            found[name] = {"why_not": mode.why_not}
+            continue
+        sums = _Sums()
+        for piece in windows:
+            theirs = laws_of(reference.target, piece)
+            ours = theirs if mode is reference else laws_of(mode.target, piece)
+            sums.add(ours, theirs, torch.tensor(piece[1:]))
+        found[name] = sums.figures()
+    return {"modes": found, "tokens": sum(len(piece) - 1 for piece in windows), "window": window}
+
+
+def cut(ids: Sequence[int], window: int) -> Iterator[list[int]]:
+    """Pieces of `window` tokens, and what is left where it has something to predict."""
+    if window < 2:
+        raise InvalidInput(f"window={window} predicts nothing; use 2 or more tokens")
+    for first in range(0, len(ids), window):
+        piece = list(ids[first : first + window])
+        if len(piece) > 1:
+            yield piece
+
+
+@torch.inference_mode()
+def laws_of(target: Target, piece: Sequence[int]) -> Tensor:
+    """[N-1, V] log-probabilities of what follows each token of a piece but its last."""
+    if len(piece) > target.max_length:
+        raise InvalidInput(
+            f"window={len(piece)} is beyond the model's {target.max_length} tokens; use a smaller one"
+        )
+    probe = PlainSeq(-1, [piece[0]], max_length=len(piece))  # its chain is the rest of the window
+    target.prefill([probe], Needs())
+    try:
+        chain = TreeBatch.chains([list(piece[:-1])], target.device)
+        return target.score([probe], chain, Needs()).required_logits.log_softmax(-1)
+    finally:
+        target.release(probe)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A checkpoint in one number format; `target` is None where it cannot be loaded, and `why_not` says why."""
+
+    name: Dtype
+    target: Target | None
+    why_not: str = ""
+
+
+def load_mode(checkpoint: Checkpoint, name: Dtype) -> Mode:
+    """The checkpoint's weights on the CPU in one format."""
+    try:
+        return Mode(name, load_target(checkpoint, EngineConfig(dtype=name, device="cpu")))
+    except ForerunError as error:
+        return Mode(name, None, str(error))
+
+
+def load_modes(model: str, names: Sequence[Dtype] = MODES) -> Iterator[Mode]:
+    """One after the other, so that only one of them need be in memory."""
+    for name in names:
+        yield load_mode(loading.open_checkpoint(model), name)
+
+
+def measure_modes(model: str, gb_per_second: float, names: Sequence[Dtype] = MODES) -> dict[str, Any]:
+    """t(n) of every format, the bytes a plain pass reads, and the share of the memory bandwidth that this is."""
+    found: dict[str, Any] = {}
+    for mode in load_modes(model, names):
+        if mode.target is None:
+            found[mode.name] = {"t": None, "why_not": mode.why_not}
+            continue
+        cost, read = CostModel.measure(mode.target), weight_bytes(mode.target)
+        share = None if read is None else round(read / cost.pass_seconds(1) / 1e9 / gb_per_second, 3)
+        curve = {str(size): round(seconds, 6) for size, seconds in cost.seconds.items()}
+        found[mode.name] = {"t": curve, "weight_bytes": read, "bandwidth_share": share}
+    return found

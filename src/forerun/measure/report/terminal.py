@@ -1,0 +1,190 @@
+"""Benchmark results as terminal tables; the JSON line comes after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
+from forerun.measure.bench.stats import Spread
+from forerun.measure.report import summary
+from forerun.measure.report.fit import print_line, print_table
+
+WIDTH = 132  # columns of a table that is not on a terminal
+DEPTHS = 6  # of the acceptance table; the document and the page have all
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print a run's result: the sentences that the page prints, then the tables."""
+    console = _console()
+    if (said := summary.headline(result)) is not None:
+        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=not console.is_terminal)
+    if (warning := summary.busy_warning(result["conditions"])) is not None:
+        console.print(f"Warning: {warning}", style="red", soft_wrap=not console.is_terminal)
+    tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
+    if any(result["contenders"][name]["accepted_counts"] for name in summary.drafters_of(result)):
+        tables.insert(3, _acceptance_table(result))
+    if len(result["cells"]) > 1:
+        tables.append(_cell_table(result))
+    for table in tables:
+        print_table(console, table)
+    for line in _closing_lines(result):
+        print_line(console, line)
+
+
+def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Texts: {summary.equality(result)}"
+    for name, found in result["equal_to_own_plain"].items():
+        yield f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}."
+    if any(cell["equal"] is None for cell in result["cells"]):
+        yield "Some cells guarantee the law, not the text, and were not compared."
+    yield summary.INTERVALS
+    yield from summary.notes(result)  # warnings again, below the tables
+
+
+def _is_clear(result: Mapping[str, Any]) -> bool:
+    return summary.spread_of(next(iter(result["speedup"].values()))).is_clear
+
+
+def show_modes(result: Mapping[str, Any]) -> None:
+    """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
+    console = _console()
+    if LLAMA_CPP in result["by_task_vs_peers"]:
+        print_table(console, _peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
+    if "modes" in result:
+        print_table(console, _mode_table(result["modes"]))
+        for name, found in result["modes"].items():
+            if found["t"] is None:
+                console.print(f"{name} left out: {found['why_not']}")
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in result["bandwidth"]["gb_per_s"].items())
+        console.print(f"Memory bandwidth in GB/s: {rates}.")
+        held = result["memory"]
+        console.print(
+            f"A fresh process holds {held['above_torch_mb']:.0f} MB above the interpreter and torch once it has "
+            f"written a text, {held['model_mb']:.0f} of them beyond imported code ({held['dtype']})."
+        )
+    wanted = (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"best_vs_{LLAMA_CPP}")
+    for name in (*wanted, f"worst_drafter_vs_{PLAIN}", f"worst_task_vs_{PLAIN}"):
+        console.print(f"{name}: {_named_ratio(result, name)}")
+
+
+def _named_ratio(result: Mapping[str, Any], name: str) -> str:
+    """A ratio of the document by its name, with its interval where that is known."""
+    value = result["ratios"].get(name)
+    low, high = result["intervals"].get(name) or (None, None)
+    return "-" if value is None else str(Spread(value, low, high))
+
+
+def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
+    """Our loop, plain and with every drafter, against a peer's plain one."""
+    table = _table(f"By task: x {base} (95% interval)", "", *columns)
+    for task in next(iter(columns.values())):
+        table.add_row(task, *(_ratio(column[task]) for column in columns.values()))
+    return table
+
+
+def _mode_table(modes: Mapping[str, Any]) -> Table:
+    curves = {name: found["t"] for name, found in modes.items() if found["t"]}
+    sizes = list(next(iter(curves.values()), {}))
+    table = _table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
+    for name, curve in curves.items():
+        share = modes[name].get("bandwidth_share")
+        table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
+    return table
+
+
+def _console() -> Console:
+    wide = Console()
+    return wide if wide.is_terminal else Console(width=WIDTH)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    return table
+
+
+def _speed_table(result: Mapping[str, Any]) -> Table:
+    """Ratios come first: they compare within a run, speeds do not compare between runs."""
+    bases = [name for name in (PLAIN, TRANSFORMERS, LLAMA_CPP) if name in result["contenders"]]
+    columns = (*(f"x {base}" for base in bases), "tokens/s", "decoding only", "tokens/round")
+    table = _table("All tasks; x plain: times the speed of our plain loop (95% interval)", "", *columns)
+    for name, figures in result["contenders"].items():
+        keys = ("tokens_per_second", "decode_tokens_per_second", "tokens_per_round")
+        ratios = [_ratio_cell(result, name, base) for base in bases]
+        table.add_row(name, *ratios, *(number(figures[key]) for key in keys))
+    return table
+
+
+def _ratio_cell(result: Mapping[str, Any], name: str, base: str) -> Text | str:
+    found = summary.ratio_over(result, name, base)
+    if found is None or name == base:
+        return "" if found is None else "1.00"
+    return _shown(found)
+
+
+def _ratio(cell: Mapping[str, Any]) -> Text:
+    return _shown(summary.spread_of(cell))
+
+
+def _shown(found: Spread) -> Text:
+    """A ratio and its interval; what is not clearly a gain or a loss is dim."""
+    return Text(str(found), style="" if found.is_clear else "dim")
+
+
+def _task_table(result: Mapping[str, Any]) -> Table:
+    table = _table(f"By task: x {PLAIN} (95% interval), tokens/round", "", *result["by_task"])
+    for task in result["conditions"]["tasks"]:
+        table.add_row(task, *(_task_cell(column[task]) for column in result["by_task"].values()))
+    return table
+
+
+def _task_cell(cell: Mapping[str, Any]) -> Text:
+    return _ratio(cell).append(f"  {number(cell['tokens_per_round'])}")
+
+
+def _split_table(result: Mapping[str, Any]) -> Table:
+    parts = ("prompt", "draft", "pass", "verdict", "host")
+    table = _table("Where the time goes, in percent", "", *parts)
+    for name, figures in result["contenders"].items():
+        if spent := figures["seconds"]:
+            whole = sum(spent.values()) or 1.0
+            table.add_row(name, *(f"{100 * spent[part] / whole:.1f}" for part in parts))
+    return table
+
+
+def _acceptance_table(result: Mapping[str, Any]) -> Table:
+    """Shares with their counts: 1.00 of two trees says nothing."""
+    cells = {name: summary.accepted_cells(result, name)[:DEPTHS] for name in summary.drafters_of(result)}
+    depths = range(1, 1 + max(map(len, cells.values()), default=0))
+    table = _table("Acceptance by depth: share (accepted of drafted)", "", *map(str, depths))
+    for name, row in cells.items():
+        table.add_row(name, *(row or ["-"]))
+    return table
+
+
+def _cell_table(result: Mapping[str, Any]) -> Table:
+    table = _table(f"By conditions: x {PLAIN} (95% interval)", "", *result["by_task"], "texts equal")
+    for cell in result["cells"]:
+        name = f"{cell['verifier']}, temperature {cell['temperature']:g}, batch {cell['batch']}"
+        equal = {True: "yes", False: "no", None: "in law"}[cell["equal"]]
+        table.add_row(name, *map(_ratio, cell["speedup"].values()), equal)
+    return table
+
+
+def _cost_table(curve: Mapping[str, float]) -> Table:
+    table = _table("t(n): one pass over n nodes", "n", *curve)
+    table.add_row("ms", *(f"{1000 * seconds:.1f}" for seconds in curve.values()))
+    table.add_row("t(n)/t(1)", *(f"{seconds / curve['1']:.2f}" for seconds in curve.values()))
+    return table
+
+
+def number(value: float | None) -> str:
+    """Two decimals, or a dash for what is not known."""
+    return "-" if value is None else f"{value:.2f}"
