@@ -25,6 +25,7 @@ from forerun.control.cost import CostModel
 from forerun.measure.bench.settings import Settings
 from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
+from tests.advise.known import changed, complete
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
@@ -39,10 +40,11 @@ VLLM_KEYS = {
 def evidence_for(drafter: str) -> Evidence:
     """Evidence by which this drafter pays: replayed where it can be, else rounds of four tokens."""
     if drafter in REPLAYED:
-        return Evidence([COPYING] * 2, Costs(FLAT, 0.0), 1000.0, {}, (drafter,), 8, SpeculativeConfig())
+        found = Evidence([COPYING] * 2, Costs(FLAT, 0.0), 1000.0, {}, (drafter,), 8, SpeculativeConfig())
+        return complete(found)
     rounds = (((4, 4, 3),) * 10,) * 2
     draftings = {drafter: Drafting(rounds, level=0.02)}
-    return Evidence([FRESH] * 2, Costs(FLAT, 0.0), 1000.0, draftings, (), 8, SpeculativeConfig())
+    return complete(Evidence([FRESH] * 2, Costs(FLAT, 0.0), 1000.0, draftings, (), 8, SpeculativeConfig()))
 
 
 def parsed(command: str) -> dict[str, Any]:
@@ -141,7 +143,8 @@ def test_batch_sizes_have_ranges_without_holes() -> None:
 
 
 def test_nothing_to_draft_leaves_the_option_out() -> None:
-    steep = replace(evidence_for("ngram"), texts=[FRESH], costs=Costs(CostModel({1: 1.0, 2: 9.0}), 0.0))
+    costs = Costs(CostModel({1: 1.0, 2: 9.0}), 0.0)
+    steep = changed(evidence_for("ngram"), texts=[FRESH] * 2, costs=costs)
     found = document(steep, Setup("m", "ngram"), TableLM(8))
     assert (found["vllm"], found["recommended"]["drafter"]) == (None, "none")
     assert "In vLLM: Leave --speculative-config out." in in_words(found)
@@ -167,12 +170,14 @@ def test_the_printed_command_runs_as_it_is(
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("abcd abcd abcd", "cd ab cd ab")))
     found = advise.run_advisor(Settings(str(model), suite=str(prompts), max_tokens=12, threads=1))
     assert found["auto"]["drafter"] == "ngram"
-    drafters = {found["recommended"]["drafter"], "ngram"}  # whichever it came to, and one that drafts
-    for drafter in sorted(drafters):
-        setup = Setup(str(model), "ngram", flags=("--threads", "1"))
-        command = forerun_command(setup, drafter, 2 if drafter == "ngram" else None)
-        if drafter == found["recommended"]["drafter"]:
-            command = found["forerun"]
+    setup = Setup(str(model), "ngram", flags=("--threads", "1"))
+    commands = {  # whichever it came to, one that drafts, and the default
+        found["recommended"]["drafter"] or "ngram": found["forerun"],
+        "ngram": forerun_command(setup, "ngram", 2),
+        "none": forerun_command(setup, "none", None),
+    }
+    commands = [*commands.items(), ("ngram", forerun_command(setup, None, None))]
+    for drafter, command in commands:
         monkeypatch.setattr("sys.argv", [*shlex.split(command), "--json", "-", "--max-tokens", "6"])
         with pytest.raises(SystemExit) as ended:
             app.main()

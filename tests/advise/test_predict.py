@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.advise.evidence import calibrate
-from forerun.advise.predict import Costs, Drafting, at_acceptance, predict, worst_prompt
+from forerun.advise.predict import Costs, Drafting, at_acceptance, estimate, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.control.cost import CostModel
 from forerun.drafters.lookup.ngram import NgramDrafter
@@ -47,25 +47,24 @@ def test_one_text_at_a_time_is_a_sum_over_its_rounds() -> None:
     text = Text((1,), (1,) * 6)
     drafting = Drafting((((3, 3, 3), (0, 0, 0), (1, 1, 0)),), level=0.1)
     # 6 tokens of one pass each, against passes over 4, 1 and 2 nodes and four drafted levels
-    found = predict(drafting, [text], COSTS, 1)
-    assert found.value == pytest.approx(6.0 / (1.3 + 1.0 + 1.1 + 0.4))
-    assert (found.low, found.high) == (None, None), "one prompt gives no interval"
+    found = estimate(drafting, [text], COSTS, 1)
+    assert found == pytest.approx(6.0 / (1.3 + 1.0 + 1.1 + 0.4))
     idle = Drafting((*drafting.rounds, ((0, 0, 0),) * 6), level=0.1)
     assert worst_prompt(idle, [text, text], COSTS, 1) == pytest.approx(1.0)
-    assert found.value > predict(idle, [text, text], COSTS, 1).value > 1.0
+    assert found > estimate(idle, [text, text], COSTS, 1) > 1.0
     slow = [Text((1,), (1,) * 6, prompt_seconds=4.0)]
-    assert predict(drafting, slow, COSTS, 1).value == pytest.approx(10.0 / 7.8)
+    assert estimate(drafting, slow, COSTS, 1) == pytest.approx(10.0 / 7.8)
     hosted = Costs(LINE, host=0.5)
-    assert predict(drafting, [text], hosted, 1).value == pytest.approx(9.0 / (3.8 + 1.5))
+    assert estimate(drafting, [text], hosted, 1) == pytest.approx(9.0 / (3.8 + 1.5))
 
 
 def test_more_texts_at_once_make_every_node_dearer() -> None:
     texts = [Text((1,), (1,) * 8)]
     drafting = Drafting((((3, 3, 1),) * 4,))
-    one, four = (predict(drafting, texts, COSTS, batch).value for batch in (1, 4))
+    one, four = (estimate(drafting, texts, COSTS, batch) for batch in (1, 4))
     assert one == pytest.approx(2 * 1.0 / 1.3)
     assert four == pytest.approx(2 * 1.3 / 2.5)
-    assert predict(drafting, texts, COSTS, 32).value < 1.0 < four
+    assert estimate(drafting, texts, COSTS, 32) < 1.0 < four
 
 
 def test_shorter_chains_keep_what_came_first() -> None:
@@ -121,9 +120,9 @@ def test_passes_that_take_longer_than_t_of_n_count_as_they_took() -> None:
     text = Text((1,), (1,) * 6)
     rounds = (((3, 3, 3), (0, 0, 0), (1, 1, 0)),)
     slower = Drafting(rounds, level=0.1, passes=1.5)
-    assert predict(slower, [text], COSTS, 1).value == pytest.approx(6.0 / (1.5 * (1.3 + 1.0 + 1.1) + 0.4))
-    assert predict(slower.cut(3), [text], COSTS, 1).value == predict(slower, [text], COSTS, 1).value
+    assert estimate(slower, [text], COSTS, 1) == pytest.approx(6.0 / (1.5 * (1.3 + 1.0 + 1.1) + 0.4))
+    assert estimate(slower.cut(3), [text], COSTS, 1) == estimate(slower, [text], COSTS, 1)
     even = Drafting(rounds, passes=1.5)
-    assert predict(even, [text], COSTS, 4).value == pytest.approx(
-        predict(Drafting(rounds), [text], COSTS, 4).value / 1.5
+    assert estimate(even, [text], COSTS, 4) == pytest.approx(
+        estimate(Drafting(rounds), [text], COSTS, 4) / 1.5
     )

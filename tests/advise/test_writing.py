@@ -84,13 +84,13 @@ def test_evidence_of_the_first_texts_alone_is_enough_for_a_prediction() -> None:
     assert len(found.texts) == FEW + 2
     sizes = {len(drafting.rounds) for drafting in found.draftings.values()}
     assert sizes <= {FEW, FEW + 2}
-    assert {one.drafter for one in prospects(found, 1)} == {*found.free, *found.draftings}
+    assert {one.drafter for one in prospects(found, 1)} == {*found.draftings} > {*found.free}
 
 
 def test_only_the_drafters_asked_for_are_tried() -> None:
     settings = Settings(max_tokens=6, setups=parse_setups(["draft_model", "ngram"]))
     found = gather(table_llm(), FLAT, [Prompt("a", "qa", (2, 3, 4))], settings)
-    assert (list(found.draftings), found.free) == (["draft_model"], ("ngram",))
+    assert (list(found.draftings), found.free) == (["draft_model", "ngram"], ("ngram",))
     settings = Settings(max_tokens=6, setups=parse_setups(["eagle3"]))
     with pytest.raises(ForerunError):  # which needs a head, and says so
         gather(table_llm(), FLAT, [Prompt("a", "qa", (2, 3, 4))], settings)

@@ -1,7 +1,8 @@
 """The answer of `forerun advise`: a JSON document with the evidence, and the same in sentences.
 
 It says which drafter, from which load on to stop, whether training a head would pay, what to type, here and in vLLM,
-and whether the default (`auto`) would do the same. "Do not draft" is an answer like any other.
+and whether the default (`auto`) would do the same. "Do not draft" and "cannot tell" are answers like any other
+(forerun.advise.decide).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forerun.advise.commands import Setup, forerun_command, vllm_config
-from forerun.advise.evidence import BATCHES, WORTH_IT, Evidence, Prospect, accepted, prospects, spread
+from forerun.advise.decide import Decision, decide, judge
+from forerun.advise.evidence import BATCHES, Evidence, Prospect, accepted, prospects, spread
 from forerun.advise.head import head_in_words, head_prospect
 from forerun.build import needs_head
 from forerun.measure.bench.figures import acceptance_document
@@ -19,47 +21,63 @@ from forerun.measure.bench.stats import Spread
 from forerun.measure.report.summary import busy_warning
 from forerun.models.base import Target
 
-HARMLESS = 0.97  # the least speed-up that other prompts of the kind may have
 LEAVE_OUT = "Leave --speculative-config out."
-STOP = 1.02  # a drafter that gains less at some batch size need not draft there
+UNTIL_SURE = "Leave --speculative-config out until a drafter is known to pay."
 
 
 def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]:
     """Everything that is known and what follows from it, as plain JSON values."""
     by_batch = {batch: prospects(evidence, batch) for batch in BATCHES}
-    best = by_batch[1][0] if by_batch[1] else None
-    pays = best is not None and pays_off(best)
-    name = best.drafter if best is not None and pays else "none"
-    budget = best.budget if best is not None and pays else 0
-    config, note = _for_vllm(evidence, setup, name, by_batch[1]) if pays else (None, LEAVE_OUT)
+    made = decide(by_batch, setup.auto)
+    config, note = _for_vllm(evidence, setup, made, by_batch[1])
+    recommended = _recommended(made)
     return {
         "model": setup.model,
-        "recommended": {"drafter": name, "budget": budget},
-        "pays": pays,
-        "off_from_batch": _off_from(by_batch, name) if pays else 1,
-        "auto": compare_with_auto(setup, name, by_batch[1]),
+        "verdict": made.verdict,
+        "recommended": recommended,
+        "equals": [one.drafter for one in made.equals],
+        "pays": {"draft": True, "do not draft": False, "cannot tell": None}[made.verdict],
+        "off_from_batch": made.off_from,
+        "verdict_by_batch": {str(batch): verdict for batch, verdict in (made.by_batch or {}).items()},
+        "auto": compare_with_auto(setup, made, by_batch[1]),
         "by_batch": {str(batch): _by_drafter(found) for batch, found in by_batch.items()},
         **_acceptance(evidence),
-        "head": head_prospect(evidence, best, target),
+        "head": head_prospect(evidence, made.best or next(iter(by_batch[1]), None), target),
         "t": {str(size): round(seconds, 6) for size, seconds in evidence.costs.target.seconds.items()},
         "plain_tokens_per_second": round(1.0 / evidence.costs.plain_round(1), 3),
         "texts": len(evidence.texts),
         "tokens": sum(len(text.tokens) for text in evidence.texts),
-        "forerun": forerun_command(setup, name, budget),
+        "forerun": forerun_command(setup, recommended["drafter"], recommended["budget"]),
         "vllm": config,
         "vllm_note": note,
     }
 
 
+def _recommended(made: Decision) -> dict[str, Any]:
+    """A drafter and its budget; no drafter where nobody can tell: then nothing is set."""
+    if made.best is not None:
+        return {"drafter": made.best.drafter, "budget": made.best.budget}
+    return (
+        {"drafter": "none", "budget": 0}
+        if made.verdict == "do not draft"
+        else {"drafter": None, "budget": None}
+    )
+
+
 def _for_vllm(
-    evidence: Evidence, setup: Setup, name: str, found: list[Prospect]
+    evidence: Evidence, setup: Setup, made: Decision, found: list[Prospect]
 ) -> tuple[dict[str, Any] | None, str]:
     """The recommendation in vLLM; where it has no such drafter, the next best that it has, if that pays."""
-    config, note = vllm_config(evidence, setup, name)
+    if made.best is None:
+        return None, LEAVE_OUT if made.verdict == "do not draft" else UNTIL_SURE
+    config, note = vllm_config(evidence, setup, made.best.drafter, made.off_from)
     if config is not None:
         return config, note
     for other in found:
-        if pays_off(other) and (nearest := vllm_config(evidence, setup, other.drafter))[0] is not None:
+        if judge(other) != "draft":
+            continue
+        nearest = vllm_config(evidence, setup, other.drafter, made.off_from)
+        if nearest[0] is not None:
             said = (
                 f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
             )
@@ -67,34 +85,24 @@ def _for_vllm(
     return None, note
 
 
-def pays_off(best: Prospect) -> bool:
-    """Is a drafter worth setting: a gain that is large enough, and hardly any loss on other prompts?
-
-    Gains that differ much make a wide interval although no prompt loses, so it is also worth it if no prompt loses.
-    """
-    low = best.speedup.low
-    harmless = best.worst >= HARMLESS or (low is not None and low >= HARMLESS)
-    return best.speedup.value >= WORTH_IT and harmless
-
-
-def compare_with_auto(setup: Setup, name: str, found: list[Prospect]) -> dict[str, Any]:
+def compare_with_auto(setup: Setup, made: Decision, found: list[Prospect]) -> dict[str, Any]:
     """Would a user who sets nothing get what is recommended? If not, why."""
     known = next((prospect for prospect in found if prospect.drafter == setup.auto), None)
     here = None if known is None else spread(known.speedup)
-    agrees = name == setup.auto
-    return {"drafter": setup.auto, "agrees": agrees, "speedup": here, "why": _why(setup, name, known)}
+    agrees = made.best is not None and made.best.drafter == setup.auto
+    return {"drafter": setup.auto, "agrees": agrees, "speedup": here, "why": _why(setup, made, known)}
 
 
-def _why(setup: Setup, name: str, known: Prospect | None) -> str:
-    if name == setup.auto:
-        return f"The default (auto) drafts with {name} too: nothing needs to be set."
+def _why(setup: Setup, made: Decision, known: Prospect | None) -> str:
     predicted = "" if known is None else f", predicted at {_times(spread(known.speedup))}"
     default = f"The default (auto) would draft with {setup.auto}{predicted}"
-    if name == "none":
-        return (
-            f"{default}. Its controller drafts only what should pay, so leaving it on costs almost nothing; "
-            "none is recommended because no gain of 5% is predicted."
-        )
+    careful = "Its controller drafts only what should pay, so leaving it on costs almost nothing"
+    if made.best is None:
+        not_yet = "none is recommended because no gain of 5% is predicted."
+        return f"{default}. {careful}{'.' if made.verdict == 'cannot tell' else f'; {not_yet}'}"
+    name = made.best.drafter
+    if name == setup.auto:
+        return f"The default (auto) drafts with {name} too: nothing needs to be set."
     if known is None:
         return f"{default}, which was not measured here; name it in --drafters too to compare."
     if setup.device == "cpu" and (needs_head(name) or needs_head(setup.auto)):
@@ -104,15 +112,6 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
         )
     by = "which checkpoints are there, and without a head by what a plain pass takes,"
     return f"{default}: it chooses by {by} not by prompts. On these prompts {name} is predicted to be faster."
-
-
-def _off_from(by_batch: Mapping[int, list[Prospect]], name: str) -> int | None:
-    """The first batch size at which the drafter no longer gains; None where it always does."""
-    for batch, found in by_batch.items():
-        here = next((prospect for prospect in found if prospect.drafter == name), None)
-        if here is None or here.speedup.value < STOP:
-            return batch
-    return None
 
 
 def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
@@ -129,9 +128,7 @@ def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
 
 def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:
     """Acceptance by position of every drafter, and the counts."""
-    rows = {
-        name: acceptance_document(accepted(evidence, name)) for name in (*evidence.free, *evidence.draftings)
-    }
+    rows = {name: acceptance_document(accepted(evidence, name)) for name in evidence.draftings}
     keys = ("accepted_per_position", "accepted_counts")
     return {key: {name: row[key] for name, row in rows.items()} for key in keys}
 
@@ -145,24 +142,41 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
 
 def _recommendation(found: Mapping[str, Any]) -> Iterator[str]:
     first, name = found["by_batch"]["1"], found["recommended"]["drafter"]
-    if found["pays"]:
+    tried = ", ".join(f"{drafter} {_times(row['speedup'])}" for drafter, row in first.items())
+    if found["verdict"] == "draft":
         here = first[name]["speedup"]
         yield f"Draft with {name}: expect {_times(here)} the speed of plain decoding on prompts like these."
-        off = found["off_from_batch"]
+        if found["equals"]:
+            yield f"Not to be told from it on these prompts: {', '.join(found['equals'])}."
+        yield _loads(found)
+    elif found["verdict"] == "cannot tell":
+        yield f"Cannot tell whether drafting pays here; measure longer. Over plain decoding: {tried}."
+        if found["equals"]:
+            yield f"Faster than plain, and not to be told from the default: {', '.join(found['equals'])}."
         yield (
-            f"From {off} sequences at once on it no longer pays; the adaptive controller stops by itself."
-            if off
-            else f"It pays at every batch size looked at, up to {max(map(int, found['by_batch']))}."
+            "An answer needs an interval that is wholly above 1.00, or below 1.05: "
+            "give more prompts (--limit), longer texts (--max-tokens), or an idle machine."
         )
     else:
-        tried = ", ".join(f"{drafter} {_times(row['speedup'])}" for drafter, row in first.items())
-        yield f"Do not draft: no drafter tried here is sure to gain 5%. Predicted over plain decoding: {tried}."
+        yield f"Do not draft: no drafter tried here gains 5%. Over plain decoding: {tried}."
     read = found.get("prompts")
     if read is not None and read["read"] < read["given"]:
         yield f"Read {read['read']} of the {read['given']} prompts; --limit 0 reads all."
     if found["texts"] == 1:
-        yield "This rests on one prompt, which gives no interval: give more prompts before you rely on it."
+        yield "This rests on one prompt, which gives no interval: give more prompts."
     yield found["auto"]["why"]
+
+
+def _loads(found: Mapping[str, Any]) -> str:
+    """From how many sequences at once on it is not recommended."""
+    off, verdicts = found["off_from_batch"], found["verdict_by_batch"]
+    if off is None:
+        return f"It pays at every batch size looked at, up to {max(map(int, verdicts))}."
+    unsure = [batch for batch, verdict in verdicts.items() if verdict == "cannot tell"]
+    if not unsure:
+        return f"From {off} sequences at once on it no longer pays; the adaptive controller stops by itself."
+    which = f"with {' or '.join(unsure)} it cannot be told whether it pays"
+    return f"Sure with fewer than {off} sequences at once; {which}. The adaptive controller stops by itself."
 
 
 def _what_to_type(found: Mapping[str, Any]) -> Iterator[str]:

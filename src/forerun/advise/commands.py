@@ -42,18 +42,25 @@ def costly_part(drafter: str) -> str:
     return next((part.name for part in spec.members if part.needs != "nothing"), spec.name)
 
 
-def forerun_command(setup: Setup, drafter: str, budget: int | None) -> str:
-    """A command that runs as it is printed."""
-    words = ["forerun", "generate", PROMPT, "--model", setup.model, "--drafter", drafter]
-    if setup.draft_model is not None and registry.drafters.spec(drafter).needs != "nothing":
+def forerun_command(setup: Setup, drafter: str | None, budget: int | None) -> str:
+    """A command that runs as it is printed; without a drafter, with the default one."""
+    words = ["forerun", "generate", PROMPT, "--model", setup.model]
+    words += [] if drafter is None else ["--drafter", drafter]
+    needs = setup.auto if drafter is None else drafter
+    if setup.draft_model is not None and registry.drafters.spec(needs).needs != "nothing":
         words += ["--draft-model", setup.draft_model]
     if budget:
         words += ["--budget", str(budget)]
     return shlex.join([*words, *setup.flags])
 
 
-def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[str, Any] | None, str]:
-    """The configuration, and what must be said with it; None only where vLLM cannot do it, and then why."""
+def vllm_config(
+    evidence: Evidence, setup: Setup, drafter: str, off_from: int | None = None
+) -> tuple[dict[str, Any] | None, str]:
+    """The configuration, and what must be said with it; None only where vLLM cannot do it, and then why.
+
+    `off_from`: the batch size from which on nothing is to be drafted, whatever a fixed budget would gain.
+    """
     method = registry.drafters.spec(drafter).vllm  # of a composition, that of the part that costs something
     if method is None:
         return None, f"vLLM has no drafter like {drafter!r}."
@@ -72,7 +79,10 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
         fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
         exported = _export_first(setup, method, checkpoint)
-    budgets = fixed.budgets
+    budgets = {
+        batch: budget if off_from is None or batch < off_from else 0
+        for batch, budget in fixed.budgets.items()
+    }
     config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]
     if any(budgets.values()) and len(set(budgets.values())) > 1:
         config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)

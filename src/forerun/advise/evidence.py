@@ -1,20 +1,23 @@
 """Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
 
 The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
-Every drafter writes them once more, right beside it (forerun.advise.writing): heads and hybrids as the controller has
-them, the others drafting as much as they may, which shows what passes over more nodes really cost. Those that cost
-nothing can besides be replayed on the texts, under the price list of any batch size. Together with t(n) that predicts
-the speed-up of each at every batch size.
+Every drafter writes them once more, right beside it (forerun.advise.writing): look-ups, heads and hybrids as the
+controller has them, the others drafting as much as they may. For one at a time that is the answer. For more at once,
+look-ups are replayed on the texts under the price list of the batch size, others are cut, and t(n) says what it costs.
+
+Both prompts and the machine's noise move a figure. So the evidence is also kept without each prompt, costs included,
+and intervals come from how much a figure changes then (forerun.measure.bench.stats.jackknife).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from forerun import registry
-from forerun.advise.predict import Costs, Drafting, estimate, predict, worst_prompt
+from forerun.advise.predict import Costs, Drafting, estimate, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.advise.writing import Runs, write_in_turn
 from forerun.build import build_drafter
@@ -30,15 +33,15 @@ from forerun.measure.bench.alternate import Group, Prompt, Run
 from forerun.measure.bench.contenders import own_contender
 from forerun.measure.bench.figures import Accepted, interval_of
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.measure.bench.stats import Spread
+from forerun.measure.bench.stats import Spread, jackknife
 from forerun.params import SpeculativeConfig
 from forerun.types import Budget
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-WORTH_IT = 1.05  # a predicted gain below this is not worth a setting
 HOPELESS = 0.85  # a drafter that would write no faster than this on the first prompts writes no others
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 LONGEST = 24  # nodes of a chain that a controller would have drafted
+_One = TypeVar("_One")
 _SHORTEST = (1, 2, 3, 4)  # matches that n-gram may use, where its budget is fixed
 
 
@@ -51,6 +54,17 @@ class Prospect:
     speedup: Spread
     tokens_per_round: float
     worst: float = 1.0  # the speed-up on the prompt that gains least
+    left_out: tuple[float, ...] = ()  # the speed-up without each prompt
+
+    @property
+    def rests(self) -> bool:
+        """Would nothing be drafted? Then it is plain decoding."""
+        return self.budget == 0
+
+    def over(self, other: Prospect) -> Spread:
+        """How many times as fast as another drafter, prompt by prompt: much surer than the two intervals."""
+        ratios = [one / same for one, same in zip(self.left_out, other.left_out, strict=True)]
+        return jackknife(self.speedup.value / other.speedup.value, ratios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +88,12 @@ class Evidence:
     texts: list[Text]
     costs: Costs
     prompt_rate: float  # tokens per second of passes over prompts
-    draftings: Mapping[str, Drafting]  # of the drafters that must run to draft
+    draftings: Mapping[str, Drafting]  # of every drafter
     free: tuple[str, ...]  # the drafters that can be replayed
     nodes: int
     speculative: SpeculativeConfig
     successors: Successors | None = None  # what suffix fills trees with, on a GPU: there look-ups draft trees
+    left_out: tuple[Evidence, ...] = ()  # the same without each prompt; empty = there was one
 
 
 def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings) -> Evidence:
@@ -88,40 +103,62 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     plain = own_contender(llm, settings, cell, DrafterSetup(PLAIN, "none"))
     drafters = _available(llm, [one.drafter for one in settings.setups if one.drafter is not None])
     contenders = []
+    free = tuple(name for name, drafter in drafters.items() if can_replay(drafter))
     for name in drafters:
-        budget = None if knows_its_confidence(name) else settings.nodes
+        budget = None if name in free or knows_its_confidence(name) else settings.nodes
         contenders.append(own_contender(llm, settings, cell, DrafterSetup(name, name, budget)))
-    free = [name for name, drafter in drafters.items() if can_replay(drafter)]
     stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
 
-    def texts_of(runs: Sequence[Run]) -> list[Text]:
-        return [
-            Text(
-                prompt.ids,
-                run.texts[0],
-                run.seconds - (run.decode_seconds or 0.0),
-                settings.max_tokens,
-                stops,
-            )
-            for prompt, run in zip(prompts, runs, strict=False)
-        ]
-
     def goes_on(name: str, runs: Runs) -> bool:
-        return name not in free and has_hope(
-            cost, texts_of(runs[PLAIN]), runs[PLAIN], runs[name], settings.nodes
-        )
+        texts = _texts(prompts, runs[PLAIN], settings.max_tokens, stops)
+        return has_hope(cost, texts, runs[PLAIN], runs[name], settings.nodes)
 
     runs = write_in_turn(plain, contenders, groups, settings.max_tokens, goes_on)
-    texts = texts_of(runs[PLAIN])
-    drafted = {name: some for name, some in runs.items() if name != PLAIN}
-    costs = calibrate(cost, runs[PLAIN], [run for some in drafted.values() for run in some])
-    draftings = {name: _drafting(some, costs) for name, some in drafted.items() if name not in free}
-    spent = sum(text.prompt_seconds for text in texts)
-    rate = sum(len(text.prompt) for text in texts) / spent if spent else 0.0
-    speculative = SpeculativeConfig(budget=settings.nodes)
+    texts = _texts(prompts, runs[PLAIN], settings.max_tokens, stops)
     suffix = drafters.get("suffix")
     table = suffix.successors if isinstance(suffix, SuffixDrafter) else None
-    return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative, table)
+    return conclude_from(texts, runs, cost, free, settings.nodes, table)
+
+
+def _texts(prompts: Sequence[Prompt], runs: Sequence[Run], most: int, stops: frozenset[int]) -> list[Text]:
+    return [
+        Text(prompt.ids, run.texts[0], run.seconds - (run.decode_seconds or 0.0), most, stops)
+        for prompt, run in zip(prompts, runs, strict=False)
+    ]
+
+
+def conclude_from(
+    texts: list[Text],
+    runs: Runs,
+    cost: CostModel,
+    free: tuple[str, ...],
+    nodes: int,
+    successors: Successors | None = None,
+) -> Evidence:
+    """What runs over these texts show, and what they show without each of them."""
+
+    def of(some: list[Text], kept: Runs) -> Evidence:
+        drafted = {name: mine for name, mine in kept.items() if name != PLAIN}
+        costs = calibrate(cost, kept[PLAIN], [run for mine in drafted.values() for run in mine])
+        draftings = {name: _drafting(mine, costs) for name, mine in drafted.items()}
+        spent = sum(text.prompt_seconds for text in some)
+        rate = sum(len(text.prompt) for text in some) / spent if spent else 0.0
+        return Evidence(
+            some, costs, rate, draftings, free, nodes, SpeculativeConfig(budget=nodes), successors
+        )
+
+    whole = of(texts, runs)
+    if sum([bool(run.passes) for run in runs[PLAIN]]) < 2:
+        return whole
+    places = range(len(texts))
+    without = [
+        of(_without(texts, i), {name: _without(mine, i) for name, mine in runs.items()}) for i in places
+    ]
+    return replace(whole, left_out=tuple(without))
+
+
+def _without(items: Sequence[_One], place: int) -> list[_One]:
+    return [*items[:place], *items[place + 1 :]]
 
 
 def has_hope(
@@ -192,18 +229,44 @@ def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
     )
 
 
+# of evidence that lacks a prompt, and which one: what a drafter does there
+Making = Callable[[Evidence, int | None], Drafting]
+
+
 def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
     """Every drafter at one batch size, each at its best."""
-    found = [_adaptive(evidence, name, batch) for name in evidence.free]
-    for name, drafting in evidence.draftings.items():
-        options = [(length, drafting.cut(length)) for length in _LENGTHS if length <= evidence.nodes]
-        best = _best(name, [*options, (evidence.nodes + 1, drafting)], evidence, batch)
-        if best.budget and knows_its_confidence(name):
-            best = replace(best, budget=None)
-        elif best.budget:
-            best = replace(best, budget=min(best.budget, evidence.nodes))
-        found.append(best)
+    found = [_prospect(evidence, name, batch) for name in evidence.draftings]
     return sorted(found, key=lambda prospect: -prospect.speedup.value)
+
+
+def _prospect(evidence: Evidence, name: str, batch: int) -> Prospect:
+    """The budget that gains most; one at a time, what the controller did is what it does."""
+    controlled = name in evidence.free or knows_its_confidence(name)
+    options: list[tuple[int | None, Making]]
+    if name in evidence.free and batch > 1:
+        options = [(None, priced(evidence, name, batch))]
+    else:
+        options = [(None if controlled else evidence.nodes, lambda some, _: some.draftings[name])]
+    if name not in evidence.free and not (controlled and batch == 1):
+        lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+        options += [(None if controlled else length, _cut(name, length)) for length in lengths]
+    values = [_estimate(evidence, None, make, batch) for _, make in options]
+    value = max(values)
+    budget, make = options[values.index(value)]
+    if batch > 1 and value <= 1.0:  # then the controller drafts nothing, which is plain decoding
+        return Prospect(name, 0, Spread(1.0), 1.0, 1.0, (1.0,) * len(evidence.left_out))
+    left_out = tuple(_estimate(some, i, make, batch) for i, some in enumerate(evidence.left_out))
+    drafting = make(evidence, None)
+    worst = worst_prompt(drafting, evidence.texts, evidence.costs, batch)
+    return Prospect(name, budget, jackknife(value, left_out), drafting.tokens_per_round(), worst, left_out)
+
+
+def _cut(name: str, length: int) -> Making:
+    return lambda some, _: some.draftings[name].cut(length)
+
+
+def _estimate(evidence: Evidence, without: int | None, make: Making, batch: int) -> float:
+    return estimate(make(evidence, without), evidence.texts, evidence.costs, batch)
 
 
 def fixed_chain(evidence: Evidence, name: str) -> Fixed:
@@ -215,13 +278,12 @@ def fixed_chain(evidence: Evidence, name: str) -> Fixed:
 
 def accepted(evidence: Evidence, name: str) -> list[Accepted]:
     """Acceptance by depth, with counts, drafting whatever there is to draft."""
-    drafting = evidence.draftings.get(name)
-    if drafting is None:
-        drafting = _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes))
-    return drafting.accepted()
+    if name in evidence.free:
+        return _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes)).accepted()
+    return evidence.draftings[name].accepted()
 
 
-def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
+def priced(evidence: Evidence, name: str, batch: int) -> Making:
     """A drafter that cuts its own trees by the price list of this batch size, and of how fast it then writes."""
     rate, drafting = 1.0, Drafting(())
     for _ in range(2):
@@ -230,9 +292,7 @@ def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
         width = 1 if evidence.successors is None else MOST_WIDTH
         drafting = _replayed(evidence, name, Budget(depth, depth, width, price[: depth + 1]))
         rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
-    speedup = predict(drafting, evidence.texts, evidence.costs, batch)
-    worst = worst_prompt(drafting, evidence.texts, evidence.costs, batch)
-    return Prospect(name, None, speedup, drafting.tokens_per_round(), worst)
+    return lambda some, without: drafting if without is None else drafting.without(without)
 
 
 def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) -> Drafting:
@@ -247,17 +307,6 @@ def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) 
         drafter = SuffixDrafter(drafter.longest, drafter.shortest, successors=evidence.successors)
     done = replay(drafter, evidence.texts, budget)
     return Drafting(done.rounds, 0.0, done.seconds_per_round)
-
-
-def _best(name: str, options: Sequence[tuple[int, Drafting]], evidence: Evidence, batch: int) -> Prospect:
-    """The length that gains most; 0 where none gains."""
-    texts, costs = evidence.texts, evidence.costs
-    length, drafting = max(options, key=lambda option: estimate(option[1], texts, costs, batch))
-    speedup = predict(drafting, texts, costs, batch)
-    if speedup.value <= 1.0:
-        return Prospect(name, 0, Spread(1.0, 1.0, 1.0), 1.0)  # nothing is drafted, which is plain decoding
-    worst = worst_prompt(drafting, texts, costs, batch)
-    return Prospect(name, length, speedup, drafting.tokens_per_round(), worst)
 
 
 def fixed_lookup(evidence: Evidence, name: str) -> Fixed:

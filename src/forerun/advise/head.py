@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.advise.evidence import WORTH_IT, Evidence, Prospect
+from forerun.advise.decide import WORTH_IT
+from forerun.advise.evidence import Evidence, Prospect
 from forerun.advise.predict import Costs, at_acceptance
 from forerun.build import needs_head
 from forerun.models.base import Target

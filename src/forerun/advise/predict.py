@@ -1,21 +1,20 @@
 """Predict the speed-up of a drafter from its rounds, for any batch size.
 
 A round of B sequences costs t(nodes) for the target, a level of drafting times the depth, and the host's share.
-How many nodes and how many tokens it has comes from recorded or replayed rounds; t(n) from this machine. Intervals
-are taken over the prompts, so they say how far other prompts of the same kind would move the figure.
+How many nodes and how many tokens it has comes from recorded or replayed rounds; t(n) from this machine.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.advise.replay import Text
 from forerun.control.cost import CostModel
 from forerun.measure.bench.alternate import Drafts
 from forerun.measure.bench.figures import Accepted, acceptance_by_depth
-from forerun.measure.bench.stats import Pair, Spread, ratio_interval, ratio_of
+from forerun.measure.bench.stats import Pair, ratio_of
 
 DRAWS = 200  # rounds of a batch that are put together at random
 
@@ -46,7 +45,11 @@ class Drafting:
             tuple((_share(n, deep, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
             for text in self.rounds
         )
-        return Drafting(rounds, self.level, self.host, self.passes)
+        return replace(self, rounds=rounds)
+
+    def without(self, text: int) -> Drafting:
+        """The same rounds but for those of one text, at the same costs."""
+        return replace(self, rounds=(*self.rounds[:text], *self.rounds[text + 1 :]))
 
     def tokens_per_round(self) -> float:
         kept = [accepted for text in self.rounds for _, _, accepted in text]
@@ -61,18 +64,13 @@ def _share(nodes: int, deep: int, depth: int) -> int:
     return nodes if deep <= depth else round(nodes * depth / deep)
 
 
-def predict(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> Spread:
-    """Speed-up over plain decoding of whole calls, prompts included, with so many sequences at once."""
-    return ratio_interval([[pair] for pair in _pairs(drafting, texts, costs, batch)])
-
-
 def worst_prompt(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:
     """The speed-up on the prompt that gains least, or loses most."""
     return min(ratio_of([pair]) for pair in _pairs(drafting, texts, costs, batch))
 
 
 def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:
-    """The same without its interval, which is slow to compute: for searching."""
+    """Speed-up over plain decoding of whole calls, prompts included, with so many sequences at once."""
     return ratio_of(_pairs(drafting, texts, costs, batch))
 
 

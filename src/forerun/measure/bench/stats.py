@@ -92,12 +92,19 @@ def t_quantile(degrees: int) -> float:
 
 
 def _jackknife(items: Sequence[_One], ratio: Callable[[Sequence[_One]], float]) -> Spread:
-    """A ratio over some items with its interval, from the ratios that leave one item out."""
-    value, count = ratio(items), len(items)
-    if count == 1:
+    """A ratio over some items with its interval."""
+    count = len(items)
+    left_out = [ratio([*items[:i], *items[i + 1 :]]) for i in range(count)] if count > 1 else []
+    return jackknife(ratio(items), left_out)
+
+
+def jackknife(value: float, left_out: Sequence[float]) -> Spread:
+    """A ratio with its interval, from the ratios that leave one item out each; none of fewer than two items."""
+    count = len(left_out)
+    if count < 2:
         return Spread(value)
-    left_out = [math.log(ratio([*items[:i], *items[i + 1 :]])) for i in range(count)]
-    middle = statistics.fmean(left_out)
-    error = math.sqrt((count - 1) / count * sum((one - middle) ** 2 for one in left_out))
+    logs = [math.log(one) for one in left_out]
+    middle = statistics.fmean(logs)
+    error = math.sqrt((count - 1) / count * sum((one - middle) ** 2 for one in logs))
     width = math.exp(t_quantile(count - 1) * error)
     return Spread(value, value / width, value * width)
