@@ -7,13 +7,12 @@ an error of its own. No torch here: this is asked before it is imported.
 from __future__ import annotations
 
 import errno
+import re
 import sys
 
 from forerun.errors import ForerunError, OutOfMemory, brief
 
-TORCH_BYTES = (
-    700_000_000  # of addresses; torch for CPUs takes about this much when it is imported, for GPUs more
-)
+TORCH_BYTES = 800_000_000  # of addresses that torch for CPUs takes when it is imported; for GPUs it is more
 _SIGNS = (
     "allocate memory", "failed to map segment", "bad_alloc", "out of memory", "can't start new thread",
     "Unable to allocate",
@@ -44,7 +43,7 @@ def as_out_of_memory(error: BaseException) -> OutOfMemory | None:
     """An error of any library that means too little memory, in one line; None for others."""
     if isinstance(error, ForerunError):
         return error if isinstance(error, OutOfMemory) else None
-    told = brief(error, 160)
+    told = brief(re.sub(r"^\[enforce fail.*?\] .*?: ", "", str(error)), 120)
     lacks = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if not lacks and not any(sign in str(error) for sign in _SIGNS):
         return None
