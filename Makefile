@@ -11,8 +11,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test lint check fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
 
-demo: $(READY) model  ## a real model answers, drafted tokens in colour
-	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
+demo: $(READY) model  ## a real model writes two texts, plain and drafted: one gains, one does not
+	$(BIN)/forerun demo
 	@echo; echo "next: . $(BIN)/activate, then forerun chat, or forerun serve"
 
 serve: $(READY) model  ## an OpenAI-compatible server and its page on http://127.0.0.1:8000 (ARGS="--port 9000")

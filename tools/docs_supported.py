@@ -170,10 +170,16 @@ def wheels() -> str:
 
 def models() -> str:
     rows = [
-        (f"`{model.name}`", model.description, f"{model.size / 1e6:.0f} MB", model.licence)
+        (
+            f"`{model.name}`",
+            model.description,
+            f"{model.size / 1e6:.0f} MB",
+            model.licence,
+            model.gain or "by look-ups",
+        )
         for model in known_models()
     ]
-    return table(("name", "model", "size", "licence"), rows)
+    return table(("name", "model", "size", "licence", "drafting"), rows)
 
 
 def heads() -> str:

@@ -37,6 +37,10 @@ def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
     assert ran.code == 0
     assert json.loads(ran.out)["ready"] is True
     (auto,) = [finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "auto"]
+    (batch,) = [
+        finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "batch"
+    ]
+    assert re.search(r"writes up to \d+ sequences together: .* \(max_batch, --max-num-seqs\)", batch)
     assert re.search(r"drafts with ngram(\+eagle3)?: ngram\+eagle3 should gain [\d.]+x with \d drafted", auto)
 
 

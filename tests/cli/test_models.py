@@ -37,6 +37,15 @@ def test_an_empty_cache_says_how_to_fill_it(forerun: Run, cache: Path) -> None:
     assert "forerun models pull smollm2" in absent.err
 
 
+def test_models_that_a_head_comes_for_say_that_drafting_gains(forerun: Run, cache: Path) -> None:
+    lines = {line.split()[0]: line for line in forerun("models").out.splitlines()}
+    assert "drafting gains here" in lines["qwen-1.5b"]
+    assert "drafting gains on a GPU" in lines["smollm2"]
+    assert "drafting" not in lines["qwen-0.5b"] + lines["gemma-270m"]
+    found = {model["name"]: model["drafting"] for model in json.loads(forerun("models", "--json").out)}
+    assert (found["qwen-1.5b"], found["gemma-270m"]) == ("drafting gains here", None)
+
+
 def test_files_and_hub_models_are_listed(forerun: Run, cache: Path) -> None:
     (cache / "cache" / "models").mkdir(parents=True)
     mine = cache / "cache" / "models" / "mine.gguf"

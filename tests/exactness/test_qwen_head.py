@@ -30,7 +30,7 @@ def model() -> str:
     homes = [Path(os.environ.get("FORERUN_MODELS", cache_folder())).expanduser(), cache_folder() / "models"]
     found = next((path for home in homes for path in sorted(home.glob(f"**/{FILE}"))), None)
     if found is None:
-        pytest.skip(f"{FILE} is not here; put it into the folder that FORERUN_MODELS names")
+        pytest.skip(f"{FILE} is not here; run: forerun models pull qwen-1.5b")
     return str(found)
 
 

@@ -1,6 +1,7 @@
 """Tokenizers from GGUF metadata and from folders, equal to transformers' for the default; chat templates."""
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def test_templates_have_the_usual_helpers() -> None:
         "{{ bos_token }}{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
-    text = chatting(template).chat_text([{"role": "u", "content": "é<"}, {"role": "v", "content": ""}])
+    text = chatting(template).chat_text([{"role": "u", "content": "é<"}, {"role": "user", "content": ""}])
     assert text == '<s>{"role": "u", "content": "é<"}4'
     assert chatting("{{ tools }} {{ x }}").chat_text([{}], x=3) == "None 3"
 
@@ -204,6 +205,95 @@ def test_templates_fail_in_one_line(template: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says) as raised:
         chatting(template).chat_text([{"role": "user", "content": "x"}])
     assert "\n" not in str(raised.value)
+
+
+DROPS = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.role }}: {{ m.content }};"
+    "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role == 'strict' and m.content != 'x' %}"
+    "{{ raise_exception('x alone') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "text"), [("tool", 'user: Hi;"x"'), ("user", "user: Hi;user: x;"), ("strict", "user: Hi;")]
+)
+def test_roles_that_a_template_writes_or_looks_into(role: str, text: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": role, "content": "x"}]
+    assert chatting(DROPS).chat_text(messages) == text
+
+
+@pytest.mark.parametrize("content", ["x", "", "user", "Hi"])
+def test_a_message_that_a_template_would_leave_out_is_refused(content: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "developer", "content": content}]
+    with pytest.raises(
+        InvalidInput, match="role='developer' of message 1 is unknown to the model's chat template"
+    ):
+        chatting(DROPS).chat_text(messages)
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "\ud800", "content": "x"}, {"role": "user", "content": "x", "name": "\udfff"}]
+)
+def test_half_a_character_anywhere_in_a_chat_is_refused(message: dict[str, str]) -> None:
+    with pytest.raises(InvalidInput, match="surrogates not allowed"):
+        chatting("{{ messages[0].role }}{{ messages[0].name }}").chat_ids([message])
+
+
+def bounded(**parts: Any) -> Tokenizer:
+    """A byte-level tokenizer whose longest token has three bytes, and some parts of others."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    model = tokenizers.models.BPE({**alphabet, "aa": 256, "aaa": 257}, [("a", "a"), ("aa", "a")])
+    backend = tokenizers.Tokenizer(parts.pop("model", model))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(parts.pop("added", []))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("parts", "longest"),
+    [
+        ({}, 3),
+        ({"added": ["<|éé|>"]}, 8),
+        ({"normalizer": tokenizers.normalizers.NFC()}, 12),
+        ({"normalizer": tokenizers.normalizers.Replace(" ", "▁")}, 3),
+        ({"normalizer": tokenizers.normalizers.Replace("  ", " ")}, None),
+        ({"normalizer": tokenizers.normalizers.Replace(tokenizers.Regex(" +"), " ")}, None),
+        ({"normalizer": tokenizers.normalizers.Strip()}, None),
+        ({"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase()])}, None),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Whitespace()}, None),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Split(" ", "removed")}, None),
+        ({"added": [tokenizers.AddedToken("<mask>", lstrip=True)]}, None),
+        ({"model": tokenizers.models.Unigram([("a", 0.0)])}, None),
+        ({"model": tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")}, None),
+        ({"decoder": tokenizers.decoders.Metaspace()}, None),
+        ({"model": tokenizers.models.BPE({"<0x41>": 0, "▁é": 1}, [], byte_fallback=True),
+          "decoder": tokenizers.decoders.ByteFallback()}, 6),
+    ],
+)  # fmt: skip
+def test_the_longest_token_is_known_where_it_bounds_a_text(
+    parts: dict[str, Any], longest: int | None
+) -> None:
+    tokenizer = bounded(**parts)
+    assert tokenizer.longest == longest
+    for text in ("aaa" * 50, "a   b " * 9, "é<|éé|> " * 9, "\u1fbe\u0308\u0301" * 9, "ab\n" * 9, "한" * 9):
+        if longest is not None and "model" not in parts:
+            assert len(text.encode()) <= longest * len(tokenizer.encode(text)), text
+
+
+def test_normalising_makes_a_text_at_most_four_times_shorter() -> None:
+    """NFC: each character that comes out of it, and the longest spelling of its parts that may go in."""
+    letters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    parts = {letter: unicodedata.normalize("NFD", letter) for letter in letters}
+    longest: dict[str, int] = {}
+    for letter, spelt in parts.items():
+        if len(spelt) == 1:
+            longest[spelt] = max(longest.get(spelt, 0), len(letter.encode()))
+    for letter, spelt in parts.items():
+        given = sum(longest[part] for part in spelt)
+        assert given <= 4 * len(unicodedata.normalize("NFC", letter).encode())
 
 
 def test_no_template_or_no_messages() -> None:

@@ -138,7 +138,7 @@ def test_examples_are_short() -> None:
 
 
 def test_the_picture_has_both_colours_and_fetches_nothing() -> None:
-    source = (ROOT / "docs" / "assets" / "generate.svg").read_text(encoding="utf-8")
+    source = (ROOT / "docs" / "assets" / "demo.svg").read_text(encoding="utf-8")
     ET.fromstring(source)
     assert "url(http" not in source
     assert "exact" in source

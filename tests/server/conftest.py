@@ -102,7 +102,7 @@ def start_with(make: Callable[[], Backend], settings: ServerSettings) -> Started
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.started, "the server did not start"

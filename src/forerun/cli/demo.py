@@ -22,6 +22,7 @@ from forerun.prompts import as_messages
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
+MAX_TOKENS = 144
 _PLAIN, _BAR = "none", 24  # the drafter of plain decoding; characters of the longest bar
 _EDIT = """Change the error messages to "width and height must be non-negative". Output all of the code.
 
@@ -54,14 +55,13 @@ PROMPTS = (
 class Compared:
     """One prompt, written both ways."""
 
-    about: str
     plain: Written
     drafted: Written
 
     @property
     def equal(self) -> bool:
-        ours = [written.completion and written.completion.token_ids for written in (self.plain, self.drafted)]
-        return ours[0] is not None and ours[0] == ours[1]
+        plain, drafted = self.plain.completion, self.drafted.completion
+        return plain is not None and drafted is not None and plain.token_ids == drafted.token_ids
 
     @property
     def gain(self) -> float:
@@ -70,7 +70,7 @@ class Compared:
 
 def demo(
     model: Annotated[str, typer.Option("--model", "-m", help=HELP["model"])] = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each text at most.")] = 144,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each text at most.")] = MAX_TOKENS,
 ) -> None:
     """Write two texts plainly and with drafting, and compare: texts, and tokens per second."""
     params, screen = SamplingParams(max_tokens=max_tokens), Screen()
@@ -94,7 +94,7 @@ def _compare(llm: LLM, about: str, prompt: str, params: SamplingParams, screen: 
             raise KeyboardInterrupt
         best.append(max(shown, again, key=_rate))
         screen.say(f"{best[-1].tokens} tokens, {best[-1].tokens / best[-1].rounds:.2f} per round")
-    return Compared(about, *best)
+    return Compared(*best)
 
 
 def _rate(written: Written) -> float:

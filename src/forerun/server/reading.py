@@ -153,9 +153,10 @@ class RequestReader:
     def _check_count(self, count: int, of_what: str, context: int) -> None:
         """Refuse more parts than the context has tokens: each takes one at least."""
         if count > context and not self.facts.has_encoder:
-            raise PromptTooLong(
-                f"the prompt has {count} {of_what}; the context has {context} tokens; shorten it"
+            said = (
+                f"the request has {count} {of_what}; the context holds at most {context} tokens; shorten it"
             )
+            raise PromptTooLong(said)
 
     def _jobs(
         self,
@@ -187,7 +188,8 @@ def as_body(what: What, raw: bytes) -> Any:
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        half = " (half of a surrogate pair is no character)" if "hex escape" in str(error) else ""
+        raise ApiError(400, f"the body is not JSON: {error}{half}", code="invalid_json") from None
 
 
 def _as_json(value: dict[str, Any]) -> bytes:
