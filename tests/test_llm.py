@@ -34,7 +34,7 @@ class Letters:
     def token_bytes(self, index: int) -> bytes:
         return self.token_text(index).encode()
 
-    def chat_ids(self, messages: Any) -> list[int]:
+    def chat_ids(self, messages: Any, /, **variables: Any) -> list[int]:
         return self.encode("".join(turn["content"] for turn in messages))
 
 
