@@ -25,6 +25,9 @@ from forerun.checks import shown
 from forerun.errors import InvalidInput, brief
 from forerun.models.load.tool_text import as_plain_messages, offer_of, with_offer
 
+_TOOL_ROLE = re.compile(
+    r"""(['"])tool\1"""
+)  # a template that names the role writes what a tool returned itself
 _USUAL = ("system", "user", "assistant")  # the roles that every template knows
 
 
@@ -71,7 +74,7 @@ def render_chat(source: str, messages: Sequence[Mapping[str, Any]], /, **variabl
     except Exception as error:  # a template that cannot be compiled may fail in any way too
         raise _refused(error) from None
     tools = variables.get("tools")
-    if not writes_tools:
+    if not writes_tools and not _TOOL_ROLE.search(source):
         messages = as_plain_messages(messages)
     if writes_tools or not tools:
         text = _render(template, messages, variables)
