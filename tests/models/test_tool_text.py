@@ -18,7 +18,10 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system 
 DROPS_SYSTEM = (
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content | trim }}\n{% endfor %}"
 )
-KNOWS = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.tool_calls }}{% endfor %}"
+KNOWS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+)
 USER: dict[str, Any] = {"role": "user", "content": "2 + 3?"}
 CALLED: list[dict[str, Any]] = [
     USER,
