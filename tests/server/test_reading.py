@@ -177,7 +177,7 @@ def threaded(llm: LLM) -> Iterator[str]:
 def test_what_may_take_long_never_runs_in_the_front(
     threaded: str, path: str, body: dict[str, Any], in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither on its event loop nor on a thread: parsing, validation, templates and tokenising; grammars are compiled beside the engine."""
+    """Neither on its event loop nor on a thread: parsing, validation, templates and tokenising."""
     done = list[str]()
 
     def seen(kind: type, name: str) -> None:
