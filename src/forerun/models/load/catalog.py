@@ -89,7 +89,7 @@ _SOURCES = {
         hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
     ),
     "gemma-270m": _Source(
-        description="Gemma-3-270M, Q4_K_M (a base model: it continues text)",
+        description="Gemma-3-270M, Q4_K_M (not tuned for chats: it continues text)",
         licence="Gemma terms",
         file="gemma-3-270m-q4_k_m.gguf",
         size=253113024,
