@@ -94,6 +94,23 @@ def test_faults_change_no_text(
     assert llm.engine.target.used_slots == 0
 
 
+def test_an_answer_names_what_drafted(
+    llm: LLM, wanted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    with serving(llm) as url, caplog.at_level(logging.INFO):
+        named = list[str]()
+        for _ in range(2):
+            asked = {**body, "speculative": {"drafter": "ngram", "budget": 4}}
+            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+            assert answer["choices"][0]["text"] == wanted[0]
+            named.append(answer["metrics"]["speculative_decoding"]["drafter"])
+            monkeypatch.setattr(llm.engine.drafters.get("ngram"), "propose", sometimes(lambda: None, 1))
+    assert named == ["ngram", "none"]
+    logged = [record.getMessage() for record in caplog.records if '"drafter"' in record.getMessage()]
+    assert [json.loads(line)["drafter"] for line in logged] == named
+
+
 def test_one_request_that_always_fails_does_not_hurt_the_others(
     llm: LLM, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
