@@ -41,14 +41,14 @@ class Terminal:
 
     def __init__(
         self, *arguments: str, prompts: Path, load: Callable[[Settings], LLM] = tiny_llm, into: Path | None = None,
-        **environment: str,
+        columns: int = 120, **environment: str,
     ) -> None:  # fmt: skip
         self.raw, self._seen, self._prompts = "", 0, prompts
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
             if into is not None:  # as `forerun ... > file` does
                 os.dup2(os.open(into, os.O_WRONLY | os.O_CREAT), 1)
-            _child(arguments, prompts, load, environment)
+            _child(arguments, prompts, load, columns, environment)
 
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
@@ -106,11 +106,12 @@ def _child(
     arguments: tuple[str, ...],
     prompts: Path,
     load: Callable[[Settings], LLM],
+    columns: int,
     environment: dict[str, str],
 ) -> NoReturn:
     code = 99
     try:
-        termios.tcsetwinsize(0, (40, 120))
+        termios.tcsetwinsize(0, (40, columns))
         for name in ("NO_COLOR", "FORCE_COLOR"):
             os.environ.pop(name, None)
         os.environ |= {

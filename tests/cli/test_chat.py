@@ -31,7 +31,7 @@ def test_a_full_context_drops_the_oldest_exchanges(
     ran = forerun("chat", "--max-tokens", "10", typed=typed)
     assert ran.code == 0
     assert "the context of 55 tokens is full: the oldest exchange was dropped" in ran.err
-    assert ran.err.count("forerun: the prompt has 81 tokens") == 1
+    assert ran.err.count("the message takes 81 tokens and the context has 55: send a shorter one") == 1
     assert prompts[1][0]["content"] == "second message here"
     assert [turn["content"] for turn in prompts[-1]][0::2] == ["second message here", "third"]
 

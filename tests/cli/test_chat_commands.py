@@ -7,14 +7,19 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forerun.cli import loading
 from forerun.cli.chat_commands import as_command
 from forerun.cli.chat_input import is_open, join_lines, read_messages
+from forerun.cli.flags import Settings
+from forerun.cli.messages import in_chat
 from forerun.cli.write import Written
+from forerun.llm import LLM
 from forerun.types import Event
-from tests.cli.conftest import Prompts, Run
+from tests.cli.conftest import Prompts, Run, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("tiny")
 FLAGS = ("chat", "--max-tokens", "6", "--drafter", "none")
@@ -43,7 +48,18 @@ def test_what_is_no_command_is_sent(forerun: Run, prompts: Prompts, typed: str) 
 
 def test_help_names_every_command(forerun: Run, prompts: Prompts) -> None:
     said = forerun(*FLAGS, typed="/help\n").err
-    for name in ["help", "system", "save", "load", "reset", "undo", "drafter", "stats", "exit"]:
+    for name in [
+        "help",
+        "system",
+        "save",
+        "load",
+        "reset",
+        "undo",
+        "drafter",
+        "temperature",
+        "stats",
+        "exit",
+    ]:
         assert f"\n/{name} " in f"\n{said}"
     assert prompts == []
 
@@ -121,7 +137,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(
     if content is not None:
         file.write_text(content)
     ran = forerun(*FLAGS, typed=f"one\n/load {file}\ntwo\n/load\n")
-    line = next(line for line in ran.err.splitlines() if line.startswith("forerun: "))
+    line = next(line for line in ran.err.splitlines() if str(file) in line)
     assert words in line
     assert "/load needs a file" in ran.err
     assert [roles(prompt) for prompt in prompts] == ["u", "uau"]
@@ -134,7 +150,7 @@ def test_a_file_of_something_else_is_not_written_over(forerun: Run, tmp_path: Pa
     assert file.read_text() == "years of work"
     assert "is no saved conversation; choose another name" in ran.err
     assert "cannot write" in ran.err
-    assert ran.err.count("forerun: ") == 3
+    assert ran.err.count("choose another name\n") == 3
 
 
 @pytest.mark.parametrize("command", ["/save", "/load"])
@@ -146,15 +162,54 @@ def test_a_device_is_not_read_to_its_end(forerun: Run, tmp_path: Path, command: 
     assert "no saved conversation" in ran.err or "is no file" in ran.err
 
 
-def test_errors_name_the_flags_to_start_with(forerun: Run) -> None:
-    assert "pass --draft-model NAME" in forerun(*FLAGS, typed="/drafter draft_model\n").err
+def test_errors_speak_of_commands_and_of_the_flags_to_start_with(forerun: Run) -> None:
+    said = forerun(*FLAGS, typed="/drafter draft_model\n/temperature -1\n/temperature hot\n").err.splitlines()
+    assert said == [
+        "the drafter 'draft_model' needs a second checkpoint; start the chat with --draft-model NAME",
+        "/temperature -1.0 is out of range: 0 (greedy), or 0.0001 to 10000",
+        "'hot' is no temperature; write /temperature 0.7",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("library", "shown"),
+    [
+        ("use drafter='ngram', or give draft_model=D", "use /drafter ngram, or start the chat with --draft-model D"),
+        ("no room; use a larger max_length=N", "no room; use a larger --max-length N"),
+    ],
+)  # fmt: skip
+def test_messages_of_the_library_in_a_chat(library: str, shown: str) -> None:
+    assert in_chat(library) == shown
+
+
+def test_the_temperature_can_be_shown_and_changed(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[float]()
+
+    def load(settings: Settings) -> LLM:
+        llm = tiny_llm(settings)
+        stream = llm.stream
+
+        def spy(prompt: Any, params: Any, **more: Any) -> Any:
+            seen.append(params.temperature)
+            return stream(prompt, params, **more)
+
+        monkeypatch.setattr(llm, "stream", spy)
+        return llm
+
+    monkeypatch.setattr(loading, "load_llm", load)
+    ran = forerun(
+        *FLAGS, typed="/temperature\na\n/temperature 0.7\nb\n/temperature -1\nc\n/temperature 0\nd\n"
+    )
+    assert seen == [0.0, 0.7, 0.7, 0.0]
+    said = [line for line in ran.err.splitlines() if line.startswith("temperature")]
+    assert said == ["temperature 0, which is greedy", "temperature 0.7", "temperature 0, which is greedy"]
 
 
 def test_the_drafter_can_be_changed(forerun: Run) -> None:
     typed = "/drafter\na\n/drafter ngram\nb\n/drafter ngran\n/drafter auto\nc\n"
     said = forerun(*FLAGS, typed=typed).err
     assert "drafter none; there are auto, " in said
-    assert "forerun: unknown drafter 'ngran'; did you mean 'ngram'?" in said
+    assert "\nunknown drafter 'ngran'; did you mean 'ngram'?" in said
     lines = [line for line in said.splitlines() if line.startswith("prompt ")]
     assert ["drafter ngram" in line for line in lines] == [False, True, False]
 

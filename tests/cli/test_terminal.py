@@ -257,3 +257,20 @@ def test_answers_can_go_into_a_file_while_a_person_types(tmp_path: Path) -> None
     assert chat.messages == ["one\ntwo", "three"]
     assert [len(line) for line in file.read_text().splitlines()] == [6, 6]
     assert "\x1b" not in file.read_text()
+
+
+def test_lines_of_an_answer_break_between_words(tmp_path: Path) -> None:
+    flags = ("chat", "--max-tokens", "120", "--temperature", "1", "--seed", "3", "--drafter", "none")
+    chat = Terminal(*flags, prompts=tmp_path / "p", columns=42, FORERUN_CACHE=str(tmp_path))
+    for message in ("abc", "and then"):
+        chat.wait_for(PROMPT)
+        chat.type(message + ENTER)
+        chat.wait_for("tokens per round")
+    chat.wait_for(PROMPT)
+    chat.type(CTRL_D)
+    assert chat.end() == 0
+    answer = chat.prompts[1][1]["content"]
+    long = next(line for line in answer.split("\n") if len(line) > 42)
+    place = long.rindex(" ", 0, 43) + 1
+    assert long not in chat.text
+    assert f"{long[:place]}\n{long[place:]}\n" in chat.text

@@ -116,7 +116,9 @@ def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
     for a group, since repeating one flatters every lookup drafter.
     """
     if len(prompts) < batch:
-        raise InvalidInput(f"batches={batch} needs as many prompts and there are {len(prompts)}; raise --limit")
+        raise InvalidInput(
+            f"batches={batch} needs as many prompts and there are {len(prompts)}; raise --limit"
+        )
     size = 1 if batch == 1 else TEXTS_PER_PLACE * batch
     groups, over = list[Group](), list[tuple[int, Prompt]]()
     for task in dict.fromkeys(prompt.task for prompt in prompts):

@@ -16,13 +16,11 @@ from forerun.cli import loading
 from forerun.cli.chat_commands import as_command, obey
 from forerun.cli.chat_input import read_messages
 from forerun.cli.conversation import Conversation
-from forerun.cli.flags import HELP, Settings, with_settings
-from forerun.cli.messages import with_flags
+from forerun.cli.flags import Settings, with_settings
+from forerun.cli.messages import in_chat
 from forerun.cli.show import Screen
 from forerun.cli.write import over_the_context
 from forerun.errors import ForerunError, InvalidInput
-
-_FLAGS = {"--" + name.replace("_", "-") for name in HELP}
 
 
 @with_settings
@@ -34,7 +32,7 @@ def chat(
     llm = loading.load_llm(settings)
     if not llm.tokenizer.has_chat_template:
         raise InvalidInput(f"{llm.name!r} has no chat template; use: forerun generate --raw")
-    screen = Screen()
+    screen = Screen(wraps=True)
     if sys.stdin is not None and sys.stdin.isatty():
         screen.say(
             f"{loading.short_name(settings.model)}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
@@ -55,7 +53,6 @@ def converse(conversation: Conversation, messages: Iterable[str]) -> None:
             elif message.strip():
                 conversation.answer(message.strip())
         except ForerunError as error:
-            said = with_flags(" ".join(str(error).split()), _FLAGS)
-            print("forerun:", said, file=sys.stderr)
+            conversation.screen.say(in_chat(" ".join(str(error).split())), style="red")
         except KeyboardInterrupt:  # pressed while nothing was being written: there is nothing to keep
             conversation.screen.say("stopped")

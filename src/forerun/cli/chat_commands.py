@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forerun import registry
@@ -88,6 +88,18 @@ def _drafter(conversation: Conversation, rest: str) -> None:
     conversation.screen.say(f"drafter {current}{others}")
 
 
+def _temperature(conversation: Conversation, rest: str) -> None:
+    settings = conversation.settings
+    if rest:
+        try:
+            wanted = float(rest)
+        except ValueError:
+            raise InvalidInput(f"{rest!r} is no temperature; write /temperature 0.7") from None
+        conversation.settings = replace(settings, sampling=replace(settings.sampling, temperature=wanted))
+    value = conversation.settings.sampling.temperature
+    conversation.screen.say(f"temperature {value:g}{'' if value else ', which is greedy'}")
+
+
 def _stats(conversation: Conversation, rest: str) -> None:
     conversation.screen.say(conversation.statistics())
 
@@ -124,6 +136,9 @@ _COMMANDS: Mapping[str, _Command] = {
     "reset": _Command("", "Forget the conversation; the system message stays.", _reset),
     "undo": _Command("", "Take back the last message and its answer.", _undo),
     "drafter": _Command("NAME", "Draft with this one from now on; /drafter alone lists them.", _drafter),
+    "temperature": _Command(
+        "NUMBER", "Vary the answers: 0 is greedy; /temperature alone shows it.", _temperature
+    ),
     "stats": _Command("", "Count what was answered, and how fast.", _stats),
     "exit": _Command("", "Leave.", _never),
 }

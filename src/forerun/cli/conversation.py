@@ -52,6 +52,7 @@ class Conversation:
                 visible=self.screen.is_terminal,
             )
         except BaseException:
+            self.screen.flush()
             self.turns = before
             raise
         self.screen.close(written)
@@ -123,13 +124,20 @@ class Conversation:
         self.turns, self.system = list(turns), system
 
     def _make_room(self) -> None:
-        """Drop the oldest exchanges until there is room to answer: what is asked for, or a quarter."""
+        """Drop the oldest exchanges until there is room to answer: what is asked for, or a quarter.
+
+        Raises where the last message alone leaves none.
+        """
         limit, turns = self.llm.engine.max_length, self.turns
         room = min(self.settings.sampling.max_tokens, limit // 4)
         while len(self.turns) > 1 and len(self.llm.encode(self.prompt())) + room > limit:
             self.turns = self.turns[2:]
+        if (needed := len(self.llm.encode(self.prompt()))) >= limit:
+            raise InvalidInput(
+                f"the message takes {needed} tokens and the context has {limit}: send a shorter one, or a part of it"
+            )
         dropped = (len(turns) - len(self.turns)) // 2
-        if dropped and len(self.llm.encode(self.prompt())) < limit:  # else the message is refused
+        if dropped:
             what = "exchange was" if dropped == 1 else f"{dropped} exchanges were"
             self.screen.say(f"the context of {limit} tokens is full: the oldest {what} dropped")
 

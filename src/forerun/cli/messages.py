@@ -12,6 +12,8 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from forerun.cli.flags import HELP
+
 # settings whose flag may be called otherwise: as vLLM calls it, or because it is a limit there
 _CALLED = {"max_batch": "--max-num-seqs", "budget": "--max-budget", "suite": "--prompts"}
 _SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)'\".])")
@@ -19,10 +21,17 @@ _SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)
 
 def in_flags(message: str, command: Any) -> str:
     """The message, with the flags of `command` in place of the settings that they set."""
-    return with_flags(message, set(_flags(command)))
+    return _with_flags(message, set(_flags(command)))
 
 
-def with_flags(message: str, known: Collection[str]) -> str:
+def in_chat(message: str) -> str:
+    """The message in the words of a chat: its own commands, and flags for the next start."""
+    said = _with_flags(message, {"--" + name.replace("_", "-") for name in HELP})
+    said = re.sub(r"--(drafter|system|temperature)\b", r"/\1", said)
+    return re.sub(r"\b(?:add|give|pass|use) (?=--)", "start the chat with ", said)
+
+
+def _with_flags(message: str, known: Collection[str]) -> str:
     """The message, with these flags in place of the settings that they set."""
 
     def spelt(found: re.Match[str]) -> str:

@@ -1,11 +1,13 @@
 """Terminal output of a text being written: drafted characters in green, and one closing line.
 
 Colour is for terminals only (NO_COLOR is respected); into a pipe goes the text and nothing else. Model text
-is written as it is, never through a renderer that would wrap lines, expand tabs or read brackets as markup.
+is written as it is, never through a renderer that would expand tabs or read brackets as markup; where it is asked for,
+lines are broken between words.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from forerun.cli.wrap import WordWrap
 from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
@@ -53,14 +56,28 @@ class Shades:
 class Screen:
     """Writes texts to stdout as they grow, and lines about them there on a terminal, else to stderr."""
 
-    def __init__(self) -> None:
+    def __init__(self, wraps: bool = False) -> None:
         out = _console(stderr=False)
         self.is_terminal = out.is_terminal
         self.coloured = out.color_system is not None and not out.no_color
         self._lines = out if out.is_terminal else _console(stderr=True)
+        self._wrap = WordWrap() if wraps and out.is_terminal else None
 
     def write(self, text: str, drafted: bool = False) -> None:
-        """Write more of the text, unbuffered."""
+        """Write more of the text, unbuffered; where lines are wrapped, as far as its words are whole."""
+        if self._wrap is None:
+            self._put(text, drafted)
+            return
+        for piece in self._wrap.push(text, drafted, _columns()):
+            self._put(*piece)
+
+    def flush(self) -> None:
+        """Write what was held back of a text that ends here."""
+        if self._wrap is not None:
+            for piece in self._wrap.flush(_columns()):
+                self._put(*piece)
+
+    def _put(self, text: str, drafted: bool) -> None:
         if drafted and self.coloured:
             text = f"{_GREEN}{text}{_PLAIN}"
         sys.stdout.write(text)
@@ -72,7 +89,8 @@ class Screen:
 
     def close(self, written: Written) -> None:
         """End the text's last line and print the closing line."""
-        self.write("" if not written.text or written.text.endswith("\n") else "\n")
+        self.flush()
+        self._put("" if not written.text or written.text.endswith("\n") else "\n", drafted=False)
         line = Text(closing_line(written), style="dim")
         completion = written.completion
         if completion is not None and completion.exact:
@@ -89,6 +107,14 @@ def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False)
     console.soft_wrap = not console.is_terminal
     return console
+
+
+def _columns() -> int:
+    """Of the terminal itself: COLUMNS may say otherwise, and a line would be broken twice."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def closing_line(written: Written) -> str:
