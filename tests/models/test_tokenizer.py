@@ -168,7 +168,7 @@ def test_templates_have_the_usual_helpers() -> None:
         "{{ bos_token }}{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
-    text = chatting(template).chat_text([{"role": "u", "content": "é<"}, {"role": "v", "content": ""}])
+    text = chatting(template).chat_text([{"role": "u", "content": "é<"}, {"role": "user", "content": ""}])
     assert text == '<s>{"role": "u", "content": "é<"}4'
     assert chatting("{{ tools }} {{ x }}").chat_text([{}], x=3) == "None 3"
 
@@ -192,6 +192,107 @@ def test_templates_fail_in_one_line(template: str, says: str) -> None:
     with pytest.raises(InvalidInput, match=says) as raised:
         chatting(template).chat_text([{"role": "user", "content": "x"}])
     assert "\n" not in str(raised.value)
+
+
+DROPS = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.role }}: {{ m.content }};"
+    "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role == 'strict' and m.content != 'x' %}"
+    "{{ raise_exception('x alone') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "text"), [("tool", 'user: Hi;"x"'), ("user", "user: Hi;user: x;"), ("strict", "user: Hi;")]
+)
+def test_roles_that_a_template_writes_or_looks_into(role: str, text: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": role, "content": "x"}]
+    assert chatting(DROPS).chat_text(messages) == text
+
+
+@pytest.mark.parametrize("content", ["x", "", "user", "Hi"])
+def test_a_message_that_a_template_would_leave_out_is_refused(content: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "developer", "content": content}]
+    with pytest.raises(
+        InvalidInput, match="role='developer' of message 1 is unknown to the model's chat template"
+    ):
+        chatting(DROPS).chat_text(messages)
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "\ud800", "content": "x"}, {"role": "user", "content": "x", "name": "\udfff"}]
+)
+def test_half_a_character_anywhere_in_a_chat_is_refused(message: dict[str, str]) -> None:
+    with pytest.raises(InvalidInput, match="surrogates not allowed"):
+        chatting("{{ messages[0].role }}{{ messages[0].name }}").chat_ids([message])
+
+
+def bounded(**parts: Any) -> Tokenizer:
+    """A byte-level tokenizer whose longest token has three bytes, and some parts of others."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    model = tokenizers.models.BPE({**alphabet, "aa": 256, "aaa": 257}, [("a", "a"), ("aa", "a")])
+    backend = tokenizers.Tokenizer(parts.pop("model", model))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(parts.pop("added", []))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return Tokenizer(backend)
+
+
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+
+def fallback(vocabulary: dict[str, int]) -> dict[str, Any]:
+    model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
+    return {"model": model, "decoder": tokenizers.decoders.ByteFallback(), "pre_tokenizer": None}
+
+
+@pytest.mark.parametrize(
+    ("parts", "fewest"),
+    [
+        ({}, 300),  # of 900 bytes: the longest token has three
+        ({"added": ["<|éé|>"]}, 113),  # eight
+        ({"normalizer": tokenizers.normalizers.NFC()}, 300),
+        ({"normalizer": tokenizers.normalizers.Replace("a", "▁")}, 900),  # three bytes for one
+        ({"normalizer": tokenizers.normalizers.Replace("aa", "a")}, 150),
+        ({"normalizer": tokenizers.normalizers.Strip()}, 0),
+        ({"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase()])}, 0),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Whitespace()}, 0),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Split(" ", "removed")}, 0),
+        ({"added": [tokenizers.AddedToken("<mask>", lstrip=True)]}, 0),
+        ({"model": tokenizers.models.Unigram([("a", 0.0)], unk_id=0)}, 0),
+        ({"model": tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")}, 0),
+        ({"decoder": tokenizers.decoders.Metaspace()}, 0),
+        ({"model": tokenizers.models.BPE({"b": 0, "bb": 1}, [("b", "b")])}, 0),  # all else is left out
+        (fallback({"<0x41>": 0, "▁é": 1}), 0),
+        (fallback({**BYTES, "▁ééé": 256}), 100),
+    ],
+)  # fmt: skip
+def test_the_fewest_tokens_that_a_text_can_be(parts: dict[str, Any], fewest: int) -> None:
+    tokenizer = bounded(**parts)
+    assert tokenizer.fewest_tokens("a" * 900) == fewest
+    for text in (
+        "a   b " * 9,
+        "é<|éé|> " * 9,
+        "\u1fbe\u0308\u0301" * 9,
+        "\u1100\u1161\u11a8" * 9,
+        "ab\n" * 9,
+    ):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text)), text
+
+
+@pytest.mark.model
+def test_the_fewest_tokens_of_the_default_model(smollm2: Tokenizer) -> None:
+    """Its longest token is a line's end and eighty spaces; some bytes are in none of its tokens."""
+    longest = "\n" + " " * 80
+    assert smollm2.fewest_tokens(longest * 100) == len(smollm2.encode(longest * 100)) == 100
+    for text in [
+        *VARIED,
+        *(chr(code) * 500 for code in range(0x3000)),
+        "\U00040000" * 500,
+        "\x7f\x80é" * 500,
+    ]:
+        assert smollm2.fewest_tokens(text) <= len(smollm2.encode(text)), text
 
 
 def test_no_template_or_no_messages() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -14,7 +13,6 @@ import pytest
 
 from forerun import LLM
 from forerun.server.engine_process.loader import Loader
-from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import Running, start, start_process
 from tests.server.test_connections import LONG, connect, send, wait_for
@@ -154,21 +152,3 @@ def test_a_client_that_leaves_is_dropped_within_a_round(waits: bool, slow: str) 
     for other in others:
         other.close()
     wait_for(lambda: running.stats()["used_slots"] == 0, "all is free")
-
-
-def test_what_is_quick_needs_no_thread(threaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts, grammars and tools get one, so that nobody waits for theirs."""
-    threads = list[str]()
-    real = Service.chat_jobs
-
-    def jobs(service: Service, body: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        return real(service, body)
-
-    monkeypatch.setattr(Service, "chat_jobs", jobs)
-    long = {"messages": [{"role": "user", "content": "word " * 4000}]}
-    for case, in_between in (({}, True), (long, False), ({"tools": CASES["tools, free"]["tools"]}, False)):
-        threads.clear()
-        httpx.post(f"{threaded}/v1/chat/completions", json=body_of({"max_tokens": 1, **case}), timeout=60)
-        assert len(threads) == 1
-        assert threads[0].startswith(("asyncio_", "uvloop_")) is not in_between  # of an executor

@@ -8,15 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
+from forerun.server import connection
 from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
 from tests.server.test_robust import serving, stream
@@ -161,6 +164,42 @@ def test_a_body_that_does_not_come_is_not_waited_for(llm: LLM) -> None:
         answer = client.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"did not come" in answer + client.recv(1 << 16)
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+HEADS = {
+    "a long header": (b"GET /health HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 33_000 + b"\r\n\r\n", 431),
+    "a header without an end": (b"GET /health HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 2_000_000, 431),
+    "many headers": (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x: y\r\n" * 50_000 + b"\r\n", 431),
+    "not too many headers": (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"x: y\r\n" * 1000 + b"\r\n", 200),
+    "a long path": (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a path without an end": (b"GET /" + b"x" * 2_000_000, 431),
+    "a long query": (b"GET /health?" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+    "a trailer without an end": (CHUNKED + b"1\r\n{\r\n0\r\nx: " + b"y" * 2_000_000, 431),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pure", [True, False])
+def test_paths_and_headers_are_bounded(llm: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With uvicorn's own parser of HTTP (`pure`), which says 400, and with httptools, where that is installed."""
+    if pure:
+        monkeypatch.setattr(connection, "_Protocol", H11Protocol)
+    with serving(llm) as url:
+        for what, (head, status) in HEADS.items():
+            with connect(url) as client:
+                threading.Thread(target=send_until_refused, args=(client, head), daemon=True).start()
+                client.settimeout(20)
+                answer = client.recv(1 << 16)
+                found = {400: 431}.get(int(answer[9:12]), int(answer[9:12])) if pure else int(answer[9:12])
+                assert found == status, (what, answer)
+        # those before have gone, and a body with short headers is no matter of theirs
+        body = {"prompt": "x" * 100_000}
+        assert httpx.post(f"{url}/tokenize", json=body, timeout=60).status_code in (200, 400)
+
+
+def send_until_refused(client: socket.socket, data: bytes) -> None:
+    with suppress(OSError):
+        client.sendall(data)
 
 
 def test_nothing_is_left_of_a_connection_that_has_ended(llm: LLM) -> None:

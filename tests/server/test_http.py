@@ -49,6 +49,12 @@ def test_tokens_there_and_back(http: httpx.Client, served: Running) -> None:
         ('{"messages": [{"role": "user", "content": "x"}], "best_of": 5}', 400),
         ('{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}}', 400),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ('{"messages": [{"role": "\\ud800", "content": "x"}]}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
+        ('{"messages": [{"role": "user", "content": "x", "\\ud800": "\\udfff"}]}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"add_generation_prompt": 1}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}}', 400),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -32,13 +32,12 @@ log = logging.getLogger(__name__)
 KERNEL_BYTES = 128 << 10
 READ_BYTES = 64 << 10  # taken from a connection at once: a body may come in chunks of one byte
 _Protocol: Any = AutoHTTPProtocol
-_HAS_LIMIT = not hasattr(_Protocol, "on_headers_complete")  # h11
 
 
 def connection_class(patience: float) -> type[asyncio.Protocol]:
     """What uvicorn makes one of for each connection; `patience` in seconds."""
 
-    outbox = Outbox()
+    outbox, is_h11 = Outbox(), not hasattr(_Protocol, "on_headers_complete")
 
     class Connection(_Protocol):  # type: ignore[misc]
         _check: asyncio.TimerHandle | None = None
@@ -56,7 +55,7 @@ def connection_class(patience: float) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             self._vain += len(data)
             super().data_received(data)
-            if self._vain > HEAD_BYTES and not _HAS_LIMIT and not self.transport.is_closing():
+            if self._vain > HEAD_BYTES and not is_h11 and not self.transport.is_closing():
                 self.send_refusal(head_too_large())
 
         def on_headers_complete(self) -> None:

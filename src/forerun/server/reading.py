@@ -150,20 +150,22 @@ class RequestReader:
 
     def _encode(self, text: str, add_special: bool, context: int) -> tuple[int, ...]:
         """The ids of a text, unless there are too many of them for the context, whatever they are."""
-        if len(text) > SHORT and not self.facts.has_encoder and self.tokenizer.longest is not None:
-            size, most = len(text.encode()), self.tokenizer.longest * context
-            if size > most:
+        if len(text) > SHORT and not self.facts.has_encoder:
+            least = self.tokenizer.fewest_tokens(text)
+            if least > context:
                 raise PromptTooLong(
-                    f"the prompt has {size} bytes; the context of {context} tokens holds at most {most}; shorten it"
+                    f"the prompt has at least {least} tokens ({len(text)} characters); the context holds at most "
+                    f"{context}; shorten it"
                 )
         return tuple(self.tokenizer.encode(text, add_special))
 
     def _check_count(self, count: int, of_what: str, context: int) -> None:
         """Refuse more parts than the context has tokens: each takes one at least."""
         if count > context and not self.facts.has_encoder:
-            raise PromptTooLong(
-                f"the prompt has {count} {of_what}; the context has {context} tokens; shorten it"
+            said = (
+                f"the request has {count} {of_what}; the context holds at most {context} tokens; shorten it"
             )
+            raise PromptTooLong(said)
 
     def _jobs(
         self,
@@ -191,7 +193,8 @@ def as_body(what: What, raw: bytes) -> Any:
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        half = " (half of a surrogate pair is no character)" if "hex escape" in str(error) else ""
+        raise ApiError(400, f"the body is not JSON: {error}{half}", code="invalid_json") from None
 
 
 def _has_grammar(body: Generation) -> bool:
