@@ -30,8 +30,8 @@ lint: $(DEV)
 check: $(DEV) model  # tests/conftest.py puts the longest files first
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-fuzz: $(DEV) model  ## 300 damaged files of every format, 400 random loads, 400 requests to every route
-	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged tests/fuzz
+fuzz: $(DEV) model  ## 300 damaged files of every format, 400 random loads, 10,000 damaged requests and 400 more to every route
+	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged tests/fuzz tests/server/test_fuzz.py
 	FORERUN_FUZZ=400 $(BIN)/pytest -q tests/server/test_schemathesis.py
 
 mutants: $(DEV) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")

@@ -117,6 +117,7 @@ REQUESTS: dict[str, Callable[[], bytes]] = {
     ),
     "completion, surrogates": lambda: post(TEXT, b'{"prompt": "' + b"\\ud800" * 600_000 + b'"}'),
     "tokenize, 4 MB in chunks of one byte": lambda: chunked(b'{"prompt": "' + b"a" * 4_000_000 + b'"}'),
+    "GET /openapi.json": lambda: get("").replace(b"/health", b"/openapi.json"),
     "headers, 50,000 of them": lambda: get("".join(f"x{i}: y\r\n" for i in range(50_000))),
     "headers, one of 2 MB": lambda: get(f"x: {'y' * 2_000_000}\r\n"),
     "headers, one of 2 MB at chats": lambda: post(CHAT, b"{}", f"x: {'y' * 2_000_000}\r\n"),

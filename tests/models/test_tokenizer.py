@@ -1,7 +1,6 @@
 """Tokenizers from GGUF metadata and from folders, equal to transformers' for the default; chat templates."""
 
 import json
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -252,48 +251,60 @@ def bounded(**parts: Any) -> Tokenizer:
     return Tokenizer(backend)
 
 
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+
+def fallback(vocabulary: dict[str, int]) -> dict[str, Any]:
+    model = tokenizers.models.BPE(vocabulary, [], byte_fallback=True)
+    return {"model": model, "decoder": tokenizers.decoders.ByteFallback(), "pre_tokenizer": None}
+
+
 @pytest.mark.parametrize(
-    ("parts", "longest"),
+    ("parts", "fewest"),
     [
-        ({}, 3),
-        ({"added": ["<|éé|>"]}, 8),
-        ({"normalizer": tokenizers.normalizers.NFC()}, 12),
-        ({"normalizer": tokenizers.normalizers.Replace(" ", "▁")}, 3),
-        ({"normalizer": tokenizers.normalizers.Replace("  ", " ")}, None),
-        ({"normalizer": tokenizers.normalizers.Replace(tokenizers.Regex(" +"), " ")}, None),
-        ({"normalizer": tokenizers.normalizers.Strip()}, None),
-        ({"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase()])}, None),
-        ({"pre_tokenizer": tokenizers.pre_tokenizers.Whitespace()}, None),
-        ({"pre_tokenizer": tokenizers.pre_tokenizers.Split(" ", "removed")}, None),
-        ({"added": [tokenizers.AddedToken("<mask>", lstrip=True)]}, None),
-        ({"model": tokenizers.models.Unigram([("a", 0.0)])}, None),
-        ({"model": tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")}, None),
-        ({"decoder": tokenizers.decoders.Metaspace()}, None),
-        ({"model": tokenizers.models.BPE({"<0x41>": 0, "▁é": 1}, [], byte_fallback=True),
-          "decoder": tokenizers.decoders.ByteFallback()}, 6),
+        ({}, 300),  # of 900 bytes: the longest token has three
+        ({"added": ["<|éé|>"]}, 113),  # eight
+        ({"normalizer": tokenizers.normalizers.NFC()}, 300),
+        ({"normalizer": tokenizers.normalizers.Replace("a", "▁")}, 900),  # three bytes for one
+        ({"normalizer": tokenizers.normalizers.Replace("aa", "a")}, 150),
+        ({"normalizer": tokenizers.normalizers.Strip()}, 0),
+        ({"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Lowercase()])}, 0),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Whitespace()}, 0),
+        ({"pre_tokenizer": tokenizers.pre_tokenizers.Split(" ", "removed")}, 0),
+        ({"added": [tokenizers.AddedToken("<mask>", lstrip=True)]}, 0),
+        ({"model": tokenizers.models.Unigram([("a", 0.0)], unk_id=0)}, 0),
+        ({"model": tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")}, 0),
+        ({"decoder": tokenizers.decoders.Metaspace()}, 0),
+        ({"model": tokenizers.models.BPE({"b": 0, "bb": 1}, [("b", "b")])}, 0),  # all else is left out
+        (fallback({"<0x41>": 0, "▁é": 1}), 0),
+        (fallback({**BYTES, "▁ééé": 256}), 100),
     ],
 )  # fmt: skip
-def test_the_longest_token_is_known_where_it_bounds_a_text(
-    parts: dict[str, Any], longest: int | None
-) -> None:
+def test_the_fewest_tokens_that_a_text_can_be(parts: dict[str, Any], fewest: int) -> None:
     tokenizer = bounded(**parts)
-    assert tokenizer.longest == longest
-    for text in ("aaa" * 50, "a   b " * 9, "é<|éé|> " * 9, "\u1fbe\u0308\u0301" * 9, "ab\n" * 9, "한" * 9):
-        if longest is not None and "model" not in parts:
-            assert len(text.encode()) <= longest * len(tokenizer.encode(text)), text
+    assert tokenizer.fewest_tokens("a" * 900) == fewest
+    for text in (
+        "a   b " * 9,
+        "é<|éé|> " * 9,
+        "\u1fbe\u0308\u0301" * 9,
+        "\u1100\u1161\u11a8" * 9,
+        "ab\n" * 9,
+    ):
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text)), text
 
 
-def test_normalising_makes_a_text_at_most_four_times_shorter() -> None:
-    """NFC: each character that comes out of it, and the longest spelling of its parts that may go in."""
-    letters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    parts = {letter: unicodedata.normalize("NFD", letter) for letter in letters}
-    longest: dict[str, int] = {}
-    for letter, spelt in parts.items():
-        if len(spelt) == 1:
-            longest[spelt] = max(longest.get(spelt, 0), len(letter.encode()))
-    for letter, spelt in parts.items():
-        given = sum(longest[part] for part in spelt)
-        assert given <= 4 * len(unicodedata.normalize("NFC", letter).encode())
+@pytest.mark.model
+def test_the_fewest_tokens_of_the_default_model(smollm2: Tokenizer) -> None:
+    """Its longest token is a line's end and eighty spaces; some bytes are in none of its tokens."""
+    longest = "\n" + " " * 80
+    assert smollm2.fewest_tokens(longest * 100) == len(smollm2.encode(longest * 100)) == 100
+    for text in [
+        *VARIED,
+        *(chr(code) * 100 for code in range(0x800)),
+        "\U00040000" * 100,
+        "\x7f\x80é" * 100,
+    ]:
+        assert smollm2.fewest_tokens(text) <= len(smollm2.encode(text)), text
 
 
 def test_no_template_or_no_messages() -> None:

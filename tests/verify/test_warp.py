@@ -13,9 +13,17 @@ from torch import Tensor
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, random_tree
 from forerun.types import TreeBatch
-from forerun.verify import truncation
-from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
-from forerun.verify.warp import _add_bias, coupled_token, token_logprobs, warp, warp_rows
+from forerun.verify import warp as truncation
+from forerun.verify.warp import (
+    _add_bias,
+    coupled_token,
+    keep_top_k,
+    keep_top_p,
+    keep_within_min_p,
+    token_logprobs,
+    warp,
+    warp_rows,
+)
 
 transformers = pytest.importorskip("transformers")
 V = 23

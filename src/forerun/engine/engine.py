@@ -6,18 +6,12 @@ A round happens whole or not at all. Its result is computed first (`Advance`) an
 interrupted is repeated. A round that fails before that is rolled back: its sequences free their KV cache and queue
 again with the tokens that they have, which are then prefilled like a prompt. One thread at a time: see driver.py.
 
-A request waits for admission, its prompt is prefilled, then it runs. Prompts are prefilled in chunks: alone while no
-sequence runs, else in the pass that scores the trees of the running sequences, and then so few rows at a time that
-rounds hardly take longer (`PrefillRows`).
+A request waits for admission, its prompt is prefilled in chunks (`PrefillRows`), then it runs.
 
-Overlap. Where the target can (`Abilities.overlap`), a round is launched as soon as the last one is written, or even
-before its verdict is read (`_follow`): the device then never waits for the host. Behind a plain round the device finds
-the next roots itself (`Greedy.next_roots`); behind trees that were grown on the device, the drafter goes on from its
-own verdict (`TreeBatch.grower`). The shape may change on the way, to plain and back (`SwitchesForms`). Sequences that
-have joined, and chunks of prompts, are in the same pass; a request whose prompt ends in a pass starts with that pass
-(`_with_starters`). A sequence may turn out to have ended: its tree in the round behind is dropped. Everything a pass
-writes lies behind what is committed, so a round that was launched early can be forgotten at any time. The controller's
-plan stands for `Budget.repeats` rounds; a controller that reconsiders is asked before each of them.
+Overlap. Where the target can (`Abilities.overlap`), a round is launched before the verdict on the last one is read
+(`_follow`). Behind a plain round the device finds the next roots itself (`Greedy.next_roots`); behind trees that were
+grown on the device, the drafter goes on from its own verdict (`TreeBatch.grower`). Sequences that have joined are in
+the same pass. Everything a pass writes lies behind what is committed: a round can be forgotten at any time.
 """
 
 from __future__ import annotations
@@ -593,19 +587,14 @@ def _standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
 
 
 def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:
-    return _kind_reconsiders(type(controller))
-
-
-@cache
-def _kind_reconsiders(kind: type) -> bool:
-    """Asked once: to compare a class with a protocol takes as long as a look-up."""
-    return issubclass(kind, Reconsiders)
+    return _is_kind(type(controller), Reconsiders)
 
 
 def _sees_prompts(controller: Controller) -> TypeGuard[SeesPrompts]:
-    return _kind_sees_prompts(type(controller))
+    return _is_kind(type(controller), SeesPrompts)
 
 
 @cache
-def _kind_sees_prompts(kind: type) -> bool:
-    return issubclass(kind, SeesPrompts)
+def _is_kind(kind: type, protocol: type) -> bool:
+    """Asked once: to compare a class with a protocol takes as long as a look-up."""
+    return issubclass(kind, protocol)

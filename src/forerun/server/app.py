@@ -41,12 +41,12 @@ class Application(FastAPI):
     """With the bodies of requests in its OpenAPI schema: `_read` reads them, and the framework does not know them."""
 
     def openapi(self) -> dict[str, Any]:
-        document = super().openapi()
-        _, found = models_json_schema(
-            [(body, "validation") for body in BODIES.values()], ref_template="#/components/schemas/{model}"
-        )
-        document["components"]["schemas"] |= found["$defs"]
-        return document
+        if self.openapi_schema is None:
+            document = self.openapi_schema = super().openapi()
+            bodies: list[tuple[Any, Any]] = [(body, "validation") for body in BODIES.values()]
+            _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+            document["components"]["schemas"] |= found["$defs"]
+        return self.openapi_schema
 
 
 def _takes(body: type[BaseModel]) -> dict[str, Any]:

@@ -83,9 +83,10 @@ def connection_class(patience: float) -> type[asyncio.Protocol]:
 
         def send_refusal(self, error: ApiError) -> None:
             """Answer what is no request yet, and close."""
-            body = json.dumps(error.body()).encode()
-            head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                body = json.dumps(error.body()).encode()
+                head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
+                self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             self.transport.close()
 
         async def send_body(self, lines: AsyncGenerator[bytes]) -> None:

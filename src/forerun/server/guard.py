@@ -75,9 +75,8 @@ def head_too_large() -> ApiError:
 
 def _head_size(scope: Scope) -> int:
     path = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
-    return path + sum(
-        len(name) + len(value) + 4 for name, value in scope["headers"]
-    )  # ": " and the line's end
+    # with a colon, a space and the line's end
+    return path + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _length(headers: Headers) -> int:

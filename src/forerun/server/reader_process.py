@@ -37,9 +37,8 @@ class ReaderProcess:
         self._tokenizer, self._facts = tokenizer, facts
         self._child: tuple[Popen[bytes], Channel] | None = None
         self._numbers = count()
-        self._waiting: list[
-            tuple[int, int, Any, asyncio.Future[Any]]
-        ] = []  # a heap: the smallest is read next
+        # a heap: the smallest is read next
+        self._waiting: list[tuple[int, int, Any, asyncio.Future[Any]]] = []
         self._reading: tuple[asyncio.Future[Any], asyncio.TimerHandle] | None = None
 
     async def read(self, what: What, raw: bytes, context: int) -> Any:

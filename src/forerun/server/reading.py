@@ -142,11 +142,12 @@ class RequestReader:
 
     def _encode(self, text: str, add_special: bool, context: int) -> tuple[int, ...]:
         """The ids of a text, unless there are too many of them for the context, whatever they are."""
-        if len(text) > SHORT and not self.facts.has_encoder and self.tokenizer.longest is not None:
-            size, most = len(text.encode()), self.tokenizer.longest * context
-            if size > most:
+        if len(text) > SHORT and not self.facts.has_encoder:
+            least = self.tokenizer.fewest_tokens(text)
+            if least > context:
                 raise PromptTooLong(
-                    f"the prompt has {size} bytes; the context of {context} tokens holds at most {most}; shorten it"
+                    f"the prompt has at least {least} tokens ({len(text)} characters); the context holds at most "
+                    f"{context}; shorten it"
                 )
         return tuple(self.tokenizer.encode(text, add_special))
 

@@ -26,8 +26,7 @@ from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
 from forerun.verify.exact import ExactVerifier
-from forerun.verify.truncation import truncate
-from forerun.verify.warp import adjusts
+from forerun.verify.warp import adjusts, truncate
 
 MOST_TRUNCATIONS = 4  # different ones in a batch: each is computed for all rows
 GREEDY, COUPLED, DRAWN = range(3)  # how a sequence's tokens are found

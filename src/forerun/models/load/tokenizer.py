@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
 
-_NFC_SHRINKS = 4  # times, at most: U+1FBE U+0308 U+0301, 7 bytes, are U+0390, which has 2
+# how vocabularies spell single bytes
+_BYTE_FALLBACK = {f"<0x{byte:02X}>" for byte in range(256)}
+_BYTE_LEVEL = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 
 
 class TokenizerParts(NamedTuple):
@@ -73,25 +75,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    @cached_property
-    def longest(self) -> int | None:
-        """The most bytes that one token stands for; None where a token may stand for any number of them.
-
-        So a text of more bytes than `longest` times a number of tokens is more tokens than that. It holds where every
-        byte of a text is in a token: nothing is stripped, dropped or replaced by something shorter on the way.
-        """
-        model, alike = self._backend.model, self._joins
-        if type(model) is not tokenizers.models.BPE or not (alike or model.byte_fallback):
-            return None
-        added = self._backend.get_added_tokens_decoder().values()
-        parts = _parts(self._backend.normalizer) + _parts(self._backend.pre_tokenizer)
-        if any(token.lstrip or token.rstrip for token in added) or not all(map(_keeps_bytes, parts)):
-            return None
-        # a token of a byte-level vocabulary has a character for each of its bytes
-        own = max(len(token if alike else token.encode()) for token in self._backend.get_vocab(False))
-        longest = max([own, *(len(token.content.encode()) for token in added)])
-        return longest * (_NFC_SHRINKS if any(part["type"] == "NFC" for part in parts) else 1)
-
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
@@ -117,6 +100,37 @@ class Tokenizer:
         """The ids of a text; `add_special` adds the model's special tokens (BOS, where it uses one)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """What a text has at least, by its bytes; 0 where a token may stand for any number of them."""
+        if self._bound is None:
+            return 0
+        longest, left_out = self._bound
+        if self._backend.normalizer is not None:
+            text = self._backend.normalizer.normalize_str(text)
+        return -(-len(text.encode().translate(None, left_out)) // longest)
+
+    @cached_property
+    def _bound(self) -> tuple[int, bytes] | None:
+        """The most bytes that one token stands for, and the bytes that are in no token.
+
+        None where that says nothing: where parts of a text are stripped, or all that is unknown is one token.
+        """
+        model, alike = self._backend.model, self._joins
+        added = self._backend.get_added_tokens_decoder().values()
+        parts = _parts(self._backend.normalizer) + _parts(self._backend.pre_tokenizer)
+        if type(model) is not tokenizers.models.BPE or not all(map(_keeps_bytes, parts)):
+            return None
+        if any(token.lstrip or token.rstrip for token in added):
+            return None
+        vocabulary = self._backend.get_vocab(False)
+        if not alike and not (model.byte_fallback and vocabulary.keys() >= _BYTE_FALLBACK):
+            return None
+        # a byte-level vocabulary has a character for each byte; what it has none for is left out
+        own = max(len(token if alike else token.encode()) for token in vocabulary)
+        missing = [letter for letter in _BYTE_LEVEL if letter not in vocabulary] if alike else []
+        longest = max([own, *(len(token.content.encode()) for token in added)])
+        return longest, b"".join(map(from_byte_level, missing))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         ids, known = ids if type(ids) is list else list(ids), self._alone
@@ -203,13 +217,10 @@ def _parts(component: Any) -> list[dict[str, Any]]:
 
 
 def _keeps_bytes(part: Mapping[str, Any]) -> bool:
-    """Is what comes out of it as long as what went in, or longer? NFC is counted apart."""
-    if part["type"] == "Replace":
-        found = part["pattern"].get("String")
-        return found is not None and len(part["content"].encode()) >= len(found.encode())
+    """Does a pre-tokeniser leave a text whole, and a normaliser do the same to a text as to its pieces?"""
     if part["type"] in ("Split", "Punctuation"):
         return bool(part["behavior"] != "Removed")
-    return part["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
+    return part["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace")
 
 
 def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
