@@ -39,7 +39,7 @@ _ELSEWHERE = {  # what other libraries have as an option
     "tools": "this call has no option 'tools': calls of tools are read by the server, `forerun serve`",
     "do_sample": "this call has no option 'do_sample': temperature=0 is greedy, more than 0 samples",
 }
-_OURS = Options.__annotations__.keys() - SamplingOptions.__annotations__.keys()
+_OURS = Options.__annotations__.keys() - SamplingOptions.__annotations__.keys() - {"json_schema"}
 
 
 def make_request(
