@@ -19,6 +19,7 @@ from forerun.drafters.base import Parts
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.engine.engine import Engine
+from forerun.models.base import ON_GPU
 from forerun.models.load.opening import opening_of
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
@@ -63,7 +64,7 @@ def test_on_a_gpu_what_a_plain_pass_takes_decides(seconds: float, drafter: str) 
     ("given", "why"),
     [
         (parts(TableLM(8), ()), "on a CPU"),
-        (parts(SimpleNamespace(device=torch.device("cuda"), source_rules=object()), ()), "encoder-decoder"),
+        (parts(SimpleNamespace(can=ON_GPU, source_rules=object()), ()), "encoder-decoder"),
         (parts(opening=()), "a tokenizer"),  # then there is no table, and matches alone are no better
         (parts(controller="fixed"), "adaptive controller"),  # times nothing
     ],
@@ -75,7 +76,7 @@ def test_elsewhere_it_is_ngram_and_nothing_is_timed(given: Parts, why: str) -> N
 
 
 def test_an_encoder_decoder_has_no_opening_whatever_it_runs_on() -> None:
-    target = SimpleNamespace(device=torch.device("cuda"), source_rules=object())
+    target = SimpleNamespace(can=ON_GPU, source_rules=object())
     assert opening_of(target, None) == ()  # type: ignore[arg-type]
 
 

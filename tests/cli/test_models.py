@@ -42,7 +42,7 @@ def test_models_that_a_head_comes_for_say_that_drafting_gains(forerun: Run, cach
     assert "drafting gains here" in lines["qwen-1.5b"]
     assert "drafting gains on a GPU" in lines["smollm2"]
     assert "drafting" not in lines["qwen-0.5b"] + lines["gemma-270m"]
-    found = {model["name"]: model["drafting"] for model in json.loads(forerun("models", "--json").out)}
+    found = {model["name"]: model["drafting"] for model in json.loads(forerun("models", "--json", "-").out)}
     assert (found["qwen-1.5b"], found["gemma-270m"]) == ("drafting gains here", None)
 
 

@@ -40,7 +40,7 @@ class Abilities:
     @classmethod
     def of(cls, device: torch.device) -> Abilities:
         """What every target on this kind of device can do."""
-        return ON_GPU if device.type == "cuda" else ON_CPU
+        return ON_CPU if device.type == "cpu" else ON_GPU
 
 
 ON_CPU = Abilities(
