@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
@@ -59,7 +60,7 @@ class Maker:
     def value(self, schema: dict[str, Any], depth: int = 0) -> Any:
         dice = self.dice
         if dice.random() < 0.06 or depth > 6:
-            return dice.choice(STRANGE)
+            return deepcopy(dice.choice(STRANGE))
         if "$ref" in schema:
             found = self.document
             for part in schema["$ref"].removeprefix("#/").split("/"):
@@ -83,7 +84,8 @@ class Maker:
                 return {name: self.value(schema["properties"][name], depth + 1) for name in chosen}
             case "object":
                 return {
-                    dice.choice(["a", "role", "content", "0", "17"]): dice.choice(STRANGE) for _ in range(2)
+                    dice.choice(["a", "role", "content", "0", "17"]): deepcopy(dice.choice(STRANGE))
+                    for _ in range(2)
                 }
             case "array":
                 return [self.value(schema.get("items", {}), depth + 1) for _ in range(dice.randint(0, 3))]
@@ -97,7 +99,7 @@ class Maker:
                 return dice.random() < 0.5
             case "null":
                 return None
-        return dice.choice(STRANGE)
+        return deepcopy(dice.choice(STRANGE))
 
 
 class Sent(NamedTuple):
@@ -156,11 +158,11 @@ def changed(body: Any, dice: random.Random) -> Any:
     """The same with one change somewhere in it."""
     places = [*_places(body)]
     if not places or dice.random() < 0.02:
-        return dice.choice(STRANGE)
+        return deepcopy(dice.choice(STRANGE))
     holder, key = dice.choice(places)
     match dice.randrange(8):
         case 0 | 1 | 2:
-            holder[key] = dice.choice(STRANGE)
+            holder[key] = deepcopy(dice.choice(STRANGE))
         case 3:
             del holder[key]
         case 4:
@@ -169,7 +171,7 @@ def changed(body: Any, dice: random.Random) -> Any:
             for _ in range(dice.choice((3, 250, 500))):
                 holder[key] = [holder[key]]
         case 6 if isinstance(holder, dict):
-            holder[dice.choice(KEYS)] = dice.choice(STRANGE)
+            holder[dice.choice(KEYS)] = deepcopy(dice.choice(STRANGE))
         case 7 if isinstance(holder, dict):
             holder[dice.choice(KEYS)] = holder.pop(key)
         case _:
