@@ -168,7 +168,7 @@ def changed(body: Any, dice: random.Random) -> Any:
         case 4:
             holder[key] = [holder[key]] if dice.random() < 0.5 else {"x": holder[key]}
         case 5:
-            for _ in range(dice.choice((3, 250, 500))):
+            for _ in range(dice.choice((3, 100, 200))):
                 holder[key] = [holder[key]]
         case 6 if isinstance(holder, dict):
             holder[dice.choice(KEYS)] = deepcopy(dice.choice(STRANGE))
