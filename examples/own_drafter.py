@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from forerun import LLM, SamplingParams
+from forerun.core.registry import drafters
+from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter
-from forerun.registry import drafters
 from forerun.testing import check_drafter
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 
 class FollowerDrafter(BaseDrafter):

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from forerun import registry
-from forerun.build import choose_drafter
+from forerun.build.engine import choose_drafter
 from forerun.cli.bench import words
-from forerun.errors import InvalidInput
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.measure.bench import run as bench
 from forerun.measure.bench.alternate import ContenderLost
 from forerun.measure.bench.batches import SIZES, Setup, Sweep, parse_batches
@@ -47,7 +48,6 @@ from forerun.measure.quality import measure_modes
 from forerun.measure.report import terminal
 from forerun.measure.report.plots import plot
 from forerun.models.load import checkpoint as loading
-from forerun.params import SpeculativeConfig
 from lab.batch_report import read_rival, say_row, show_batches
 from lab.runner import Document, Run, picture, share
 

@@ -20,10 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.cli.bench import words
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Form, Offer
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter, Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
@@ -33,9 +36,6 @@ from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.measure.bench.batches import parse_batches
 from forerun.models.base import ON_GPU
-from forerun.offers import Form, Offer
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Seq, TreeBatch
 from lab.runner import Document, Run, share
 from lab.simulate.device import EmulatedDevice
 from lab.simulate.menu import SimulatedMenu

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from forerun.measure.machine import cores, is_busy, load_average, machine_facts
 
 Document = dict[str, Any]

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from forerun import registry
+from forerun.api.llm import LLM
 from forerun.cli.bench import words
-from forerun.llm import LLM
+from forerun.core import registry
 from forerun.measure.bench.alternate import in_turn
 from forerun.models.load.locate import find_model
 from lab.runner import Document, Run, share

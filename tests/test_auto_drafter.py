@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import build
-from forerun.auto_drafter import SLOW_PASS, Choice, choose_lookup, settle
-from forerun.build import make_engine
+from forerun.build import engine as build
+from forerun.build.auto_drafter import SLOW_PASS, Choice, choose_lookup, settle
+from forerun.build.engine import make_engine
 from forerun.control.cost import METHOD, QUICK, CostModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.base import Parts
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.engine.engine import Engine
 from forerun.models.base import ON_GPU
 from forerun.models.load.opening import opening_of
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Request
 from tests.gpu.test_hybrid_following import counting_target
 
 OPENING = (3, 1, 4)
@@ -122,7 +122,7 @@ def asked(first: int, salt: str | None = None, temperature: float = 0.0, tokens:
 def test_an_engine_drafts_so_and_texts_are_those_of_plain_decoding(
     tmp_path: Path, seconds: float, drafter: str, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="forerun.build")
+    caplog.set_level(logging.INFO, logger="forerun.build.engine")
     engine = engine_of(tmp_path / "0.json", seconds)
     assert engine.default_drafter == drafter
     assert f"auto: {drafter}: no head comes" in caplog.text

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forerun.errors import ForerunError, InvalidInput, UnknownName
-from forerun.llm import LLM
-from forerun.noise import derived_seed
-from forerun.params import SPELLINGS, SamplingOptions, SamplingParams
+from forerun.api.llm import LLM
+from forerun.core.errors import ForerunError, InvalidInput, UnknownName
+from forerun.core.noise import derived_seed
+from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
 from tests.test_llm import make
 
 HOT: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}

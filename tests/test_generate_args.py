@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.dropin.generate_args import merge_settings, sampling_params, token_ids
-from forerun.errors import InvalidInput
+from forerun.api.dropin.generate_args import merge_settings, sampling_params, token_ids
+from forerun.core.errors import InvalidInput
 
 REFUSED: list[dict[str, Any]] = [
     {"num_beams": 4},

@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 
-from forerun import build, heads
-from forerun.auto_drafter import prospect_of, time_levels, weigh_head
-from forerun.build import build_named, choose_drafter, make_engine
+from forerun import heads
+from forerun.api.llm import LLM
+from forerun.build import engine as build
+from forerun.build.auto_drafter import prospect_of, time_levels, weigh_head
+from forerun.build.engine import build_named, choose_drafter, make_engine
 from forerun.control.cost import METHOD, QUICK, CostModel
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Scores
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, write_head
-from forerun.errors import InvalidInput
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head, with_head
-from forerun.llm import LLM
-from forerun.offers import Offer
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request, Scores
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
 
 MOST_BYTES = 20_000_000  # of a head that comes with the package

@@ -16,13 +16,13 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from forerun.call_options import Options  # noqa: E402
-from forerun.dropin.generate_args import KNOWN  # noqa: E402
-from forerun.errors import ForerunError  # noqa: E402
-from forerun.llm import LLM  # noqa: E402
-from forerun.load_engine import LoadOptions  # noqa: E402
-from forerun.params import SPELLINGS, EngineConfig, SamplingParams, SpeculativeConfig  # noqa: E402
-from forerun.types import Budget, Request  # noqa: E402
+from forerun.api.calls import Options  # noqa: E402
+from forerun.api.dropin.generate_args import KNOWN  # noqa: E402
+from forerun.api.llm import LLM  # noqa: E402
+from forerun.build.load import LoadOptions  # noqa: E402
+from forerun.core.errors import ForerunError  # noqa: E402
+from forerun.core.params import SPELLINGS, EngineConfig, SamplingParams, SpeculativeConfig  # noqa: E402
+from forerun.core.types import Budget, Request  # noqa: E402
 from tests.test_llm import make  # noqa: E402
 
 

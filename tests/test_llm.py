@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build import make_engine
-from forerun.errors import InvalidInput, ModelNotFound, UnknownName
-from forerun.llm import LLM
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput, ModelNotFound, UnknownName
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from tests.models.tiny_gguf import write_tiny
 

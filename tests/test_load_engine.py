@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.build import make_engine
-from forerun.errors import InvalidInput
+from forerun.build.engine import make_engine
+from forerun.build.load import collect_garbage, drafting_of
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig
 from forerun.heads import BOX
-from forerun.load_engine import collect_garbage, drafting_of
 from forerun.models.kv_budget import usual_batch
-from forerun.params import EngineConfig
 from forerun.server.engine_process.loader import load_llm
 from forerun.testing import TableLM
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.noise import (
+from forerun.core.noise import (
     ACCEPT,
     BLOCK,
     DRAFT,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput, UnknownName
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.registry import Registry, drafters
+from forerun.core.errors import InvalidInput, UnknownName
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.registry import Registry, drafters
 
 BAD = [
     (SamplingParams, {"temperature": -0.1}),

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from forerun import registry
-from forerun.build import build_drafter, choose_drafter, make_engine
+from forerun.build.engine import build_drafter, choose_drafter, make_engine
 from forerun.cli import app
 from forerun.cli.doctor import examine
+from forerun.core import registry
+from forerun.core.errors import InvalidInput, UnknownName
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.registry import DrafterRegistry, DrafterSpec
+from forerun.core.types import Budget, Needs, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, Parts
 from forerun.drafters.compose import EitherDrafter, HybridDrafter
-from forerun.errors import InvalidInput, UnknownName
 from forerun.heads import open_head
-from forerun.offers import Offer
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.registry import DrafterRegistry, DrafterSpec
 from forerun.testing import TableLM
-from forerun.types import Budget, Needs, Request, Scores, Seq, TreeBatch, Verdict
 
 
 class Echo(BaseDrafter):

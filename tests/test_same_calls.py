@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, AsyncStream, Completion, Stream
-from forerun.call_options import Options
-from forerun.errors import CannotSample, ForerunError, InvalidInput, Overloaded
-from forerun.params import SPELLINGS, SamplingParams
+from forerun.api.calls import Options
+from forerun.core.errors import CannotSample, ForerunError, InvalidInput, Overloaded
+from forerun.core.params import SPELLINGS, SamplingParams
 from forerun.server.schemas import ChatRequest, CompletionRequest
 from tests.test_llm import Letters, make
 

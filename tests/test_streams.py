@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM, AsyncStream, Completion, Event, Stream
-from forerun.errors import CannotSample, ForerunError, InvalidInput
-from forerun.params import SamplingParams
+from forerun.core.errors import CannotSample, ForerunError, InvalidInput
+from forerun.core.params import SamplingParams
 from tests.test_llm import make
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from forerun.core.tree import chain_of, topology_of, trace
+from forerun.core.types import TreeBatch
 from forerun.testing import path_to
-from forerun.topology import chain_of, topology_of, trace
-from forerun.types import TreeBatch
 
 
 def _parents(seed: int, nodes: int) -> tuple[int, ...]:

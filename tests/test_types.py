@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Draws, Laws, Needs, TreeBatch, Verdict, offsets
 from forerun.testing import path_to, random_tree, tree_of
-from forerun.types import Draws, Laws, Needs, TreeBatch, Verdict, offsets
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from forerun import wrap  # noqa: E402
-from forerun.errors import ForerunError, InvalidInput, UnknownName  # noqa: E402
+from forerun.core.errors import ForerunError, InvalidInput, UnknownName  # noqa: E402
 from tests.test_wrap import EOS, VOCAB, Letters, llama, ragged  # noqa: E402
 
 LIB = transformers.generation.logits_process

@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.core.params import EngineConfig
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.params import EngineConfig
 from forerun.train.data.make import _writer
 from forerun.train.data.prompts import Renderer
 from forerun.train.data.writer import BatchWriter, Order

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.config_defaults import FAMILIES
 from forerun.models.cuda.network import check_supported

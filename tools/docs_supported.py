@@ -14,9 +14,10 @@ from typing import Any, get_args
 
 import torch
 
-from forerun import registry
-from forerun.build import _dtype
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.build.engine import _dtype
+from forerun.core import registry
+from forerun.core.errors import InvalidInput, UnsupportedModel
+from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
 from forerun.models.config_defaults import FAMILIES
@@ -26,7 +27,6 @@ from forerun.models.load.catalog import known_models
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
-from forerun.params import Dtype
 
 ROOT = Path(__file__).parents[1]
 C = ROOT / "src" / "forerun" / "models" / "native" / "c"

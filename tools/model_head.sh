@@ -38,7 +38,7 @@ head_folder() { # HEAD, the one trained here, or the package's
         "$PY" -c 'import sys
 from forerun.build import choose_drafter
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.params import SpeculativeConfig
+from forerun.core.params import SpeculativeConfig
 print(choose_drafter(SpeculativeConfig(drafter="eagle3"), open_checkpoint(sys.argv[1])).draft_model or "")' "$M"
     fi
 }

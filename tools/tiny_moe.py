@@ -28,7 +28,7 @@ HELD_OUT, STRETCH, BATCH, RATE = 1500, 128, 24, 3e-3
 
 def write_text(prompts: int, tokens: int) -> bytes:
     """Answers of the default model, end to end."""
-    from forerun.llm import LLM
+    from forerun.api.llm import LLM
     from forerun.measure.bench.suites import load_suite
 
     llm = LLM.load("smollm2", drafter="ngram", max_batch=16)

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from forerun.core.noise import Noise
+from forerun.core.types import Budget, Needs, TreeBatch, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.eagle import DeviceEagle, capture_menu
 from forerun.drafters.device.eagle_graphs import DeviceDraft
@@ -23,9 +25,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, expec
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
-from forerun.noise import Noise
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Needs, TreeBatch, Verdict
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.warp import warp

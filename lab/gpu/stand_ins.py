@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter
-from forerun.types import Budget, Seq, TreeBatch
 from lab.inflate.model import Shape
 
 

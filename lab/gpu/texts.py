@@ -13,20 +13,20 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from forerun import registry
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.types import Budget, Needs, TreeBatch
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
 from forerun.heads import find_head
 from forerun.measure.bench.batches import PLAIN, Setup, Sweep, parse_batches
 from forerun.measure.bench.suites import load_suite
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Needs, TreeBatch
 from lab.batch_report import say_row
 from lab.gpu.rounds import make_drafter
 from lab.inflate.eagle import inflate_head

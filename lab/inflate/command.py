@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.heads import open_head
 from forerun.models.load.checkpoint import open_checkpoint
 from lab.inflate.heads import inflate_folder

@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.drafters.heads.base import HeadShape
 from forerun.drafters.heads.eagle_head import EagleConfig, read_head, write_head
-from forerun.errors import UnsupportedModel
 from lab.inflate.model import InflatedWeights, Shape
 from lab.inflate.rows import RowInflater
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.drafters.heads.medusa import Family, HeadsConfig, read_heads, write_heads
 from forerun.drafters.heads.mtp import read_mtp, write_mtp
-from forerun.errors import UnsupportedModel
 from lab.inflate.block import inflate_block_folder
 from lab.inflate.eagle import inflate_head, inflate_head_folder
 from lab.inflate.model import Shape

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from forerun.build import make_engine
-from forerun.errors import InvalidInput
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.heads import find_head
-from forerun.llm import LLM
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 from lab.inflate.eagle import inflate_head_folder

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
+from forerun.core.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.models.config import DecoderConfig
 
 if TYPE_CHECKING:

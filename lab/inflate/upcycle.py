@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.core.errors import InvalidInput, UnsupportedModel
+from forerun.core.types import Needs, PlainSeq
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import rms_norm
-from forerun.types import Needs, PlainSeq
 
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -16,12 +16,12 @@ from math import nan
 
 import torch
 
+from forerun.api.llm import LLM
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget
 from forerun.drafters.device.eagle_plan import FORMS
-from forerun.llm import LLM
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import SamplingParams
-from forerun.types import Budget
 from lab.inflate.model import PRESETS
 from lab.moe.passes import NODES, Passes, Text, chance, measure_passes
 from lab.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to

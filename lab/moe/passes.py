@@ -9,10 +9,10 @@ from time import perf_counter, process_time
 
 import torch
 
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native.target import NativeDecoder
-from forerun.types import Needs, PlainSeq, TreeBatch
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.llm import LLM
-from forerun.params import SamplingParams
-from forerun.types import Budget
+from forerun.api.llm import LLM
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget
 from lab.moe.passes import Text, seconds_now
 
 BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
 from forerun.control.cost import WIDE, CostModel
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
+from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.heads import find_head
-from forerun.llm import LLM
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, Size, splits_to
@@ -31,7 +32,6 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native import library as native
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
-from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.verify.greedy import device_walk
 from lab.inflate.heads import inflate_folder
 from lab.inflate.model import PRESETS, InflatedWeights, Shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from lab.inflate.model import InflatedWeights
 
 

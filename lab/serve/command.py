@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model

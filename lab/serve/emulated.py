@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import Any
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer

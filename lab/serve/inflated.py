@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
 from forerun.server.backend import Backend
 from forerun.server.engine_process.loader import Loader
 from forerun.server.run import address_of, bind, serve

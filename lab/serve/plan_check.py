@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from forerun.api.llm import LLM
 from forerun.cli.bench import numbers
-from forerun.errors import InvalidInput
-from forerun.llm import LLM
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.batches import parse_batches
 from forerun.measure.bench.suites import load_suite

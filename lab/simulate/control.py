@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, PlainSeq, Round, Seq
 from forerun.drafters.heads.growth import best_count, pays_to_deepen
-from forerun.offers import Offer
-from forerun.types import Budget, PlainSeq, Round, Seq
 
 
 @dataclass(frozen=True, slots=True)

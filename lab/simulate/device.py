@@ -13,9 +13,9 @@ from time import perf_counter, sleep
 
 import torch
 
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
-from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.verify.greedy import greedy_verdict
 
 NEVER_COMES = 0  # what the target would say behind a draft that is wrong

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Form, Menu, Offer
+from forerun.core.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.offers import Form, Menu, Offer
-from forerun.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 from lab.simulate.lookup import Text
 from lab.simulate.menu import level_rate

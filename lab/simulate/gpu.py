@@ -15,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.eagle_plan import FORMS, ROOM, bucket_of, forms_for
-from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
-from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.shared import SharedWeights
-from forerun.offers import Form, Offer
-from forerun.types import (
+from forerun.core.offer import Form, Offer
+from forerun.core.types import (
     Budget,
     Greedy,
     Needs,
@@ -33,6 +28,11 @@ from forerun.types import (
     Verdict,
     first_rows,
 )
+from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.drafters.device.eagle_plan import FORMS, ROOM, bucket_of, forms_for
+from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.shared import SharedWeights
 from lab.simulate.device import CountedTokens, next_roots
 from lab.simulate.menu import level_rate
 from lab.simulate.speeds import SimulatedForms, Speeds

@@ -14,16 +14,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
 from lab.simulate.speeds import Speeds, h200
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Offer
+from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
-from forerun.offers import Offer
-from forerun.types import PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 from lab.simulate.menu import History, SimulatedRound
 

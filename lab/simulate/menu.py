@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.offers import Form, Offer
-from forerun.types import Budget, PlainSeq, Round
+from forerun.core.offer import Form, Offer
+from forerun.core.types import Budget, PlainSeq, Round
 
 Trace = Callable[[int], float]  # round -> how likely the likeliest token is accepted
 

@@ -16,9 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import MOST_NODES, MOST_WIDTH, AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Form, Offer
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.types import Event, Greedy, Needs, Prompts, Round, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle_plan import BUCKETS, FORMS, DraftMenu, bucket_of
 from forerun.drafters.heads.eagle_head import read_head
@@ -28,9 +31,6 @@ from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
 from forerun.models.base import ON_GPU
 from forerun.models.cuda.chunks import beside_trees
-from forerun.offers import Form, Offer
-from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.types import Event, Greedy, Needs, Prompts, Round, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.verify.greedy import greedy_verdict
 from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
 from lab.simulate.speeds import Speeds

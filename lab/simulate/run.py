@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import QUICK, CostModel
+from forerun.core.types import Budget, PlainSeq, Round, Scores, Verdict
 from forerun.drafters.base import LookupDrafter, committed_tokens
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.types import Budget, PlainSeq, Round, Scores, Verdict
 from forerun.verify.greedy import follow
 from lab.simulate.lookup import NEVER_COMES, Text
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forerun.core.offer import Form
 from forerun.drafters.device.eagle_plan import FORMS, bucket_of, forms_for
 from forerun.drafters.device.features import PASSES
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
-from forerun.offers import Form
 from lab.simulate.menu import accepted_of
 
 # milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
@@ -63,7 +63,7 @@ def h200(**other: float) -> Speeds:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedForms:
-    """The menu of a head on a GPU; implements forerun.offers.Menu."""
+    """The menu of a head on a GPU; implements forerun.core.offer.Menu."""
 
     speeds: Speeds
     rate: float

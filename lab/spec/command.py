@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from forerun.auto_drafter import choose_lookup
-from forerun.build import choose_drafter
+from forerun.api.llm import LLM
+from forerun.build.auto_drafter import choose_lookup
+from forerun.build.engine import choose_drafter
 from forerun.cli.bench import numbers, words
 from forerun.control.cost import CostModel
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.drafters.base import Parts
-from forerun.errors import InvalidInput
-from forerun.llm import LLM
 from forerun.measure.bench.alternate import Prompt
 from forerun.measure.bench.run import prompt_ids
 from forerun.measure.bench.run_log import RunLog
@@ -38,7 +39,6 @@ from forerun.measure.bench.suites import TASKS, Item, load_suite
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.opening import opening_of
-from forerun.params import SpeculativeConfig
 from lab.inflate.loading import INFLATED, OWN
 from lab.inflate.model import PRESETS
 from lab.runner import Document, Run, picture, share

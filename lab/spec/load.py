@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
-from forerun import registry
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.params import Dtype, EngineConfig, SpeculativeConfig
+from forerun.core.types import Needs
 from forerun.drafters.base import CompositeClass, Drafter
 from forerun.drafters.device.eagle import DeviceDrafter
 from forerun.heads import open_head
-from forerun.llm import LLM
 from forerun.measure.bench.contenders import LAYERS, build_head, fresh_costs
 from forerun.measure.bench.settings import DrafterSetup
 from forerun.measure.machine import cores
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import Dtype, EngineConfig, SpeculativeConfig
-from forerun.types import Needs
 from lab.inflate.heads import inflate_folder
 from lab.inflate.loading import OWN, load_inflated
 from lab.inflate.model import find_shape

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
 from forerun.measure.bench.alternate import (
     Contender,
     ContenderLost,

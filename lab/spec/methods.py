@@ -13,13 +13,13 @@ from typing import Any
 
 from safetensors import safe_open
 
-from forerun import registry
-from forerun.errors import InvalidInput
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.registry import DrafterSpec
 from forerun.heads import HeadFolder, find_head, open_head
 from forerun.measure.bench.contenders import LAYERS
 from forerun.measure.bench.settings import AUTO, DrafterSetup
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.registry import DrafterSpec
 
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 CASCADES = (f"ngram>{LAYERS}",)

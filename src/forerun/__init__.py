@@ -8,15 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.async_llm import AsyncLLM
-    from forerun.completion import Completion
-    from forerun.dropin.wrapped import wrap
-    from forerun.errors import ForerunError
-    from forerun.law_processor import LawProcessor, Prefix
-    from forerun.llm import LLM
-    from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-    from forerun.streams import AsyncStream, Stream
-    from forerun.types import Budget, Event, Request, TokenLogprob
+    from forerun.api.async_llm import AsyncLLM
+    from forerun.api.completion import Completion
+    from forerun.api.dropin.wrapped import wrap
+    from forerun.api.llm import LLM
+    from forerun.api.streams import AsyncStream, Stream
+    from forerun.core.errors import ForerunError
+    from forerun.core.params import EngineConfig, LawProcessor, Prefix, SamplingParams, SpeculativeConfig
+    from forerun.core.types import Budget, Event, Request, TokenLogprob
 
 if "torch" not in sys.modules:
     # Threads of torch that spin after a small operation take a core from our own kernels: a pass over four nodes then
@@ -45,22 +44,22 @@ __all__ = [
 
 _RUN_MODELS = ("LLM", "AsyncLLM", "wrap")  # these import torch
 _HOMES = {
-    "AsyncLLM": "forerun.async_llm",
-    "AsyncStream": "forerun.streams",
-    "Stream": "forerun.streams",
-    "LLM": "forerun.llm",
-    "Completion": "forerun.completion",
-    "Budget": "forerun.types",
-    "Event": "forerun.types",
-    "Request": "forerun.types",
-    "TokenLogprob": "forerun.types",
-    "EngineConfig": "forerun.params",
-    "SamplingParams": "forerun.params",
-    "SpeculativeConfig": "forerun.params",
-    "ForerunError": "forerun.errors",
-    "LawProcessor": "forerun.law_processor",
-    "Prefix": "forerun.law_processor",
-    "wrap": "forerun.dropin.wrapped",
+    "AsyncLLM": "forerun.api.async_llm",
+    "AsyncStream": "forerun.api.streams",
+    "Stream": "forerun.api.streams",
+    "LLM": "forerun.api.llm",
+    "Completion": "forerun.api.completion",
+    "Budget": "forerun.core.types",
+    "Event": "forerun.core.types",
+    "Request": "forerun.core.types",
+    "TokenLogprob": "forerun.core.types",
+    "EngineConfig": "forerun.core.params",
+    "SamplingParams": "forerun.core.params",
+    "SpeculativeConfig": "forerun.core.params",
+    "ForerunError": "forerun.core.errors",
+    "LawProcessor": "forerun.core.params",
+    "Prefix": "forerun.core.params",
+    "wrap": "forerun.api.dropin.wrapped",
 }
 
 
@@ -68,7 +67,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'forerun' has no attribute {name!r}")
     if name in _RUN_MODELS:
-        from forerun.memory_limit import check_limit
+        from forerun.build.memory_limit import check_limit
 
         check_limit()
     return getattr(import_module(_HOMES[name]), name)

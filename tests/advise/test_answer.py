@@ -19,11 +19,11 @@ from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
 from forerun.cli import app
 from forerun.control.cost import CostModel
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.errors import InvalidInput
 from forerun.measure.bench.alternate import Prompt
 from forerun.measure.bench.settings import Settings, parse_setups
-from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
 from tests.advise.known import changed, complete
 from tests.measure.conftest import table_llm

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import typer
 
-from forerun import registry
 from forerun.advise import run as advise
 from forerun.advise.answer import document, in_words
 from forerun.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config
@@ -22,8 +21,9 @@ from forerun.cli import app
 from forerun.cli.flags import HELP
 from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.params import SpeculativeConfig
 from forerun.measure.bench.settings import Settings
-from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
 from tests.advise.known import changed, complete
 

@@ -13,15 +13,15 @@ import torch
 from forerun.advise import layer_search
 from forerun.advise.layer_search import Judge, neighbour, rank, search, sizes, sublayers, without
 from forerun.advise.layer_windows import DEPTH, Shares, cut_windows, gains, release, survivals
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
 from forerun.cli import app
 from forerun.control.cost import CostModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import LayerPlan, read_plan
-from forerun.llm import LLM
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.exactness.harness import run
 from tests.measure.conftest import Letters
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save

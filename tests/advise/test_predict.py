@@ -8,13 +8,13 @@ from forerun.advise.evidence import calibrate
 from forerun.advise.predict import Costs, Drafting, at_acceptance, estimate, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.control.cost import CostModel
+from forerun.core.types import Budget
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.measure.bench.alternate import Run
 from forerun.measure.bench.contenders import own_contender
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings
 from forerun.testing import ScriptedDrafter, TableLM
-from forerun.types import Budget
 from tests.measure.conftest import table_llm
 
 LINE = CostModel({1: 1.0, 2: 1.1, 11: 2.0, 101: 11.0})  # t(n) = 0.9 + n / 10

@@ -11,7 +11,7 @@ from forerun.advise.evidence import gather, has_hope, prospects
 from forerun.advise.replay import Text
 from forerun.advise.writing import FEW, Runs, write_in_turn
 from forerun.control.cost import CostModel
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from forerun.measure.bench.alternate import Contender, Drafts, Group, Prompt, Run, Written
 from forerun.measure.bench.settings import Settings, parse_setups
 from tests.measure.conftest import table_llm

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
 from forerun.cli import loading
 from forerun.cli.app import main
 from forerun.cli.flags import Settings
-from forerun.llm import LLM
 from forerun.testing import TableLM
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,\n[]"

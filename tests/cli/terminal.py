@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.app import main
 from forerun.cli.flags import Settings
-from forerun.llm import LLM
 from tests.cli.conftest import tiny_llm
 
 CTRL_C, CTRL_D, ENTER, UP = "\x03", "\x04", "\r", "\x1b[A"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.flags import Settings
-from forerun.llm import LLM
 from tests.cli.conftest import Prompts, Run, tiny_llm
 
 

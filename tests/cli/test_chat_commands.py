@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.chat_commands import as_command
 from forerun.cli.chat_input import is_open, join_lines, read_messages
 from forerun.cli.flags import Settings
 from forerun.cli.messages import in_chat
 from forerun.cli.write import Written
-from forerun.llm import LLM
-from forerun.types import Event
+from forerun.core.types import Event
 from tests.cli.conftest import Prompts, Run, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("tiny")

@@ -11,8 +11,8 @@ from forerun.cli import demo
 from forerun.cli.demo import PROMPTS, Compared
 from forerun.cli.flags import Settings
 from forerun.cli.write import Written, write_text
+from forerun.core.params import SamplingParams
 from forerun.models.load.catalog import known_models
-from forerun.params import SamplingParams
 from tests.cli.conftest import Run, tiny_llm
 
 PRESENT = any(model.name == "smollm2" and model.path for model in known_models())

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from typer.main import get_command
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.app import make_app
 from forerun.cli.bench import print_document
 from forerun.cli.flags import Settings
 from forerun.cli.messages import in_flags
-from forerun.llm import LLM
 from tests.cli.conftest import Ran, Run, plain, tiny_llm
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.flags import Settings
 from forerun.cli.show import Shades
-from forerun.llm import LLM
-from forerun.types import Event
+from forerun.core.types import Event
 from tests.cli.conftest import Letters, Run, plain, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("tiny")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.errors import OutOfMemory
-from forerun.memory_limit import as_out_of_memory
+from forerun.build.memory_limit import as_out_of_memory
+from forerun.core.errors import OutOfMemory
 from forerun.models.kv_budget import free_memory
 from tests.models.tiny_gguf import write_tiny
 

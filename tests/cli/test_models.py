@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from forerun import __version__, registry
+from forerun import __version__
 from forerun.cli import doctor, models
 from forerun.cli.flags import HELP, PANELS, Settings
+from forerun.core import registry
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.models.load.catalog import Progress, known_models
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from tests.cli.conftest import Run, plain
 
 

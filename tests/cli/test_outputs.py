@@ -14,8 +14,8 @@ import pytest
 
 from forerun.cli import loading, outputs
 from forerun.cli.loading import unused_flag
-from forerun.errors import InvalidInput
-from forerun.params import SpeculativeConfig
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.plan.profile import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line

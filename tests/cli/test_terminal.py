@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.flags import Settings
-from forerun.llm import LLM
-from forerun.params import SamplingParams
+from forerun.core.params import SamplingParams
+from forerun.core.types import Needs, Scores, Seq
 from forerun.testing import TableLM
-from forerun.types import Needs, Scores, Seq
 from tests.cli.conftest import Run, tiny_llm
 from tests.cli.terminal import CTRL_C, CTRL_D, ENTER, UP, Terminal, paste
 

@@ -18,8 +18,8 @@ from forerun.cluster.backend import ClusterBackend
 from forerun.cluster.loads import NOTHING, Report
 from forerun.cluster.replica import Begun, Item
 from forerun.cluster.resume import StreamLost
+from forerun.core.types import Event
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.types import Event
 
 FIRST, SECOND = Event(0, (1, 2), 1, "a"), Event(0, (3,), 0, "b")
 

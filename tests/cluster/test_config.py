@@ -12,7 +12,7 @@ from forerun.cli.serve_replicas import cluster_settings
 from forerun.cluster.application import app, config_of
 from forerun.cluster.run import write_config
 from forerun.cluster.settings import ClusterSettings
-from forerun.errors import InvalidInput, UnknownName
+from forerun.core.errors import InvalidInput, UnknownName
 from forerun.heads import BOX
 from forerun.server.settings import ServerSettings
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
-from forerun.types import Event
+from forerun.core.types import Event
 
 WORDS = ["The", " river", "", " runs", " down", "", "", " to the", " sea", "."]  # "" = held back, told later
 

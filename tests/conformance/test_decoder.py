@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from forerun.core.types import Needs
 from forerun.models.decoder import Decoder
 from forerun.testing import check_target
-from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
 

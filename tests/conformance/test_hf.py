@@ -9,10 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from forerun.errors import UnsupportedModel  # noqa: E402
+from forerun.core.errors import UnsupportedModel  # noqa: E402
+from forerun.core.types import Needs  # noqa: E402
 from forerun.models.hf.target import HFTarget  # noqa: E402
 from forerun.testing import check_target  # noqa: E402
-from forerun.types import Needs  # noqa: E402
 
 VOCAB = 96
 LLAMA_LIKE: dict[str, Any] = {

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from forerun.core.types import Needs
 from forerun.models.config import DecoderConfig
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import check_target
-from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 from tests.native.blocks import needs_native
 

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from forerun.control.cost import CostModel
-from forerun.types import Budget
+from forerun.core.types import Budget
 from lab.simulate.control import Make, Simulation, TextKind
 
 FILE = Path(__file__).with_name("decisions.json")

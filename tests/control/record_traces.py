@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Request
 from forerun.measure.bench.run import prompt_ids
 from forerun.measure.bench.suites import load_suite
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request
 
 FILE = Path(__file__).with_name("traces.json")
 DEPTH, TOKENS = 5, 72

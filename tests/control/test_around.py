@@ -11,7 +11,7 @@ from forerun.control.allowance import Allowance
 from forerun.control.around import PLAIN, Around
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser
-from forerun.offers import Form
+from forerun.core.offer import Form
 
 SMALL, LARGE = Form(15, 6, 5), Form(59, 7, 10)
 # of a 1.5B on an H200, in ms

@@ -14,11 +14,11 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import NEVER as NEVER_DRAFTS
+from forerun.core.offer import Form, Offer
+from forerun.core.params import SamplingParams
+from forerun.core.types import PlainSeq, Request, Round
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from forerun.offers import NEVER as NEVER_DRAFTS
-from forerun.offers import Form, Offer
-from forerun.params import SamplingParams
-from forerun.types import PlainSeq, Request, Round
 from lab.simulate import recorded
 from lab.simulate.menu import SimulatedMenu
 from lab.simulate.recorded import BOTH, CHAINS, HEAD, NEVER, NGRAM, WIDTHS, RecordedText, make

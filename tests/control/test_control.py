@@ -17,7 +17,7 @@ from forerun.control.allocate import Levels, allocate, best_depth, deepest, shor
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
 from forerun.control.history import History
-from forerun.messages import budget_of
+from forerun.core.request import budget_of
 from forerun.testing import FakeSeq, TableLM
 
 STEEP = CostModel({1: 1.0, 2: 2.9, 4: 3.0, 8: 3.4, 16: 6.0})

@@ -9,11 +9,11 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.trials import shortest_trial
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.heads.growth import best_count
-from forerun.offers import Offer
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Round, Seq
 from lab.simulate.control import Make, Simulation, TextKind
 from tests.control.test_control import FLAT, STEEP
 

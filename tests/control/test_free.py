@@ -10,9 +10,9 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.offers import Offer
+from forerun.core.offer import Offer
+from forerun.core.types import Round
 from forerun.testing import FakeSeq
-from forerun.types import Round
 from lab.simulate.menu import MenuSimulation, SimulatedMenu
 from tests.control.record_traces import DEPTH, FILE
 from tests.control.test_forms import FLAT, FORMS, HOST, LEAPS, LEAST

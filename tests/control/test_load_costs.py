@@ -12,13 +12,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control import cost
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, Prompts, Request, Scores, Seq, TreeBatch
 from forerun.testing import TableLM
-from forerun.types import Needs, Prompts, Request, Scores, Seq, TreeBatch
 
 # milliseconds of a pass of the default model by rows, one thread with AMX
 STEPS = {1: 6.6, 2: 7.0, 4: 8.2, 8: 11.2, 12: 14.3, 16: 15.3, 20: 22.4, 24: 23.9, 32: 28.8, 40: 37.6, 48: 43.8,

@@ -10,10 +10,10 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, beside_plain
+from forerun.core.types import PlainSeq, Round
 from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from forerun.types import PlainSeq, Round
 from lab.simulate.follow import FollowHistory, FollowSimulation, Host
 from lab.simulate.lookup import Text
 from tests.control.lookup_texts import COPYING, TEXTS

@@ -10,8 +10,8 @@ import pytest
 
 from forerun.control import cost
 from forerun.control.cost import METHOD, CostModel
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.testing import TableLM
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch
 
 
 class SlowBehindWide(TableLM):

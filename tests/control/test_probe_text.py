@@ -8,10 +8,10 @@ import pytest
 from forerun.control import cost
 from forerun.control.cost import CostModel
 from forerun.control.probe_text import LENGTH, PIECES, has_experts, probe_text
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.native.target import NativeDecoder
 from forerun.testing import TableLM
-from forerun.types import Needs, PlainSeq, TreeBatch
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 from tests.native.blocks import needs_native
 

@@ -7,9 +7,9 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.round_seconds import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
-from forerun.offers import FREE, Offer
+from forerun.core.offer import FREE, Offer
+from forerun.core.types import Budget, Round, Seq
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Round, Seq
 
 CURVE = {1: 4e-3, 2: 4.2e-3, 4: 4.4e-3, 8: 5e-3, 16: 8e-3}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
+from forerun.core.types import Round
 from forerun.engine.engine import Engine
-from forerun.types import Round
 from lab.simulate.load import Ask, SimulatedServer
 
 ANSWER = 64  # tokens: as many rounds as lie between trials, so that every trial is due with a new text

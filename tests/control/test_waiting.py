@@ -10,7 +10,7 @@ from forerun.control import adaptive
 from forerun.control.around import Around
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, level_rate
-from forerun.offers import Form
+from forerun.core.offer import Form
 from lab.simulate.follow import FollowHistory, FollowSimulation, Host
 from lab.simulate.lookup import Text
 from lab.simulate.menu import SimulatedMenu

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from tests.damaged.formats import FORMATS, Format
 
 MEMORY = 1 << 30  # bytes beyond what the imports and one undamaged case take

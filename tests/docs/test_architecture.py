@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from forerun.types import Budget
+from forerun.core.types import Budget
 from tests.readme.pages import ALL, ROOT, prose
 
 PAGE = prose(ROOT / "docs" / "architecture.md")

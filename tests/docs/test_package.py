@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
 WRITE = """
 import sys
-from forerun.build import make_engine
-from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
+from forerun.core.types import Request
 
 assert "forerun_follower" not in sys.modules
 texts = []

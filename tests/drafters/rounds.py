@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from forerun.core.types import Budget, TreeBatch, Verdict
 from forerun.drafters.base import Drafter
 from forerun.testing import FakeSeq, TableLM
 from forerun.testing.doubles import extend, random_verdict
-from forerun.types import Budget, TreeBatch, Verdict
 
 
 def observe_prompts(drafter: Drafter, target: TableLM, seqs: Sequence[FakeSeq]) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget
 from forerun.drafters.device import graphs as captured
 from forerun.drafters.heads.base import UNMEASURED
 from forerun.drafters.heads.block import DFlashDrafter
@@ -16,9 +18,7 @@ from forerun.drafters.heads.block_head import BlockHead, BlockKind
 from forerun.drafters.heads.block_runner import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, GraphRunner
 from forerun.drafters.heads.hydra import WIDTHS, HydraDrafter
 from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import block_config, block_weights, heads_config, heads_weights
 

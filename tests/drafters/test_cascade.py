@@ -9,17 +9,17 @@ from itertools import product
 import pytest
 import torch
 
-from forerun import registry
-from forerun.build import build_drafter, make_engine
+from forerun.build.engine import build_drafter, make_engine
+from forerun.build.load import draft_models
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.cascade import CascadeDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.errors import InvalidInput
-from forerun.load_engine import draft_models
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Request
 from tests.exactness.harness import chi_square_p, joint_law, run, sample_texts, table
 
 VOCAB = 6

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.types import Budget
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_corpus import (
     BREAK,
@@ -17,9 +19,7 @@ from forerun.drafters.lookup.suffix_corpus import (
     read_documents,
     write_corpus,
 )
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, check_drafter
-from forerun.types import Budget
 
 VOCAB = 6
 

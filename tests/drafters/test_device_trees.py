@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.control.cost import WIDE
+from forerun.core.offer import Form
 from forerun.drafters.device.eagle import contexts_of, jobs_of
 from forerun.drafters.device.eagle_plan import (
     BUCKETS,
@@ -29,7 +30,6 @@ from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete,
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
 from forerun.models.paged import Ints
-from forerun.offers import Form
 
 VOCAB, WIDTH, DEPTH = 11, 3, 3
 IDS = torch.arange(VOCAB) * 2 + 5  # the target's ids of a draft vocabulary

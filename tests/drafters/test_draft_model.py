@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Needs, Request, Scores, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.errors import InvalidInput
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Needs, Request, Scores, Seq, TreeBatch
 
 
 @pytest.mark.parametrize("draft_vocab", [9, 7, 12])  # the same, fewer ids, more ids (padding)

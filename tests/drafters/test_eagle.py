@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput, VocabularyMismatch
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
-from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
 from forerun.models.shared import SharedWeights
-from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.eagle_network import EagleModule
 from forerun.train.recipes.scaling import Sizes, fold
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.compose import EitherDrafter
-from forerun.offers import Offer
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
 
 CHAIN = Budget(2, 2)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound
 from forerun.drafters.heads import formats as head_formats
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers
 from forerun.drafters.heads.formats import read_config, read_tensors, write_config, write_shards
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound
 from forerun.heads import kind_of
 from tests.drafters.tiny_heads import eagle_config
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.types import Budget
 from forerun.drafters.heads import eagle_native as native_runner
 from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.eagle_head import Kind
@@ -16,7 +17,6 @@ from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.models.native import head_library
 from forerun.models.native.head_library import Head, HeadPass
 from forerun.testing import FakeSeq
-from forerun.types import Budget
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
 pytestmark = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")

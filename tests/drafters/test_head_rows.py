@@ -7,6 +7,10 @@ import math
 import pytest
 import torch
 
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.base import (
     UNMEASURED,
     Calibration,
@@ -20,12 +24,8 @@ from forerun.drafters.heads.base import (
 from forerun.drafters.heads.eagle_head import HeadCache
 from forerun.drafters.heads.hydra import HydraDrafter
 from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
-from forerun.errors import InvalidInput
 from forerun.models.shared import SharedWeights
-from forerun.offers import Offer
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import observe_prompts
 from tests.drafters.tiny_heads import eagle_config, heads_config, heads_weights
 

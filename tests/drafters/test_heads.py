@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from forerun import registry
+from forerun.core import registry
+from forerun.core.errors import InvalidInput, ModelNotFound
+from forerun.core.noise import exponential
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget
 from forerun.drafters.base import Drafter, Parts
-from forerun.errors import InvalidInput, ModelNotFound
-from forerun.noise import exponential
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts, play
 from tests.drafters.tiny_heads import DEEP, HEADS, save_head
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle_plan import DraftMenu
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.offers import Offer
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
-from forerun.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
 
 CHAIN = Budget(3, 3)
 

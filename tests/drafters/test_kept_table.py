@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from forerun.core.types import Budget, Needs, PlainSeq, Scores, TreeBatch
 from forerun.drafters.lookup import suffix_table as kept_table
 from forerun.drafters.lookup import suffix_table as successors
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import KEPT, Successors, load_or_read
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Budget, Needs, PlainSeq, Scores, TreeBatch
 from tests.drafters.rounds import as_lists
 
 VOCAB, OPENING = 40, (3, 1)

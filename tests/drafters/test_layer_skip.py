@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, default_plan, read_plan, write_plan
 from forerun.engine.engine import Engine
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
 from tests.exactness.harness import Letters, run
 from tests.models.test_partial import KINDS, LAYERS, SKIPPED, decoder_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from forerun.core.types import Budget, Scores, Verdict
 from forerun.drafters.lookup.lookahead import COLUMNS, LEVELS, LookaheadDrafter, Pool
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Scores, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 
 VOCAB = 40

@@ -6,6 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import FREE, Offer
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget, Needs, Seq, TreeBatch
 from forerun.drafters.base import (
     AT_HAND,
     NEGLIGIBLE,
@@ -18,11 +22,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.errors import InvalidInput
-from forerun.offers import FREE, Offer
-from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, ScriptedDrafter, TableLM, check_drafter
-from forerun.types import Budget, Needs, Seq, TreeBatch
 from tests.drafters.rounds import as_lists
 
 

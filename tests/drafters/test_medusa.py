@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.types import Budget
 from forerun.drafters.heads.hydra import HydraDrafter, HydraSteps
 from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
 from forerun.drafters.lookup.recycling import best_tree
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.medusa import HeadsModule
 from forerun.train.recipes.scaling import Sizes, fold
-from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import heads_config, heads_weights
 

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.build import choose_drafter, make_engine
+from forerun.build.engine import choose_drafter, make_engine
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import read_config, write_config
 from forerun.drafters.heads.mtp import MtpHead, load_mtp, read_mtp, write_mtp
 from forerun.engine.driver import Driver
-from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.heads import open_head
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.drafters.tiny_heads import eagle_config, mtp_weights
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 

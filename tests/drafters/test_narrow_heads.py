@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Budget, Verdict
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.device.fusion import make_net
@@ -17,12 +19,10 @@ from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, read_head, write_head
 from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.drafters.heads.formats import BLOCK, in_bytes, widened
-from forerun.errors import InvalidInput
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native import head_library
 from forerun.testing import FakeSeq
 from forerun.train.export import export_head, import_head
-from forerun.types import Budget, Verdict
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.gpu.tiny import VOCAB, make_target

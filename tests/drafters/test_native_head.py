@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput, VocabularyMismatch
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads import base as head_drafter
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
 from forerun.drafters.heads.eagle_native import Bits, NativeHead, NativeRunner, NativeSteps
-from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
 from forerun.models.native import library as native
 from forerun.models.native.packing import unpack_rows
 from forerun.models.shared import SharedWeights
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.native.blocks import random_blocks

@@ -10,6 +10,7 @@ from array import array
 import pytest
 import torch
 
+from forerun.core.types import Budget, Scores, Verdict
 from forerun.drafters.base import AT_HAND
 from forerun.drafters.lookup import suffix as drafter_module
 from forerun.drafters.lookup import suffix_match as places
@@ -19,7 +20,6 @@ from forerun.drafters.lookup.suffix_match import History, NativeLookup, PlaceLoo
 from forerun.drafters.lookup.suffix_table import Fill, Successors
 from forerun.models.native import suffix_library
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Scores, Verdict
 from tests.drafters.rounds import as_lists
 
 needs_library = pytest.mark.skipif(

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import pytest
 
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.heads.growth import TreeBuilder
 from forerun.drafters.lookup import ngram
 from forerun.drafters.lookup.ngram import CANDIDATES, NgramDrafter
 from forerun.testing import FakeSeq, check_drafter
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 
 
 def draft(tokens: list[int], budget: Budget, **fields: object) -> tuple[list[int], list[int]]:

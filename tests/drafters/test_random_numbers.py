@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from forerun import noise
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core import noise
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.drafters.heads import eagle as eagle_drafter
 from forerun.drafters.heads import growth as tree_sampling
 from forerun.drafters.model import draft_model
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Budget, Request
 from tests.drafters.rounds import observe_prompts
 from tests.drafters.test_heads import make
 from tests.drafters.tiny_heads import save_head

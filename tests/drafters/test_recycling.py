@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.lookup import recycling
 from forerun.drafters.lookup.recycling import RecyclingDrafter, Table
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts, play
 
 VOCAB = 12

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget
 from forerun.drafters.heads.base import wants_sampling
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.growth import TreeShape, best_shape
-from forerun.errors import InvalidInput
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget
 from tests.drafters.rounds import observe_prompts
 from tests.drafters.test_heads import make
 from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table

@@ -11,6 +11,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from forerun.control.cost import CostModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Scores, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.growth import grow
 from forerun.drafters.lookup import suffix_table as successors
@@ -18,9 +20,7 @@ from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import AFTER_MISS, KEPT, MANY, STALE, TREE, Fill, Successors
 from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Request, Scores, Verdict
 from lab.simulate.follow import FollowHistory, FollowSimulation, Host
 from lab.simulate.lookup import Text
 from tests.drafters.rounds import as_lists

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.lookup import suffix_index as automaton
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_index import BREAK, SuffixAutomaton
 from forerun.drafters.lookup.suffix_match import History
-from forerun.errors import InvalidInput
-from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 
 VOCAB = 50
 

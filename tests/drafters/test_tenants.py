@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
 
 LEARNING = ("suffix", "recycling", "lookahead")
 LENGTH = 40

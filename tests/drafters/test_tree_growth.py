@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget
 from forerun.drafters.heads import growth as tree_growth
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import DraftVocabulary
@@ -22,10 +24,8 @@ from forerun.drafters.heads.growth import (
     pays_to_deepen,
     sample_trees,
 )
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget
 
 VOCAB = 12
 WHOLE = DraftVocabulary.whole(VOCAB)

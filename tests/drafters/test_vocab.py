@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.noise import coupling_key, exponential
+from forerun.core.params import SamplingParams
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.model import draft_law
 from forerun.drafters.model.draft_law import SHARPER, DraftLaw, KernelDraftLaw, likeliest
-from forerun.errors import DamagedFile, InvalidInput
-from forerun.noise import coupling_key, exponential
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 
 CPU = torch.device("cpu")

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import VocabularyMismatch
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.cascade import CascadeDrafter
 from forerun.drafters.model.draft_model import ModelDrafter, TextDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap, TranslatedTarget
-from forerun.errors import VocabularyMismatch
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter, check_target
-from forerun.types import Budget, Request
 from tests.exactness.harness import chi_square_p, joint_law, run, sample_texts, table
 
 SPACE, MARK = "\u0120", "\u2581"

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Verdict
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner
 from forerun.models.native import head_library
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
 from forerun.testing.doubles import extend, random_verdict
-from forerun.types import Budget, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 

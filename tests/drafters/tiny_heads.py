@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun import registry
+from forerun.core import registry
 from forerun.drafters.heads import block_head as block_files
 from forerun.drafters.heads import mtp
 from forerun.drafters.heads.block_head import BlockConfig, BlockKind, write_block

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, PlainSeq
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.errors import InvalidInput
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Budget, PlainSeq
 from tests.encoder_decoder.test_target import write
 from tests.encoder_decoder.tiny_models import VOCAB, eos_of, make_target, reference, sources
 

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from forerun import LLM
-from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.marian_tokenizer import MarianTokenizer
 from tests.encoder_decoder.marian_folder import make_folder
@@ -127,7 +127,7 @@ def test_a_server_completes_and_refuses_chats(llm: LLM) -> None:
     pytest.importorskip("fastapi")
     from fastapi.testclient import TestClient
 
-    from forerun.async_llm import AsyncLLM
+    from forerun.api.async_llm import AsyncLLM
     from forerun.server.app import create_app
     from forerun.server.local_backend import LocalBackend
     from forerun.server.settings import ServerSettings

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Needs, PlainSeq, Request, Scores, TreeBatch
 from forerun.engine.routing import DrafterPool
 from forerun.models.encoder_decoder.linear import NativeLinear
 from forerun.models.encoder_decoder.screen import ScreenedHead
 from forerun.models.native import library as native
-from forerun.params import SamplingParams
-from forerun.types import Needs, PlainSeq, Request, Scores, TreeBatch
 from forerun.verify.warp import warp
 from tests.encoder_decoder.test_target import engine_for, write
 from tests.encoder_decoder.tiny_models import PAD, make_target, reference, sources

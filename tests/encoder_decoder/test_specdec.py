@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, PlainSeq, Request, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.specdec import (
@@ -20,10 +23,8 @@ from forerun.drafters.heads.specdec import (
     write_specdec,
 )
 from forerun.engine.engine import Engine
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import open_head
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.data.make import make_data
@@ -31,7 +32,6 @@ from forerun.train.options import DataOptions, TrainOptions
 from forerun.train.recipes.specdec import SpecDecRecipe, source_lengths
 from forerun.train.run import train
 from forerun.train.source_teacher import load_source_teacher
-from forerun.types import Budget, PlainSeq, Request, TreeBatch, Verdict
 from tests.encoder_decoder.marian_folder import WORDS, make_folder
 from tests.encoder_decoder.test_target import write
 from tests.encoder_decoder.tiny_models import VOCAB, eos_of, make_model, make_target, reference, sources

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import PromptTooLong, UnsupportedModel
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.request import LawRules
+from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
-from forerun.errors import PromptTooLong, UnsupportedModel
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.target import EncoderDecoder
 from forerun.models.native import library as native
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.sources import LawRules
 from forerun.testing import check_target
 from forerun.testing.faults import Fault
-from forerun.types import Needs, PlainSeq, Request, TreeBatch
 from tests.encoder_decoder.tiny_models import (
     NAMES,
     PAD,

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import PromptTooLong
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
-from forerun.errors import PromptTooLong
 from forerun.models.base import ON_CPU, Target
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
 from tests.exactness.harness import run
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 

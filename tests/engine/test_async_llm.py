@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from forerun.async_llm import _Coroutines
-from forerun.call_options import make_request
-from forerun.errors import ForerunError
-from forerun.llm import Completion
-from forerun.params import SamplingParams
+from forerun.api.async_llm import _Coroutines
+from forerun.api.calls import make_request
+from forerun.api.llm import Completion
+from forerun.core.errors import ForerunError
+from forerun.core.params import SamplingParams
 from tests.engine.test_driver import PARAMS, make
 
 LONG = SamplingParams(max_tokens=800, ignore_eos=True)

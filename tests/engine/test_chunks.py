@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
@@ -19,9 +21,7 @@ from forerun.models.base import ON_CPU, ON_GPU, Target
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import target as cuda_module
 from forerun.models.hf import target as hf_module
-from forerun.params import SamplingParams
 from forerun.testing import TableLM
-from forerun.types import Request
 from tests.engine.test_faults import engine_on, tiny_llama
 from tests.exactness.harness import engine_for
 from tests.models.tiny_checkpoints import make_decoder, save

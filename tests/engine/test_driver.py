@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.errors import ForerunError, InvalidInput, Overloaded
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.driver import Driver
-from forerun.errors import ForerunError, InvalidInput, Overloaded
-from forerun.llm import LLM
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import Fault, TableLM
-from forerun.types import Request
 from tests.test_llm import Letters
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -157,7 +157,10 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(
 
 def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
     """While a stream is open, another call is interrupted at every point of the driver and of the LLM around it."""
-    llm, modules = make(), ("forerun.engine.driver", "forerun.llm", "forerun.calls", "forerun.call_options")
+    llm, modules = (
+        make(),
+        ("forerun.engine.driver", "forerun.api.llm", "forerun.api.calls", "forerun.api.calls"),
+    )
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     alone = {prompt: llm.generate(prompt, params, drafter="none").text for prompt in ("abc", "xyz")}
 

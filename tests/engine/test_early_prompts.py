@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine import scheduler as scheduler_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_CPU
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
 
 PLACES, PROMPT = 8, 21
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)

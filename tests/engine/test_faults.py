@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Event, Request
 from forerun.engine.engine import Engine
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.paged import PagedKV
 from forerun.models.pages import PagePool
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.testing.faults import Fault, Kind
-from forerun.types import Event, Request
 from tests.exactness.harness import Letters, engine_for
 from tests.models.tiny_checkpoints import make_decoder, save
 from tests.native.blocks import needs_native

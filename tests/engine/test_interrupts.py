@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Event, Request, Round
 from forerun.engine.driver import Driver, Waiter
 from forerun.engine.engine import Engine
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Event, Request, Round
 
 REQUESTS = [Request(prompt, SamplingParams(max_tokens=n)) for prompt, n in [((1, 2, 3), 9), ((4, 5), 6)]]
 

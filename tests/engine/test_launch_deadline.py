@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from forerun.core.params import SamplingParams
 from forerun.engine import round as rounds
 from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
-from forerun.params import SamplingParams
 from lab.simulate.gpu import SimulatedGPU
 from lab.simulate.load import Answered, SimulatedServer, asks
 from tests.engine.test_driver import make

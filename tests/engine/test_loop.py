@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput, PromptTooLong, UnknownName
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Budget, Request
 from tests.exactness.harness import Letters, run
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 

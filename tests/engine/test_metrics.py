@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Request
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import form_of
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request
 from tests.engine.test_loop import make
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.errors import CannotSample, InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Draws, Request, TreeBatch
 from forerun.engine.engine import Engine
 from forerun.engine.tree_check import check_trees
-from forerun.errors import CannotSample, InvalidInput
-from forerun.llm import LLM
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, ScriptedDrafter, TableLM
-from forerun.types import Budget, Draws, Request, TreeBatch
 from tests.exactness.harness import Letters, run
 from tests.test_llm import make as make_llm
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.eagle_head import EagleHead
 from forerun.engine.engine import Engine
@@ -20,9 +22,7 @@ from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
 from forerun.models.config import DecoderConfig
 from forerun.models.pages import PAGE
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Needs, Request, TreeBatch, Verdict
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import make_decoder, save
 from tests.native.blocks import needs_native

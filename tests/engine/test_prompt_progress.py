@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.models import decoder as decoder_module
 from forerun.models.hf import target as hf_module
 from forerun.models.hf.target import HFTarget
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 
 PROMPT, ROWS = tuple(range(1, 21)), 8  # 19 tokens are cached before the first round: 8, 8 and 3

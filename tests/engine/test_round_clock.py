@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Scores, TreeBatch
 from forerun.engine.clock import PARTS, RoundClock
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request, Scores, TreeBatch
 
 
 def clock_of(*times: float, launched: list[Callable[[], float | None]] | None = None) -> RoundClock:

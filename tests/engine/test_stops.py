@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import SequenceState, Tokens
-from forerun.params import SamplingParams
-from forerun.types import Request
 from forerun.verify.base import Traits
 from tests.exactness.harness import Letters, engine_for, run
 

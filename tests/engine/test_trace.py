@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.clock import PARTS
 from forerun.engine.stats import TRACKS, traced
-from forerun.errors import InvalidInput
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.noise import BLOCK, Noise
-from forerun.types import Draws, Laws, TreeBatch
+from forerun.core.noise import BLOCK, Noise
+from forerun.core.types import Draws, Laws, TreeBatch
 from forerun.verify.base import Verifier
 
 Table = Callable[[tuple[int, ...]], Tensor]  # tokens below the root -> law [V]

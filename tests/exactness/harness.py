@@ -1,6 +1,6 @@
 """What the exactness tests share: engines around a TableLM, and an oracle that knows nothing of speculation.
 
-Every drafter of the registry is covered by being registered: the harness builds it as `forerun.build` does,
+Every drafter of the registry is covered by being registered: the harness builds it as `forerun.build.engine` does,
 with a second TableLM as the draft model, and with a folder of random weights where it is a head.
 """
 
@@ -16,12 +16,12 @@ from tempfile import mkdtemp
 
 import torch
 
-from forerun import registry
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, TreeBatch
 from forerun.engine.engine import Engine
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
 from tests.drafters.tiny_heads import save_head
 from tests.exactness.partial_table import with_layers

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
 from forerun.testing.doubles import TableLM, path_to, tree_of
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 LAYERS = 6
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.noise import exponential
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, Seq
 from forerun.engine.engine import Engine
-from forerun.noise import exponential
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Budget, Request, Round, Seq
 from tests.exactness.harness import Alike, table
 
 VOCAB, TOKENS = 16, 40

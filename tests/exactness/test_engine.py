@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from forerun import registry
-from forerun.params import SamplingParams
-from forerun.types import Laws, Request, TreeBatch, Verdict
+from forerun.core import registry
+from forerun.core.params import SamplingParams
+from forerun.core.types import Laws, Request, TreeBatch, Verdict
 from tests.exactness.harness import (
     PRODUCT,
     SETTINGS,
@@ -122,7 +122,7 @@ class TargetLawOnRejection:
     exact, shares_noise = True, False
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: object) -> Verdict:
-        from forerun.noise import ACCEPT, DRAW, draw
+        from forerun.core.noise import ACCEPT, DRAW, draw
 
         paths, bonus = [], []
         for b in range(len(trees)):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from forerun.types import Draws, Laws, TreeBatch
+from forerun.core.types import Draws, Laws, TreeBatch
 from forerun.verify import exact, walk
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
@@ -36,7 +36,7 @@ TREE = (-1, 0, 0, 1, 2, 2)  # two children; the first has one child, the second 
 
 @pytest.fixture(autouse=True)
 def branching_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a walk draws a token, every token is a branch (forerun.noise.draw has its own tests)."""
+    """Where a walk draws a token, every token is a branch (forerun.core.noise.draw has its own tests)."""
     monkeypatch.setattr(walk, "draw", lambda law, coin: coin.noise.branches.choose(law.tolist()))
 
 

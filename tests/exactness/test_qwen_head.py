@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from forerun.api.llm import LLM
+from forerun.core.types import Budget
 from forerun.heads import find_head
-from forerun.llm import LLM
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.types import Budget
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

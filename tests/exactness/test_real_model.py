@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import registry
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.exactness.harness import run
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

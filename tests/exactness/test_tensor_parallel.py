@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun import LLM, Completion
-from forerun.types import Needs, PlainSeq, TreeBatch
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 
 pytestmark = pytest.mark.model
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forerun.core.types import first_rows
 from forerun.engine.engine import Engine
 from forerun.engine.round import Timeline
 from forerun.engine.routing import DrafterPool
@@ -18,7 +19,6 @@ from forerun.models.cuda.plain_rounds import PlainResults
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import PagedKV
 from forerun.models.pages import PagePool
-from forerun.types import first_rows
 from tests.fuzz import world
 from tests.gpu.test_captured import Recorded
 

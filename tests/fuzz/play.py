@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.types import Event, Request
 from forerun.drafters.compose import HybridDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
-from forerun.types import Event, Request
 from tests.fuzz.scenario import Order, Scenario, Setting, without_drafts
 from tests.fuzz.world import World, make_plain, make_world
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from forerun.llm import LLM, Completion
-from forerun.types import Request
+from forerun.api.llm import LLM, Completion
+from forerun.core.types import Request
 from tests.fuzz.play import Player, Wrong, alone
 from tests.fuzz.scenario import Scenario
 from tests.fuzz.world import make_world

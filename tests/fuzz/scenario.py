@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forerun.law_processor import Prefix
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request
+from forerun.core.params import Prefix, SamplingParams
+from forerun.core.types import Budget, Request
 
 VOCAB = 120
 STOP = 1  # the token that ends a text

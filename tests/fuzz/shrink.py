@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import monotonic
 
-from forerun.params import SamplingParams
-from forerun.types import Request
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request
 from tests.fuzz.play import Wrong, play
 from tests.fuzz.scenario import Order, Scenario, Setting
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forerun.params import SamplingParams
+from forerun.core.params import SamplingParams
 from tests.fuzz.damage import (
     Damage,
     captures_that_run_twice,

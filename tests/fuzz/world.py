@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Form
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device import eagle as capture
@@ -43,9 +46,6 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda import graphs, plan
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native.target import NativeDecoder
-from forerun.offers import Form
-from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.types import Budget, Round, Seq
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 from tests.drafters.tiny_heads import (

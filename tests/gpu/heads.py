@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from forerun.core.types import Scores, TreeBatch, Verdict
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.device.fusion import make_net
@@ -17,7 +18,6 @@ from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
-from forerun.types import Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import eagle_config, eagle_weights, mtp_weights
 

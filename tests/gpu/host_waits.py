@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 import forerun
 
 MAKES, READS = {"tensor", "as_tensor"}, {"item", "nonzero", "__bool__", "__int__", "cpu"}
-PINNED = "ints_of"  # of forerun.trees
+PINNED = "ints_of"  # of forerun.core.tree
 INDEXES = {"__getitem__", "__setitem__"}
 ROOT = str(Path(forerun.__file__).parent)
 

@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.fixed import FixedController
+from forerun.core.offer import Form
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.request import ALWAYS
+from forerun.core.types import Budget, Request, TreeForm
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_graphs import DeviceDraft
@@ -22,13 +26,9 @@ from forerun.drafters.device.fusion import make_net
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
-from forerun.messages import ALWAYS
 from forerun.models.base import ON_GPU
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, TreeForm
 from forerun.verify.greedy import device_walk
 from lab.gpu.rounds import random_head
 from lab.gpu.stand_ins import RandomWeights

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.tree import topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
 from forerun.models.cuda.sharing import Sharing, programs_for
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
-from forerun.topology import topology_of
 from tests.gpu.tiny import where_kernels_run
 
 HEADS, KV_HEADS, PAGE, SLOTS = 8, 2, 64, 2048

@@ -11,11 +11,11 @@ import random
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 

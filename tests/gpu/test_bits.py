@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq, path_to, random_tree
-from forerun.types import Needs, TreeBatch, Verdict
 from tests.gpu.tiny import VOCAB, make_target, need_cuda
 
 pytestmark = pytest.mark.gpu

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Verdict
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.heads.block_head import BlockKind, write_block
 from forerun.drafters.heads.block_runner import BlockRunner
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Request, Verdict
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import block_config, block_weights
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda

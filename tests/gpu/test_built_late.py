@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.core.types import Request
 from forerun.drafters.device import eagle as capture
 from forerun.drafters.device.eagle import DeviceEagle, capture_menu
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
-from forerun.types import Request
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_captured import captures, record
 from tests.gpu.test_following import TREE, Forms, make, plain_texts, requests, willing_target

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from forerun.core.offer import Form
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.types import Request
 from tests.gpu.test_following import (
     CHAIN,
     TREE,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.noise import mixed_seed
+from forerun.core.types import Needs
 from forerun.drafters.device.model_graphs import PADDING, ChainGraphs, Lane
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.target import CudaDecoder
-from forerun.noise import mixed_seed
 from forerun.testing import FakeSeq
-from forerun.types import Needs
 from tests.gpu.test_following import dtype_on
 from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
 

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.models.cuda import compiling
 from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.network import one_of_each_kind
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.offer import Form
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.eagle import DeviceEagle, on_device
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.device.eagle_plan import aligned, bucket_of, expected
@@ -16,11 +19,8 @@ from forerun.drafters.device.fusion import why_not
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
-from forerun.offers import Form
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, path_to
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget, Request, TreeBatch, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import VARIANTS, agree, both_drafters, make_head, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda

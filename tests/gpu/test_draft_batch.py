@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Form
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_graphs import DeviceDraft
@@ -22,10 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS, Span
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE, pages_for
-from forerun.offers import Form
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Request, Round, Seq, TreeBatch, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import both_drafters, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda

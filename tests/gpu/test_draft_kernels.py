@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.core.offer import Form
+from forerun.core.types import Budget, TreeForm, Verdict
 from forerun.drafters.device import eagle_graphs as draft_runner
 from forerun.drafters.device import features as feature_rows
 from forerun.drafters.device.eagle import DeviceEagle
@@ -34,9 +36,7 @@ from forerun.drafters.device.head import append_decided, pick_fused, pick_plainl
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
-from forerun.offers import Form
 from forerun.testing import FakeSeq
-from forerun.types import Budget, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import agree, make_head, plain_drafter, settled
 from tests.gpu.tiny import VOCAB, make_target, where_kernels_run

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.model import IN_VAIN, DeviceModelDrafter, ModelDraft, capture_chains
@@ -18,10 +20,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget, Request, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 

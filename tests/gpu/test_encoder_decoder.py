@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.params import SamplingParams
+from forerun.core.params import SamplingParams
+from forerun.core.types import Needs
 from forerun.testing import check_target
-from forerun.types import Needs
 from tests.encoder_decoder.test_target import engine_for, write
 from tests.encoder_decoder.tiny_models import NAMES, VOCAB, make_target, reference, sources
 

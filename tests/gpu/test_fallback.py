@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Event, Request, Verdict
 from forerun.drafters.device.eagle import on_device
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.engine.engine import Engine
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Event, Request, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import both_drafters, make_head
 from tests.gpu.tiny import make_target

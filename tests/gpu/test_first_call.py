@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.core.offer import Offer
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle import capture_menu
@@ -28,9 +31,6 @@ from forerun.models.base import ON_GPU
 from forerun.models.cuda import graphs
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Offer
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request, Seq, TreeForm
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_following import willing_target
 from tests.gpu.tiny import VOCAB, make_target

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.offer import Form
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.lookup.ngram import NgramDrafter
@@ -24,9 +27,6 @@ from forerun.engine.sequence import SequenceState
 from forerun.models.base import ON_CPU
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round, Seq, TreeBatch
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 

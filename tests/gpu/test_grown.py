@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.core.noise import Noise
+from forerun.core.tree import trace
+from forerun.core.types import Needs, Prompts, TreeBatch, TreeForm
 from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
-from forerun.noise import Noise
 from forerun.testing import FakeSeq, path_to
-from forerun.topology import trace
-from forerun.types import Needs, Prompts, TreeBatch, TreeForm
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import walk_by_torch
 from forerun.verify.warp import warp

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.gpu.heads import make_head
 from tests.gpu.tiny import make_target
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from forerun.control.fixed import FixedController
+from forerun.core.params import SamplingParams
+from forerun.core.request import ALWAYS
+from forerun.core.types import Budget, Request
 from forerun.drafters.device import eagle as drafter
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.device.features import RowReader
 from forerun.engine.engine import Engine
-from forerun.messages import ALWAYS
 from forerun.models import slots
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request
 from tests.gpu.host_waits import HostWaits
 from tests.gpu.silent_passes import make_silent, requests
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.sequence import SequenceState
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round, TreeBatch, Verdict
 from forerun.verify.greedy import device_walk
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_following import Watched, plain_texts, willing_target

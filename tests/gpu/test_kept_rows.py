@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from forerun.core.offer import Form
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_plan import ROOM
 from forerun.drafters.device.features import FeatureRows
@@ -15,9 +18,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import SamplingParams
-from forerun.types import Request
 from tests.gpu.test_following import TREE, Forms, make, willing_target, write
 from tests.gpu.test_switching import Scheduled
 from tests.gpu.tiny import VOCAB

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
+from forerun.core.types import Needs, Prompts, TreeBatch
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import Needs, Prompts, TreeBatch
 from tests.gpu.tiny import DEVICES, VOCAB, WIDE, make_target, need_cuda
 
 LAYERS = 3  # of tiny models

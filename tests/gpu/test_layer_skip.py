@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, write_plan
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
@@ -20,9 +22,7 @@ from forerun.models.cuda.part import CudaPart
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layer_subset import LayerSubset
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Needs, Request, TreeBatch, Verdict
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import Letters, run
 from tests.gpu import test_moe

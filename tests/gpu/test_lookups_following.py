@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.waiting import Waiting
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Round
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request, Round
 from tests.gpu.test_following import willing_target
 from tests.gpu.test_hybrid_following import COST, counting_target
 from tests.gpu.tiny import VOCAB, make_target

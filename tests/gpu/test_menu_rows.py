@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from forerun.core.offer import Form
 from forerun.drafters.device import eagle_plan as draft_plan
 from forerun.drafters.device import eagle_plan as menu
 from forerun.drafters.device import model_graphs as chain_menu
 from forerun.drafters.device import model_graphs as chain_plan
 from forerun.models.cuda import plan
-from forerun.offers import Form
 from tests.fuzz.world import limit_rows
 
 HEAD, MODEL = (menu.forms_for, draft_plan.BUCKETS), (chain_menu.forms_for, chain_plan.BUCKETS)

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Needs, Prompts, Request, TreeBatch
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import Budget, Needs, Prompts, Request, TreeBatch
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 

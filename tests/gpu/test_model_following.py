@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.offer import Form
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.types import Request, Round
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft, capture_chains
@@ -19,9 +22,6 @@ from forerun.engine.scheduler import PrefillRows, Scheduler
 from forerun.models.base import ON_CPU
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.types import Request, Round
 from tests.gpu.test_captured import record
 from tests.gpu.test_following import (
     Forms,

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.build import make_engine
-from forerun.errors import UnsupportedModel
+from forerun.build.engine import make_engine
+from forerun.core.errors import UnsupportedModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.packed import WeightKind, pack, times
@@ -23,9 +25,7 @@ from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.moe import route
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
-from forerun.types import Needs, Request, TreeBatch
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run
 from tests.gpu.tiny import need_cuda, weights_of

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Verdict
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle import on_device as draft_on_device
 from forerun.drafters.heads.base import LastRowDrafter
@@ -14,9 +16,7 @@ from forerun.drafters.heads.medusa import MedusaDrafter, load_heads, write_heads
 from forerun.drafters.heads.mtp import MtpDrafter, read_mtp, write_mtp
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Request, Verdict
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import heads_config, heads_weights
 from tests.gpu.heads import make_head

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import load_target
+from forerun.build.engine import load_target
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig
+from forerun.core.tree import chain_of
+from forerun.core.types import Needs, TreeBatch
 from forerun.drafters.device.fusion import make_net
 from forerun.drafters.device.head import HeadNet
-from forerun.errors import InvalidInput
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import LARGEST_ROW, Packed, WeightKind, pack, times, whole
 from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig
 from forerun.testing import FakeSeq, check_target, random_tree
-from forerun.topology import chain_of
-from forerun.types import Needs, TreeBatch
 from tests.gpu.heads import make_head
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.engine.test_prefix import logits_of, scatter, written
 from tests.engine.test_prefix import play as play_requests
 from tests.gpu.heads import both_drafters

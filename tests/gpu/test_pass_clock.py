@@ -7,9 +7,9 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.cuda.pass_clock import LAST, PassClock
 from forerun.testing import FakeSeq
-from forerun.types import Needs, TreeBatch
 from tests.gpu.tiny import DEVICES, make_target, need_cuda
 
 

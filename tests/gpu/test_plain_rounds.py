@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Needs, Prompts, Request, Round, TreeBatch, Verdict
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
 from forerun.models.cuda.plain_rounds import PlainResults
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, Fault
-from forerun.types import Budget, Needs, Prompts, Request, Round, TreeBatch, Verdict
 from tests.gpu.heads import settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from forerun.core.tree import chain_of, topology_of
 from forerun.models.cuda.plan import (
     FIELDS,
     MAX_ROWS,
@@ -17,7 +18,6 @@ from forerun.models.cuda.plan import (
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
 from forerun.testing import path_to, random_tree
-from forerun.topology import chain_of, topology_of
 
 
 def test_splits_cover_positions_in_order() -> None:

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.control.base import WaitingPrompts
+from forerun.core.offer import Form
+from forerun.core.params import SamplingParams
+from forerun.core.tree import TreeBatch, TreeForm
+from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
@@ -16,10 +20,6 @@ from forerun.models.cuda import target as target_module
 from forerun.models.cuda.chunks import beside_trees, fitting_rows
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import SamplingParams
-from forerun.trees import TreeBatch, TreeForm
-from forerun.types import Request
 from tests.gpu.test_following import Forms, make, willing_target
 from tests.gpu.tiny import VOCAB
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
+from forerun.core.offer import Offer
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_CPU
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Offer
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round, Seq, TreeBatch
 from tests.gpu.test_following import Forms, make, willing_target, write
 
 WRONG = 60  # a token that the target never writes

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.offer import Form
+from forerun.core.params import SamplingParams
+from forerun.core.types import Needs, Prompts, Request, Round, Scores, TreeBatch, TreeForm
 from forerun.drafters.device.features import FeatureRows
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows, Scheduler
 from forerun.models.base import ON_CPU
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
-from forerun.types import Needs, Prompts, Request, Round, Scores, TreeBatch, TreeForm
 from tests.gpu.heads import settled
 from tests.gpu.test_following import (
     CHAIN,

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.params import SamplingParams
-from forerun.types import Needs, PlainSeq, Request, TreeBatch
 from tests.gpu.test_following import willing_target
 from tests.gpu.test_hybrid_following import counting_target
 from tests.gpu.test_lookups_following import Timed, asked, make, misleading, plain, write

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from forerun.core.offer import Form
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.device.eagle import DeviceEagle
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.engine.engine import Engine
@@ -16,9 +19,6 @@ from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda import graphs
 from forerun.models.cuda.last_round import LastRound
-from forerun.offers import Form
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request, Round, Seq
 from tests.gpu.test_following import (
     CHAIN,
     TREE,

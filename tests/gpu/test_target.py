@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.core.errors import InvalidInput, UnsupportedModel
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.testing import FakeSeq, check_target
-from forerun.types import Needs, TreeBatch
 from tests.gpu.tiny import SHAPES, SMALL, VOCAB, make_reference, make_target, need_cuda, weights_of
 
 ON_A_CPU = [(name, "cpu") for name in SMALL]

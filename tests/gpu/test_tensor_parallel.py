@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from forerun import LLM
+from forerun.core.params import EngineConfig
+from forerun.core.types import Needs
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.parallel.decoder import ParallelTarget
 from forerun.models.parallel.group import Backend
 from forerun.models.parallel.launch import load_parallel
-from forerun.params import EngineConfig
 from forerun.testing import check_target
-from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB
 from tests.models.tiny_folder import make_tiny_folder
 

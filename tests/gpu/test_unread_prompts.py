@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Prompts, Request, TreeBatch, Verdict
 from forerun.drafters.device import features as unread_prompts
 from forerun.drafters.device.features import ROOM, FeatureRows
 from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Prompts, Request, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_draft_batch import NOTHING, Batch, read_passes

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
 from forerun.models.cuda.sharing import Sharing, shared_out, sharing_for
 from forerun.testing import random_tree
-from forerun.topology import Topology, chain_of, topology_of
 from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, attend, found_by_hand, random_numbers
 from tests.gpu.tiny import where_kernels_run
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, Request
 from forerun.models.cuda.graphs import menu, scored_rows
 from forerun.models.cuda.plan import Need, Plan, Size, padding, splits_to
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Needs, Request
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import DEVICES, make_target, need_cuda
 

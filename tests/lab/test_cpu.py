@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.medusa import write_heads
-from forerun.errors import InvalidInput
 from forerun.measure.bench import run
 from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.contenders import load, own_contenders

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.lookups import LookupGate
+from forerun.core.offer import FREE, Offer
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request, Seq
 from forerun.engine.engine import Engine
-from forerun.offers import FREE, Offer
-from forerun.params import SamplingParams
-from forerun.types import Request, Seq
 from lab.host import HEAD, NGRAM_HEAD, Text, made_texts, make, measure_rounds
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
+from forerun.core.errors import InvalidInput, UnknownName, UnsupportedModel
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.testing import FakeSeq
-from forerun.types import Needs, TreeBatch
 from lab.inflate.model import PRESETS, InflatedWeights, Shape, find_shape, inflate, inflated_config
 
 VOCAB = 71

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.errors import UnsupportedModel
+from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.block import DFlashDrafter
 from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block, write_block
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
@@ -13,9 +15,7 @@ from forerun.drafters.heads.eagle_head import EagleHead, Kind, read_head, write_
 from forerun.drafters.heads.hydra import HydraDrafter
 from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
 from forerun.drafters.heads.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
-from forerun.errors import UnsupportedModel
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Scores, TreeBatch, Verdict
 from lab.inflate.block import inflate_block, inflate_block_folder
 from lab.inflate.eagle import inflate_head, inflate_head_folder
 from lab.inflate.heads import inflate_folder, inflate_heads

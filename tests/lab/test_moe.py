@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.types import Budget
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.types import Budget
 from lab.inflate.model import PRESETS, Shape
 from lab.moe.command import document, show_passes, show_rates
 from lab.moe.passes import NODES, Passes, Text, measure_passes

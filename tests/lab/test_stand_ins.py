@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Budget, Needs, TreeBatch
 from forerun.measure.bench.batches import parse_batches
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget, Needs, TreeBatch
 from forerun.verify.greedy import walk_by_torch
 from lab.gpu import rounds as gpu_rounds
 from lab.gpu.plot import draw_passes

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Budget, Request
 from forerun.measure.bench.batches import Call, Setup, Sweep
-from forerun.types import Budget, Request
 from lab.batch_report import RivalRow, draw, read_rival, say_row, table
 from tests.measure.conftest import table_llm
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.testing import FakeSeq
-from forerun.types import Needs, TreeBatch
 from lab.inflate.model import InflatedWeights, Shape
 from lab.peers import transformers_gpu
 from lab.peers.transformers_gpu import load_inflated, time_transformers

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.models.moe import Experts
 from lab.inflate.upcycle import UpcycledWeights, make_routers, upcycled_config
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save, score_chain

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forerun.build import make_engine
-from forerun.llm import LLM
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.models.load import checkpoint as loading
-from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import TableLM
 
 VOCAB = 64

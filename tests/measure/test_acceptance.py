@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.errors import ForerunError
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.types import Budget
 from forerun.drafters.base import Drafter
 from forerun.drafters.heads.medusa import HeadsConfig, write_heads
-from forerun.errors import ForerunError
-from forerun.llm import LLM
 from forerun.measure import acceptance
 from forerun.measure.acceptance import Plan, batch_for, main, measure
 from forerun.measure.bench.suites import Item
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.types import Budget
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_following import Watched, willing_target
 from tests.gpu.tiny import make_target

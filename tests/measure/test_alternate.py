@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import (
     TEXTS_PER_PLACE,
     Contender,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.cli import app
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.compare import compare
 from forerun.measure.bench.schema import read_result
 

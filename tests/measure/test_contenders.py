@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun.control.cost import CostModel
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench import contenders
 from forerun.measure.bench.settings import DrafterSetup, Settings, parse_setups
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.api.llm import LLM
 from forerun.cli import app
-from forerun.errors import VocabularyMismatch
-from forerun.llm import LLM
+from forerun.core.errors import VocabularyMismatch
+from forerun.core.types import Budget, Seq
 from forerun.measure import diagnose as diagnosing
 from forerun.measure.bench.alternate import Prompt, Run, Written
 from forerun.measure.bench.contenders import own_contender
@@ -21,7 +22,6 @@ from forerun.measure.bench.settings import Cell, DrafterSetup, Settings
 from forerun.measure.bench.suites import Item
 from forerun.measure.diagnose import Asked, diagnose, logit_gap, marks_in
 from forerun.testing import ScriptedDrafter
-from forerun.types import Budget, Seq
 from tests.measure.conftest import Letters, table_llm
 
 PROMPTS = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forerun.cli import app
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.memory import resident
 from forerun.measure.peers.transformers import load_transformers_model
 from forerun.measure.quality import cut, laws_of, load_mode, measure_quality, read_text

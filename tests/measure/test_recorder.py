@@ -12,10 +12,10 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
+from forerun.core.offer import Offer
+from forerun.core.types import Round
 from forerun.measure.bench.contenders import Recorder
-from forerun.offers import Offer
 from forerun.testing import FakeSeq
-from forerun.types import Round
 
 SEQS = [FakeSeq(3, [1, 2, 3])]
 ASKED: dict[str, tuple[Any, ...]] = {

@@ -13,7 +13,7 @@ import torch
 
 from forerun.cli import app
 from forerun.control.cost import CostModel
-from forerun.errors import InvalidInput, UnknownName
+from forerun.core.errors import InvalidInput, UnknownName
 from forerun.measure.bench import contenders, run
 from forerun.measure.bench.alternate import Contender, Run, Written
 from forerun.measure.bench.contenders import Recorder

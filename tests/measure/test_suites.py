@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.suites import OWN_TASK, TASKS, load_suite
 
 

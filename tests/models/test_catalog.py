@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import DamagedFile, MissingDependency, ModelNotFound
+from forerun.core.errors import DamagedFile, MissingDependency, ModelNotFound
 from forerun.heads import heads_in_the_box
 from forerun.models.load import catalog
 from forerun.models.load.catalog import known_models, pull

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.types import Needs, TreeBatch
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.testing import FakeSeq, extend, path_to, random_tree, random_verdict, tree_of
-from forerun.types import Needs, TreeBatch
 from tests.models.tiny_checkpoints import (
     FAMILIES,
     VOCAB,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, supports
 
 SMOLLM2 = {

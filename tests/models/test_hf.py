@@ -11,11 +11,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from forerun.errors import ModelNotFound, UnsupportedModel  # noqa: E402
+from forerun.core.errors import ModelNotFound, UnsupportedModel  # noqa: E402
+from forerun.core.types import Needs, TreeBatch, Verdict  # noqa: E402
 from forerun.models.hf import target as hf  # noqa: E402
 from forerun.models.hf.target import HFTarget  # noqa: E402
 from forerun.testing import FakeSeq, path_to  # noqa: E402
-from forerun.types import Needs, TreeBatch, Verdict  # noqa: E402
 
 VOCAB = 96
 SMALL: dict[str, Any] = {

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.types import Needs, Prompts, TreeBatch
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
 from forerun.testing import FakeSeq
-from forerun.types import Needs, Prompts, TreeBatch
 from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
 
 

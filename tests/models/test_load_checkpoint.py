@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forerun.errors import DamagedFile, ModelNotFound, UnknownName, UnsupportedModel
+from forerun.core.errors import DamagedFile, ModelNotFound, UnknownName, UnsupportedModel
 from forerun.models.load.catalog import cache_folder, known_models, pull
 from forerun.models.load.checkpoint import open_checkpoint
 

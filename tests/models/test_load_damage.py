@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM, SamplingParams
-from forerun.build import load_target
-from forerun.errors import DamagedFile, ModelError, UnsupportedModel
+from forerun.build.engine import load_target
+from forerun.core.errors import DamagedFile, ModelError, UnsupportedModel
+from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.load.tokenizer import tokenizer_from_folder
-from forerun.params import EngineConfig
 from tests.models.test_decoder_config import SMOLLM2
 from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
 from tests.models.tiny_gguf import VOCAB, WIDTH, write_tiny

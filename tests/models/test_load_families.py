@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import config_of

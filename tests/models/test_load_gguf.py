@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun.errors import DamagedFile, ForerunError, ModelNotFound, UnsupportedModel
+from forerun.core.errors import DamagedFile, ForerunError, ModelNotFound, UnsupportedModel
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.quants import dequantize

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 
 gguf = pytest.importorskip("gguf")

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import gate
 from forerun.models.moe import Experts, mix, route
 from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.exactness.harness import run
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.errors import InvalidInput, ModelError, UnsupportedModel
+from forerun.core.errors import InvalidInput, ModelError, UnsupportedModel
+from forerun.core.params import EngineConfig
+from forerun.core.types import Budget
 from forerun.models.base import ServedByProcesses
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.parallel.decoder import ParallelTarget
 from forerun.models.parallel.launch import Worker, Workers, load_parallel
-from forerun.params import EngineConfig
 from forerun.testing import Fault
-from forerun.types import Budget
 from tests.models.tiny_folder import make_tiny_folder
 
 PROMPTS = ["abc abc abc ab", "hello world, hello w", "x", "The quick brown fox. The quick"]

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.tree import chain_of, topology_of
+from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.parallel.group import PLAN, Group
 from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, check_split, config_of
 from forerun.testing import FakeSeq, check_target
-from forerun.topology import chain_of, topology_of
-from forerun.types import Needs, TreeBatch, Verdict
 from tests.models.parallel_threads import connect, parallel_target
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.native.target import NativeDecoder
 from forerun.models.partial import PartialTarget
 from forerun.testing import FakeSeq
-from forerun.types import Needs, Prompts, TreeBatch, Verdict
 from tests.models.tiny_checkpoints import FAMILIES, make_decoder, make_reference, save
 from tests.native.blocks import needs_native
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.core.errors import InvalidInput, VocabularyMismatch
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.base import Target
 from forerun.models.decoder import Decoder
 from forerun.models.hf.target import HFTarget
@@ -16,7 +17,6 @@ from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder
 from forerun.models.shared import SharedWeights
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Needs, TreeBatch
 from tests.gpu.tiny import VOCAB, make_reference, make_target, weights_of
 
 KINDS = ("torch", "native", "cuda", "hf")

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control import cost
 from forerun.control.cost import scratch_sequences
 from forerun.control.probe_text import probe_text
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.load.weights import SafetensorsWeights
 from forerun.models.native.target import NativeDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Needs, PlainSeq, Request, TreeBatch
 from tests.exactness.harness import run
 from tests.native.blocks import needs_native
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.models.load.catalog import known_models
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.gguf_tokenizer import build_tokenizer

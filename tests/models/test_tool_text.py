@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.load.chat import render_chat
 from forerun.server.tools import find_calls
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.testing import FakeSeq
-from forerun.types import Needs, TreeBatch
 
 VOCAB = 61
 _BASE: dict[str, Any] = {

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput, ModelError
+from forerun.core.errors import DamagedFile, InvalidInput, ModelError
+from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -19,7 +20,6 @@ from forerun.models.native import library as native_library
 from forerun.models.native.choose import choose_mode
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
-from forerun.types import Needs, TreeBatch, Verdict
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from forerun.build import make_engine
-from forerun.llm import LLM
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.catalog import known_models
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.native.target import NativeDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Needs, TreeBatch
 from tests.native.blocks import needs_native
 
 PRESENT = any(model.name == "smollm2" and model.path for model in known_models())

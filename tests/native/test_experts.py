@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forerun.core.types import Needs, Prompts, TreeBatch
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
-from forerun.types import Needs, Prompts, TreeBatch
 from tests.models.tiny_checkpoints import make_decoder, save, score_chain
 from tests.native.blocks import needs_native
 
@@ -153,7 +153,7 @@ def test_a_pass_over_one_node_reads_its_experts_only(folder: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_pick_experts_all_the_same(folder: Path) -> None:
-    from forerun.errors import ForerunError
+    from forerun.core.errors import ForerunError
     from forerun.models.load.checkpoint import open_checkpoint
 
     opened = open_checkpoint(str(folder))
@@ -168,9 +168,9 @@ def test_numbers_that_are_not_finite_pick_experts_all_the_same(folder: Path) -> 
 
 
 def test_gguf_files_of_experts_run_natively_in_their_own_types(tmp_path: Path) -> None:
-    from forerun.build import load_target
+    from forerun.build.engine import load_target
+    from forerun.core.params import EngineConfig
     from forerun.models.load.checkpoint import open_checkpoint
-    from forerun.params import EngineConfig
     from tests.models.tiny_gguf import write_tiny
 
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "qwen2_moe")))

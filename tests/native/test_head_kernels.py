@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from forerun.core.noise import coupling_key, exponential
 from forerun.models.native import head_library
 from forerun.models.native import library as native_library
-from forerun.noise import coupling_key, exponential
 
 needs_head_kernels = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.types import Needs, Prompts, Scores, TreeBatch
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import Needs, Prompts, Scores, TreeBatch
 from tests.models.tiny_checkpoints import make_reference, save
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Event, Needs, Request, TreeBatch, Verdict
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig
 from forerun.models.native import plain_run
 from forerun.models.native.plain_run import MOST
 from forerun.models.native.target import Mode, NativeDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Event, Needs, Request, TreeBatch, Verdict
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 from tests.native.blocks import needs_native
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Needs, Round, Seq
 from forerun.drafters.heads.medusa import Family, write_heads
 from forerun.models.native import target as native_target
 from forerun.models.native.target import NativeDecoder
-from forerun.params import SamplingParams
-from forerun.types import Budget, Needs, Round, Seq
 from tests.drafters.tiny_heads import heads_config, heads_weights
 from tests.models.tiny_checkpoints import VOCAB
 from tests.native.blocks import needs_native

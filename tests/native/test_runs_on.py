@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
 from forerun.control.base import Controller
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Needs, Request, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.lookup.ngram import GOES_ON, NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.native import head_library, plain_run
 from forerun.models.native.target import NativeDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Needs, Request, Round, Scores, Seq, TreeBatch, Verdict
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB
 from tests.native.blocks import needs_native

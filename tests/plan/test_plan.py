@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.plan.advice import Load, best_batch, capacity, plan
 from forerun.plan.profile import PLAIN, Point, Profile, built_in, read_profile
 from forerun.plan.simulate import Ask, poisson, simulate

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
 from forerun.models.load.catalog import known_models
 
 

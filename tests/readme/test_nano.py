@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Request
 from tests.readme.pages import ROOT
 
 VOCAB, WIDTH, INNER = 24, 16, 24

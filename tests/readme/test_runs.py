@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from forerun import registry
-from forerun.llm import LLM
-from forerun.streams import AsyncStream, Stream
+from forerun.api.llm import LLM
+from forerun.api.streams import AsyncStream, Stream
+from forerun.core import registry
 from tests.readme.pages import ALL, EXAMPLES, ROOT, blocks, name_of, needs_model, run_blocks
 
 # what docs/serving.md shows needs a server: tests/server runs it
@@ -109,8 +109,8 @@ def test_an_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.model
 def test_nano_writes_what_the_engine_writes_on_the_real_model() -> None:
+    from forerun.core.params import SamplingParams
     from forerun.models.load.checkpoint import open_checkpoint
-    from forerun.params import SamplingParams
 
     nano = runpy.run_path(str(ROOT / "examples" / "nano.py"))
     checkpoint, llm = open_checkpoint("smollm2"), LLM.load("smollm2")

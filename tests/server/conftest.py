@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 
 from forerun import LLM
-from forerun.async_llm import AsyncLLM
+from forerun.api.async_llm import AsyncLLM
 from forerun.server.app import create_app
 from forerun.server.backend import Backend
 from forerun.server.engine_process.backend import ProcessBackend

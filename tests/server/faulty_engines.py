@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.params import EngineConfig
+from forerun.core.params import EngineConfig
 
 if TYPE_CHECKING:  # torch is imported by those that load a model, not by those that only wait or end
     from forerun import LLM
-    from forerun.messages import Request
+    from forerun.core.request import Request
 
 
 def _load(max_batch: int = 2) -> LLM:

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from forerun import LLM
+from forerun.core.params import for_schema
 from forerun.server.engine_process.loader import Loader
 from forerun.server.settings import ServerSettings
-from forerun.structure import for_schema
 from tests.server.conftest import Running, start, start_process
 from tests.server.test_connections import LONG, connect, send, wait_for
 from tests.server.test_exact import CASES, REPEATS

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from forerun import errors
-from forerun.completion import Ended
+from forerun.api.completion import Ended
+from forerun.core import errors
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
 from forerun.engine.stats import RoundCounts
-from forerun.errors import ForerunError, InvalidInput
-from forerun.messages import Branch, Budget, Event, Request, TokenLogprob
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.params import SamplingParams
 from forerun.server.backend import EngineError, EngineHangs
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.wire import (

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from forerun.errors import UnknownName
+from forerun.core.errors import UnknownName
 from forerun.models.parallel.launch import Worker
 from forerun.server.engine_process.backend import ProcessBackend
 from forerun.server.engine_process.loader import LOAD_LLM, Loader

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.async_llm import AsyncLLM
+from forerun.api.async_llm import AsyncLLM
+from forerun.core.types import Request
 from forerun.server.local_backend import LocalBackend
-from forerun.types import Request
 from tests.readme.pages import ROOT
 from tests.server.conftest import children_of, is_there
 from tests.server.test_robust import stream

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM
-from forerun.async_llm import AsyncLLM
-from forerun.completion import Completion
-from forerun.errors import ForerunError, InvalidInput
+from forerun.api.async_llm import AsyncLLM
+from forerun.api.completion import Completion
+from forerun.core.errors import ForerunError, InvalidInput
 from forerun.heads import BOX
 from forerun.heads.versions import HeadVersions
 from forerun.server.backend import Backend

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.params import EngineConfig
+from forerun.core.params import EngineConfig
 from forerun.server.settings import ServerSettings, read_keys
 from tests.server.conftest import start
 

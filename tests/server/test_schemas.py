@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from forerun.errors import InvalidInput
-from forerun.params import SamplingParams
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT = ChatRequest.model_json_schema()["properties"]

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server import connection
 from forerun.server.outbox import Outbox

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from forerun.structure import for_schema  # noqa: E402
+from forerun.core.params import for_schema  # noqa: E402
 from tests.server.conftest import Running  # noqa: E402
 from tests.structure.test_grammar import FAILS_LATER, HARD, LOOP  # noqa: E402
 

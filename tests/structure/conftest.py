@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.law_processor import Prefix
-from forerun.messages import Request
+from forerun.core.params import Prefix, SamplingParams
+from forerun.core.request import Request
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.params import SamplingParams
 from forerun.verify.grammar.compiled import Grammars
 from forerun.verify.grammar.law import GrammarLaw
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, Completion, Event, SamplingParams
-from forerun.errors import GrammarFailed, InvalidInput
-from forerun.structure import for_schema
+from forerun.core.errors import GrammarFailed, InvalidInput
+from forerun.core.params import for_schema
 from tests.structure.test_grammar import FAILS_LATER
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -11,10 +11,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from forerun.errors import GrammarFailed, InvalidInput
-from forerun.messages import Request
+from forerun.core.errors import GrammarFailed, InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.core.request import Request
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.params import SamplingParams
 from forerun.server.schemas import FunctionSpec
 from forerun.server.tools import schema_of_calls
 from forerun.verify.grammar import compiled

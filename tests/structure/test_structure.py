@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput
-from forerun.params import SamplingParams
-from forerun.structure import Structure, for_schema, structure_of
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams, Structure, for_schema, structure_of
 
 SCHEMA = {"type": "object", "properties": {"reasoning": {"type": "string"}, "answer": {"type": "integer"}}}
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.types import Needs, Verdict
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.heads.block_head import read_block, write_block
 from forerun.drafters.heads.block_runner import BlockSteps
 from forerun.drafters.heads.formats import read_config, write_config
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.testing import FakeSeq
@@ -28,7 +29,6 @@ from forerun.train.recipes.scaling import fold
 from forerun.train.recipes.survival import survival_weights
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher
-from forerun.types import Needs, Verdict
 from tests.drafters.tiny_heads import save_head
 from tests.train.test_recipes import lending, options_for
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Needs, Verdict
 from forerun.drafters.device.graphs import CapturedCalls
 from forerun.drafters.heads.block import DFlashDrafter, load_block
 from forerun.drafters.heads.block_runner import BlockCandidates, BlockSteps, GraphRunner, candidates_of
 from forerun.drafters.model.draft_law import DraftLaw
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 from forerun.train.options import Method
-from forerun.types import Budget, Needs, Verdict
 from tests.train.test_block import BLOCKS, drafting, recipe_for, show, written
 from tests.train.test_recipes import lending
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forerun.build import load_target
+from forerun.build.engine import load_target
 from forerun.cli.app import app
+from forerun.core.errors import InvalidInput, VocabularyMismatch
+from forerun.core.params import EngineConfig
 from forerun.drafters.heads.eagle_head import write_head
-from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.params import EngineConfig
 from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.commands import main
 from forerun.train.options import DataOptions

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import write_shards
-from forerun.errors import InvalidInput, ModelNotFound
 from forerun.train.data.corpus import Batches, Corpus, Text, hash_of, write_shard
 from forerun.train.data.prompts import Novelty, read_prompts
 from forerun.train.simulate import RANKS, fit_calibration, summarise

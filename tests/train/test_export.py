@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from forerun.cli.app import app
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.heads.eagle_head import read_head, write_head
 from forerun.drafters.heads.formats import write_config
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import heads_in_the_box
 from forerun.train import export
 from forerun.train.check import kind_of_head

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.data.corpus import Corpus, Text, write_shard
 from forerun.train.data.loops import PERIODS, RUN, first_repeats
 from forerun.train.options import TrainOptions

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from forerun.build import load_target, make_engine
-from forerun.errors import DamagedFile, InvalidInput
-from forerun.llm import LLM
+from forerun.api.llm import LLM
+from forerun.build.engine import load_target, make_engine
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.native.target import NativeDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.train.data.corpus import Corpus
 from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for

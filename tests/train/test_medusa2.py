@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import DamagedFile, ForerunError, InvalidInput, UnsupportedModel
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.medusa import read_heads
-from forerun.errors import DamagedFile, ForerunError, InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
 from forerun.train.lora import LoraNet
 from forerun.train.options import TrainOptions
 from forerun.train.run import make_recipe, train
 from forerun.train.teacher import load_net, load_teacher
-from forerun.types import Request
 from tests.train.test_recipes import lending, options_for
 
 CPU = torch.device("cpu")

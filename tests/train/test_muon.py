@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.checkpoint import read_checkpoint
 from forerun.train.loop import Progress

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
+from forerun.core.types import Needs
 from forerun.models.config import DecoderConfig
 from forerun.testing import FakeSeq
 from forerun.train.data.writer import BatchWriter, Order
 from forerun.train.network import CausalNet, is_plain
 from forerun.train.recipes.draft_model import write_model
-from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
 PLAIN = ["smollm2", "llama2", "llama3.1", "llama-biases", "llama-yarn", "qwen2", "qwen3"]

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun import registry
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.base import Parts
-from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
 from forerun.train.options import METHODS, Method, TrainOptions
 from forerun.train.run import make_recipe, train
 from forerun.train.teacher import ServedTeacher, load_teacher
-from forerun.types import Request
 
 FOR_DECODERS = [method for method in METHODS if method != "specdec"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forerun import LLM
+from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.medusa import read_heads
-from forerun.errors import InvalidInput, ModelNotFound
 from forerun.heads.versions import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.server.record import Recorder

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.build import make_engine
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.block_head import read_block
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.heads.formats import read_tensors
 from forerun.drafters.heads.medusa import read_heads
 from forerun.drafters.heads.mtp import read_mtp
 from forerun.engine.driver import Driver
-from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import Method, TrainOptions
 from forerun.train.recipes.base import Recipe
@@ -27,7 +28,6 @@ from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe, train
 from forerun.train.start import read_start
 from forerun.train.teacher import Teacher, load_teacher
-from forerun.types import Request
 from tests.train.test_recipes import lending, options_for
 
 HEADS: list[Method] = ["eagle", "hass", "eagle3", "medusa", "hydra", "mtp", "dspark"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.loop import Trainer

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.build import make_engine
-from forerun.errors import InvalidInput, ModelNotFound
+from forerun.build.engine import make_engine
+from forerun.core.errors import InvalidInput, ModelNotFound
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.train.curves import main as draw_curves
 from forerun.train.data.corpus import Corpus, Text, write_shard
 from forerun.train.loop import Progress
@@ -21,7 +22,6 @@ from forerun.train.options import Method
 from forerun.train.run import train
 from forerun.train.simulate import CHAIN, RANKS, walk, walk_rows
 from forerun.train.teacher import load_teacher
-from forerun.types import Request
 from tests.train.test_recipes import lending, options_for
 from tests.train.test_start import begun
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from forerun.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
 from forerun.train.data.corpus import Text, write_shard
 from forerun.train.data.make import write_answers, write_prompts
 from forerun.train.data.passages import LEAST, Passage, read_passages

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from forerun.core.types import Budget, Draws, Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter, check_target
-from forerun.types import Budget, Draws, Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 V = 11
 NEEDS = Needs((-1, 2))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
-from forerun.noise import BLOCK, DRAW
+from forerun.core.errors import InvalidInput
+from forerun.core.noise import BLOCK, DRAW
+from forerun.core.types import Draws, Laws, TreeBatch, Verdict
 from forerun.testing import TableLM, tree_of
-from forerun.types import Draws, Laws, TreeBatch, Verdict
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier

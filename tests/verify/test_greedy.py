@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.tree import topology_of, trace
+from forerun.core.types import Greedy, Laws, TreeBatch, Verdict
 from forerun.testing import path_to
-from forerun.topology import topology_of, trace
-from forerun.types import Greedy, Laws, TreeBatch, Verdict
 from forerun.verify.decide import VerifierPool
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import device_walk, greedy_verdict, walk_argmax, walk_by_torch

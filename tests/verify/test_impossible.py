@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import registry
+from forerun.core import registry
+from forerun.core.errors import CannotSample, InvalidInput
+from forerun.core.params import Prefix, SamplingParams
+from forerun.core.types import Request, TreeBatch
 from forerun.engine.engine import Engine
-from forerun.errors import CannotSample, InvalidInput
-from forerun.law_processor import Prefix
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import Request, TreeBatch
 from forerun.verify.processors import Allow
 from forerun.verify.warp import warp
 from tests.exactness.harness import DRAFTERS, engine_for, run

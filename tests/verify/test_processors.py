@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import CannotSample
-from forerun.law_processor import Prefix
-from forerun.params import SamplingParams
+from forerun.core.errors import CannotSample
+from forerun.core.params import Prefix, SamplingParams
+from forerun.core.types import Request, TreeBatch
 from forerun.testing import FakeSeq
-from forerun.types import Request, TreeBatch
 from forerun.verify.processors import Allow, AllowByState, keep_allowed
 from forerun.verify.warp import warp
 from tests.exactness.harness import DRAFTERS, engine_for, run

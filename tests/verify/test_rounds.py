@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.noise import Noise, exponential
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Needs
 from forerun.drafters.base import Drafter
-from forerun.noise import Noise, exponential
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, extend
-from forerun.types import Budget, Needs
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier

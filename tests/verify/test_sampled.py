@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.noise import (
+from forerun.core.noise import (
     ACCEPT,
     DRAW,
     Noise,
@@ -24,10 +24,10 @@ from forerun.noise import (
     uniform,
     uniforms,
 )
-from forerun.params import SamplingParams
+from forerun.core.params import SamplingParams
+from forerun.core.tree import trace
+from forerun.core.types import Laws, PlainSeq, TreeBatch, Verdict
 from forerun.testing import path_to
-from forerun.topology import trace
-from forerun.types import Laws, PlainSeq, TreeBatch, Verdict
 from forerun.verify import sampled
 from forerun.verify.at_once import decide_at_once, drawn_tokens, is_worth_it
 from forerun.verify.base import Verifier
@@ -79,7 +79,7 @@ def test_the_kernels_numbers_are_the_hosts() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         pytest.skip("needs a GPU, or Triton's interpreter")
-    from forerun.kernels_noise import BLOCK, uniforms_by_kernel
+    from forerun.core.noise_kernel import BLOCK, uniforms_by_kernel
 
     size = 2 * BLOCK + 7
     seeds = torch.tensor([mixed_seed(seed) for seed in SEEDS], device=device)[:, None]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.params import SamplingParams
+from forerun.core.params import SamplingParams
+from forerun.core.types import TreeBatch
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import TreeBatch
 from forerun.verify import warp as truncation
 from forerun.verify.warp import (
     _add_bias,

@@ -15,7 +15,7 @@ from forerun.advise.commands import Setup, forerun_command, vllm_config
 from forerun.advise.decide import Decision, decide, judge
 from forerun.advise.evidence import BATCHES, Evidence, Prospect, accepted, prospects, spread
 from forerun.advise.head import head_in_words, head_prospect
-from forerun.build import needs_head
+from forerun.build.engine import needs_head
 from forerun.measure.bench.figures import acceptance_document
 from forerun.measure.bench.stats import Spread
 from forerun.measure.report.summary import busy_warning

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun import registry
 from forerun.advise.evidence import Evidence, Fixed, fixed_chain, fixed_lookup
+from forerun.core import registry
 
 PROMPT = "Your prompt"
 # methods whose heads `forerun drafters export` writes for vLLM

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from forerun import registry
 from forerun.advise.evidence import Prospect
+from forerun.core import registry
 
 Verdict = Literal["draft", "do not draft", "cannot tell"]
 

@@ -16,26 +16,26 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from forerun import registry
 from forerun.advise.predict import Costs, Drafting, estimate, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.advise.writing import Runs, write_in_turn
-from forerun.build import build_drafter
+from forerun.api.llm import LLM
+from forerun.build.engine import build_drafter
 from forerun.control.adaptive import MOST_WIDTH
 from forerun.control.allocate import deepest
 from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.errors import ForerunError, InvalidInput
-from forerun.llm import LLM
 from forerun.measure.bench.alternate import Group, Prompt, Run
 from forerun.measure.bench.contenders import own_contender
 from forerun.measure.bench.figures import Accepted, interval_of
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.measure.bench.stats import Spread, jackknife
-from forerun.params import SpeculativeConfig
-from forerun.types import Budget
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 HOPELESS = 0.85  # a drafter that would write no faster than this on the first prompts writes no others

@@ -8,7 +8,7 @@ from typing import Any
 from forerun.advise.decide import WORTH_IT
 from forerun.advise.evidence import Evidence, Prospect
 from forerun.advise.predict import Costs, at_acceptance
-from forerun.build import needs_head
+from forerun.build.engine import needs_head
 from forerun.models.base import Target
 
 ACCEPTANCE = (0.55, 0.7)  # what small heads reach on text unlike, and like, their training data

@@ -16,10 +16,11 @@ from time import perf_counter
 from typing import Any
 
 from forerun.advise.layer_windows import Shares, Window, cut_windows, gains, release, survivals
+from forerun.api.llm import LLM
 from forerun.control.cost import CostModel
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams
 from forerun.drafters.model.layer_skip import LayerPlan, draft_part, read_plan
-from forerun.errors import InvalidInput
-from forerun.llm import LLM
 from forerun.measure.bench.contenders import load
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import Settings
@@ -27,7 +28,6 @@ from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import machine_facts
 from forerun.models.base import Target
 from forerun.models.layer_subset import LayerSubset
-from forerun.params import SamplingParams
 
 FEW = 24  # windows that rank single sublayers
 MOST = 96  # windows that candidates are compared on

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from forerun.core.types import Budget, PlainSeq, Scores, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter
 from forerun.measure.bench.alternate import Drafts
-from forerun.types import Budget, PlainSeq, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 
 

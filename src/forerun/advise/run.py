@@ -13,10 +13,11 @@ from typing import Any
 from forerun.advise.answer import document
 from forerun.advise.commands import Setup
 from forerun.advise.evidence import Evidence, gather, prospects, spread
-from forerun.build import choose_drafter, needs_head
+from forerun.api.llm import LLM
+from forerun.build.engine import choose_drafter, needs_head
 from forerun.control.cost import CostModel
-from forerun.errors import InvalidInput
-from forerun.llm import LLM
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender
 from forerun.measure.bench.run import tokenise
@@ -25,7 +26,6 @@ from forerun.measure.bench.stats import Pair, ratio_interval
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts
 from forerun.models.load import checkpoint as loading
-from forerun.params import SpeculativeConfig
 
 
 def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
 from forerun.cli.loading import progress_shown, short_name
 from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 Drafters = Annotated[
     str,

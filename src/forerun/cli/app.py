@@ -18,10 +18,10 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from forerun import __version__
+from forerun.build.memory_limit import as_out_of_memory, check_limit
 from forerun.cli.loading import ModelCommand
 from forerun.cli.messages import in_flags
-from forerun.errors import ForerunError
-from forerun.memory_limit import as_out_of_memory, check_limit
+from forerun.core.errors import ForerunError
 
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
 COMMANDS = (

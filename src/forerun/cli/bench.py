@@ -16,7 +16,7 @@ import typer
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, TraceFile
 from forerun.cli.outputs import STDOUT, interruption, write_document
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from forerun.measure.bench.settings import Settings

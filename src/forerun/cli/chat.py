@@ -20,7 +20,7 @@ from forerun.cli.flags import Settings, with_settings
 from forerun.cli.messages import in_chat
 from forerun.cli.show import Screen
 from forerun.cli.write import over_the_context
-from forerun.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
 
 
 @with_settings

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun import registry
 from forerun.cli.conversation import Conversation
-from forerun.errors import InvalidInput
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
 
 _COMMAND = re.compile(r"/([\w?-]*)(?:\s+(.*))?", re.DOTALL)  # /usr/bin is a path, and is sent
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli.show import in_tokens
 from forerun.cli.write import write_text
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from forerun.api.llm import LLM
+    from forerun.api.prompts import Message
     from forerun.cli.flags import Settings
     from forerun.cli.show import Screen
     from forerun.cli.write import Written
-    from forerun.llm import LLM
-    from forerun.prompts import Message
 
 _FORMAT = "forerun-chat-1"
 
@@ -64,7 +64,7 @@ class Conversation:
             self.turns = before  # a question without an answer would come before the next one
 
     def prompt(self) -> list[Message]:
-        from forerun.prompts import as_messages
+        from forerun.api.prompts import as_messages
 
         return as_messages(self.turns, self.system)
 

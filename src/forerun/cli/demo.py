@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from forerun.api.prompts import as_messages
 from forerun.cli import loading
 from forerun.cli.flags import DEFAULT_MODEL, HELP, Settings
 from forerun.cli.show import Screen, table_console
 from forerun.cli.write import Written, write_text
-from forerun.params import SamplingParams
-from forerun.prompts import as_messages
+from forerun.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
+    from forerun.api.llm import LLM
 
 MAX_TOKENS = 144
 _PLAIN, _BAR = "none", 24  # the drafter of plain decoding; characters of the longest bar

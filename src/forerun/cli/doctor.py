@@ -19,11 +19,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forerun import __version__, registry
+from forerun import __version__
 from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.models import in_units
 from forerun.cli.outputs import write_document
-from forerun.errors import InvalidInput
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
 from forerun.heads import heads_in_the_box
 from forerun.models.load.catalog import cache_folder, known_models
 
@@ -161,7 +162,7 @@ def _drafters() -> Iterator[Finding]:
 def _defaults() -> Iterator[Finding]:
     """What `auto` drafts with here, which is decided by times that are measured now, and the size of a batch."""
     try:
-        drafter, batch = import_module("forerun.load_engine").explain_defaults(DEFAULT_MODEL)
+        drafter, batch = import_module("forerun.build.load").explain_defaults(DEFAULT_MODEL)
     except Exception as error:  # a broken installation, or a model that does not load, is the finding
         yield Finding("auto", f"cannot be tried ({error})", ok=False, needed=False)
         return

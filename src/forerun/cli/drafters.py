@@ -12,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun import registry
 from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
+from forerun.core import registry
+from forerun.core.registry import DrafterSpec
 from forerun.heads import heads_in_the_box
-from forerun.registry import DrafterSpec
 
 drafters = typer.Typer(invoke_without_command=True)
 

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from forerun import registry
 from forerun.cli.outputs import check_json
-from forerun.errors import InvalidInput
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
 TraceFile = Annotated[

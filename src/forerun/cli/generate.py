@@ -13,11 +13,11 @@ from forerun.cli.flags import JsonFile, Settings, TraceFile, with_settings
 from forerun.cli.outputs import STDOUT, write_document
 from forerun.cli.show import Screen
 from forerun.cli.write import as_document, over_the_context, room_for, write_text
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
-    from forerun.prompts import Prompt
+    from forerun.api.llm import LLM
+    from forerun.api.prompts import Prompt
 
 
 @with_settings
@@ -94,7 +94,7 @@ def _text_of(data: bytes, where: str) -> str:
 def _in_template(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
     """The prompt as the model wants it: a chat message where there is a template for it."""
     if llm.tokenizer.has_chat_template and not raw:
-        from forerun.prompts import as_messages
+        from forerun.api.prompts import as_messages
 
         return as_messages(text.rstrip("\r\n"), system)  # the newline that ends a file is not a part of it
     if system is not None:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from forerun import registry
 from forerun.cli.outputs import check_file, check_folder
-from forerun.errors import UnknownName
+from forerun.core import registry
+from forerun.core.errors import UnknownName
 from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
+    from forerun.api.llm import LLM
     from forerun.cli.flags import Settings
-    from forerun.llm import LLM
-    from forerun.params import SpeculativeConfig
+    from forerun.core.params import SpeculativeConfig
 
 
 class ModelCommand(TyperCommand):
@@ -83,7 +83,7 @@ def load_llm(settings: Settings) -> LLM:
         without_collector(),
     ):
         check_model(settings.model)
-        from forerun.llm import LLM
+        from forerun.api.llm import LLM
 
         alone = replace(settings.engine, max_batch=1)  # one text at a time: a GPU captures graphs for no more
         llm = LLM.load(settings.model, speculative_config=settings.speculative, config=alone)

@@ -16,7 +16,7 @@ from rich.table import Table
 from forerun.cli.flags import JsonFile
 from forerun.cli.outputs import write_document
 from forerun.cli.show import table_console
-from forerun.errors import UnknownName
+from forerun.core.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models
 from forerun.models.load.catalog import pull as pull_model
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 STDOUT = Path("-")  # of --json: standard output
 

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.checks import as_real
 from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.outputs import write_document, write_file
-from forerun.errors import InvalidInput
+from forerun.core.checks import as_real
+from forerun.core.errors import InvalidInput
 from forerun.measure.report.fit import print_table
 from forerun.plan.advice import Choice, Load, Range
 from forerun.plan.advice import plan as make_plan
@@ -76,7 +76,7 @@ def _profile(
     check_model(model or DEFAULT_MODEL)
     name = model or DEFAULT_MODEL
     with Console(stderr=True).status(f"loading {short_name(name)}") as status:
-        from forerun.llm import LLM
+        from forerun.api.llm import LLM
         from forerun.plan.measure import measure
 
         llm = LLM.load(name, max_length=max(2048, length))

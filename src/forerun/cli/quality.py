@@ -16,13 +16,13 @@ from forerun.cli.bench import Model, print_document, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
 from forerun.cli.outputs import STDOUT
 from forerun.cli.show import table_console
-from forerun.errors import UnknownName
+from forerun.core.errors import UnknownName
 from forerun.measure.report.fit import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from forerun.params import Dtype
+    from forerun.core.params import Dtype
 
 _FORMATS: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")  # that our kernels have on a CPU
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.flags import TraceFile
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
 from forerun.server.engine_process.loader import LOAD_LLM, Loader
 from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys

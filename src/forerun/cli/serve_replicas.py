@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from forerun.cluster.settings import ClusterSettings
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.server.settings import ServerSettings
 
 

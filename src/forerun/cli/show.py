@@ -21,7 +21,7 @@ from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
     from forerun.cli.write import Written
-    from forerun.types import Event
+    from forerun.core.types import Event
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 

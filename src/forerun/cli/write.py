@@ -15,10 +15,10 @@ from forerun.cli.progress import ProgressLine
 from forerun.cli.show import Shades
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Completion
-    from forerun.params import SamplingParams
-    from forerun.prompts import Prompt
-    from forerun.types import Event
+    from forerun.api.llm import LLM, Completion
+    from forerun.api.prompts import Prompt
+    from forerun.core.params import SamplingParams
+    from forerun.core.types import Event
 
 Show = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from forerun import __version__, registry
+from forerun import __version__
+from forerun.build.load import drafting_of
 from forerun.cluster.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
-from forerun.errors import MissingDependency
-from forerun.load_engine import drafting_of
+from forerun.core import registry
+from forerun.core.errors import MissingDependency
 from forerun.models.kv_budget import usual_batch
 
 IMPORT_PATH = "forerun.ray:app"

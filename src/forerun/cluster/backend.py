@@ -18,12 +18,12 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
+from forerun.api.completion import Completion
 from forerun.cluster.loads import Loads, Report
 from forerun.cluster.replica import Begun, Ended
 from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
-from forerun.completion import Completion
-from forerun.errors import ForerunError, UnsupportedModel
-from forerun.messages import Event
+from forerun.core.errors import ForerunError, UnsupportedModel
+from forerun.core.request import Event
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.backend import Backend, Load, Restarted
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.train.data.make import Write, writer_for
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions

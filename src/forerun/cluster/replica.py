@@ -8,13 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from forerun import registry
+from forerun.api.completion import Completion
 from forerun.cluster.loads import Report
 from forerun.cluster.settings import ClusterSettings
-from forerun.completion import Completion
-from forerun.errors import ForerunError, InvalidInput
+from forerun.core import registry
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.types import Event
 from forerun.server.local_backend import LocalBackend
-from forerun.types import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Replica:
         import ray
         from ray import serve
 
-        from forerun.async_llm import AsyncLLM
-        from forerun.llm import LLM
+        from forerun.api.async_llm import AsyncLLM
+        from forerun.api.llm import LLM
 
         self._settings = ClusterSettings.from_dict(args)
         llm = LLM.load(self._settings.model, **self._settings.load)

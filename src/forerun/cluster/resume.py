@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.completion import Completion
-from forerun.errors import ForerunError
-from forerun.noise import fresh_seed
-from forerun.types import Event
+from forerun.api.completion import Completion
+from forerun.core.errors import ForerunError
+from forerun.core.noise import fresh_seed
+from forerun.core.types import Event
 
 _BY_REQUEST = ("auto", "coupled")  # verifiers under which a seed fixes the text
 

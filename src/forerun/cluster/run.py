@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.cluster.settings import APPLICATION, ClusterSettings
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 
 log = logging.getLogger(__name__)
 

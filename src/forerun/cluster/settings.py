@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from forerun.checks import unknown
-from forerun.errors import InvalidInput
+from forerun.core.checks import unknown
+from forerun.core.errors import InvalidInput
 from forerun.server.settings import ServerSettings, read_keys
 
 REPLICA, FRONT, APPLICATION = "Replica", "Front", "forerun"  # what Ray Serve calls them

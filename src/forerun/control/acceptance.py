@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.offers import Form
+from forerun.core.offer import Form
 
 # memory of the common factor, per round: of one sequence, and of 16, which show more
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7

@@ -26,8 +26,8 @@ from forerun.control.lookups import MOST_WITH_TREES, LookupGate
 from forerun.control.no_forms import NO_FORMS
 from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import MOST_WAITED_FOR, Waiting, beside_plain, ends, free_promise, within
-from forerun.offers import FREE, NEVER, Menu, Offer
-from forerun.types import Budget, Round, Seq
+from forerun.core.offer import FREE, NEVER, Menu, Offer
+from forerun.core.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 # rounds that drafted nothing: one of so many is timed, out of step with calls of up to eight, and all of the first

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from forerun.offers import Offer, at_depth
+from forerun.core.offer import Offer, at_depth
 
 BEST_ACCEPTANCE = 0.95  # the highest acceptance rate that is assumed of a chain, and that of a trial
 

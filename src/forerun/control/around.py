@@ -19,7 +19,7 @@ from collections import deque
 from math import isfinite
 from statistics import median_low
 
-from forerun.offers import Form
+from forerun.core.offer import Form
 
 PLAIN = Form(0, 0, 1)
 FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.control.cost import CostModel
-from forerun.offers import Offer
-from forerun.types import Budget, Round, Seq
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Round, Seq
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import numpy as np
 
 from forerun.control.machine_load import cores, is_busy, load_average
 from forerun.control.probe_text import has_experts, probe_text
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.models.base import Target
-from forerun.types import Needs, PlainSeq, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second

@@ -10,8 +10,8 @@ from forerun.control.around import PLAIN
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.free_drafts import NOTHING
 from forerun.control.waiting import Waiting
-from forerun.offers import Menu, Offer
-from forerun.types import Budget, Round
+from forerun.core.offer import Menu, Offer
+from forerun.core.types import Budget, Round
 
 REPEATS = 64  # rounds that follow under one plan at most, before one is read first
 

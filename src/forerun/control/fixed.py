@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.base import ControlParts
-from forerun.messages import ALWAYS as ALWAYS
-from forerun.messages import Budget
-from forerun.messages import budget_of as budget_of
-from forerun.types import Round, Seq
+from forerun.core.request import ALWAYS as ALWAYS
+from forerun.core.request import Budget
+from forerun.core.request import budget_of as budget_of
+from forerun.core.types import Round, Seq
 
 NODES = 8  # drafted every round, where no number was set
 

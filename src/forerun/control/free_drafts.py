@@ -8,8 +8,8 @@ from forerun.control.acceptance import Factor
 from forerun.control.allocate import Levels
 from forerun.control.allowance import Allowance
 from forerun.control.prices import PriceList
-from forerun.offers import Offer
-from forerun.types import Budget
+from forerun.core.offer import Offer
+from forerun.core.types import Budget
 
 UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY = 0.99  # of tokens accepted by those expected, per draft that cost nothing

@@ -12,7 +12,7 @@ from forerun.control.decision import chain_budget
 from forerun.control.free_drafts import NOTHING
 from forerun.control.lookups import MOST_WITH_TREES, LookupGate
 from forerun.control.per_sequence import SequencePlanner
-from forerun.types import Budget, Seq
+from forerun.core.types import Budget, Seq
 
 
 def plan_lookup(planner: SequencePlanner, seq: Seq) -> Budget:

@@ -21,8 +21,8 @@ from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, LOOKED_UP, PLAIN, Around
 from forerun.control.cost import CostModel
 from forerun.control.gate_state import GateState
-from forerun.offers import Form, Offer
-from forerun.types import Round
+from forerun.core.offer import Form, Offer
+from forerun.core.types import Round
 
 LOOKUP_SECONDS = 25e-6  # of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # that a sequence takes the host longer in a round that drafts, before any was timed

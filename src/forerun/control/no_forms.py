@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from forerun.offers import Form
+from forerun.core.offer import Form
 
 
 class _NoForms:
-    """Implements forerun.offers.Menu."""
+    """Implements forerun.core.offer.Menu."""
 
     forms: tuple[Form, ...] = ()
 

@@ -32,8 +32,8 @@ from forerun.control.prices import PriceList, PriceLists
 from forerun.control.round_seconds import IN_A_ROW, RoundSeconds, drafting_seconds
 from forerun.control.trials import Trials, shortest_trial
 from forerun.control.usual_nodes import UsualNodes
-from forerun.offers import FREE, Offer
-from forerun.types import Budget, Round, Seq
+from forerun.core.offer import FREE, Offer
+from forerun.core.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 MOST_CHAIN_NODES = 1024  # nodes of a round's chains

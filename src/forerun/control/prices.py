@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from forerun.control.allocate import deepest, widest
 from forerun.control.cost import CostModel
-from forerun.types import Budget
+from forerun.core.types import Budget
 
 REFRESH_ROUNDS = 16  # rounds for which a list holds
 # of a round: what one without a draft counts for, as it shows what a plain pass takes and no more

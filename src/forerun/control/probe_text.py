@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import Target
-from forerun.types import Needs, PlainSeq, TreeBatch, Verdict
 
 STRIDE = 7919  # a prime, so that tokens differ
 PIECES, LENGTH = 8, 16  # of a text of its own: so many rows in so many passes

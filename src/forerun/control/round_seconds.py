@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forerun.offers import Offer
-from forerun.types import Round
+from forerun.core.offer import Offer
+from forerun.core.types import Round
 
 PRESUMED_SECONDS = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
 # plain rounds that are timed together: as many as run in one native call, of which the first is slow

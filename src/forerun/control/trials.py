@@ -14,8 +14,8 @@ from forerun.control.allocate import shortest_that_pays
 from forerun.control.allowance import Allowance
 from forerun.control.history import LONGEST_WAIT, History
 from forerun.control.prices import REFRESH_ROUNDS
-from forerun.offers import Offer, total
-from forerun.types import Budget
+from forerun.core.offer import Offer, total
+from forerun.core.types import Budget
 
 _RESTING = tuple(Budget(0, 0, source="free", repeats=rounds) for rounds in range(LONGEST_WAIT + 1))
 

@@ -24,8 +24,8 @@ from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN, presumed_gap
 from forerun.control.forms import FormChooser, Promise
-from forerun.offers import Form, Offer
-from forerun.types import Seq
+from forerun.core.offer import Form, Offer
+from forerun.core.types import Seq
 
 MOST_WAITED_FOR = 2  # sequences for which a round may wait for look-ups
 MEMORY = (

@@ -13,12 +13,12 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import FREE, NEVER, Offer
+from forerun.core.params import SpeculativeConfig
+from forerun.core.tree import ONE_NODE
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.models.base import Target
-from forerun.offers import FREE, NEVER, Offer
-from forerun.params import SpeculativeConfig
-from forerun.trees import ONE_NODE
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 AT_HAND, NEGLIGIBLE = 24, 0.05  # longest chain of an offer, and the least probability in it
 

@@ -25,11 +25,11 @@ from operator import mul
 
 from torch import Tensor
 
+from forerun.core.offer import Offer
+from forerun.core.tree import GrowsNext
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter, SwitchesForms, committed_tokens, switcher_of
 from forerun.drafters.heads.growth import best_count
-from forerun.offers import Offer
-from forerun.trees import GrowsNext
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
 LOOKUP_MEMORY = 0.95  # per position tested
@@ -141,7 +141,7 @@ class _Sequence:
 
 
 class _GrowsBeside:
-    """Implements forerun.trees.GrowsNext where no controller decides whether a look-up is worth reading first."""
+    """Implements forerun.core.tree.GrowsNext where no controller decides whether a look-up is worth reading first."""
 
     def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
         self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted

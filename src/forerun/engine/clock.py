@@ -16,8 +16,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forerun.trees import Seconds
-    from forerun.types import Scores, TreeBatch
+    from forerun.core.tree import Seconds
+    from forerun.core.types import Scores, TreeBatch
 
 
 PARTS = ("prompt", "draft", "pass", "verdict", "host")

@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from threading import Event as ThreadEvent
 from typing import Protocol
 
+from forerun.core.types import Event, Request
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
-from forerun.types import Event, Request
 
 LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
 _LEADER = "leader"

@@ -24,6 +24,9 @@ from functools import cache, lru_cache
 from typing import NamedTuple, TypeGuard
 
 from forerun.control.base import Controller, Reconsiders, SeesPrompts
+from forerun.core.noise import fresh_seed
+from forerun.core.request import ALWAYS
+from forerun.core.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.engine.clock import RoundClock
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
@@ -32,10 +35,7 @@ from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
 from forerun.engine.sequence import SequenceState, Tokens, check_request
 from forerun.engine.stats import EngineStats
-from forerun.messages import ALWAYS
 from forerun.models.base import Target
-from forerun.noise import fresh_seed
-from forerun.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
 
 log = logging.getLogger(__name__)

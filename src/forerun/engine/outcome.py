@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from forerun.core.errors import CannotSample
+from forerun.core.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.engine.stats import RoundCounts
-from forerun.errors import CannotSample
-from forerun.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 
 LogprobsOf = Callable[
     [Laws, Sequence[int], Sequence[int], int], tuple[TokenLogprob, ...]

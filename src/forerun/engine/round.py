@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.core.types import Event, Scores, TreeBatch, TreeForm, Verdict
 from forerun.engine.clock import RoundClock
 from forerun.engine.sequence import Advance, SequenceState
-from forerun.types import Event, Scores, TreeBatch, TreeForm, Verdict
 
 if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler

@@ -14,13 +14,13 @@ from functools import lru_cache
 from itertools import count
 from typing import Protocol
 
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import Offer
+from forerun.core.tree import ints_of
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, SwitchesForms, switcher_of
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
 from forerun.engine.tree_check import check_trees
-from forerun.errors import InvalidInput
-from forerun.offers import Offer
-from forerun.trees import ints_of
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
 

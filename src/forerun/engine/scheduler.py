@@ -25,10 +25,10 @@ from itertools import islice
 from typing import TypeGuard
 
 from forerun.control.base import WaitingPrompts
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Budget
 from forerun.engine.sequence import Advance, SequenceState
-from forerun.errors import InvalidInput
 from forerun.models.base import PrefillPace, StartsWithPrompts, Target
-from forerun.types import Budget
 
 log = logging.getLogger(__name__)
 

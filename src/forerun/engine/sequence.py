@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
+from forerun.core.errors import InvalidInput, PromptTooLong
+from forerun.core.params import SamplingParams
+from forerun.core.request import LawRules, SourceRules
+from forerun.core.types import Event, FinishReason, Request
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.stats import RoundCounts, SequenceStats
-from forerun.errors import InvalidInput, PromptTooLong
-from forerun.params import SamplingParams
-from forerun.sources import LawRules, SourceRules
-from forerun.types import Event, FinishReason, Request
 from forerun.verify.base import Traits
 
 SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
@@ -38,7 +38,7 @@ class Tokens(list[int]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
-    """The engine's own view of a request; others see it as `forerun.types.Seq`."""
+    """The engine's own view of a request; others see it as `forerun.core.types.Seq`."""
 
     id: int
     request: Request

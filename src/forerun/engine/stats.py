@@ -13,12 +13,12 @@ from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
+from forerun.core.errors import InvalidInput
 from forerun.engine.clock import PARTS, RoundClock
-from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.trees import Seconds
-    from forerun.types import Round, Scores
+    from forerun.core.tree import Seconds
+    from forerun.core.types import Round, Scores
 
 Form = Literal["plain", "chain", "tree"]
 TRACKS = {"rounds": 1, **{part: 2 + i for i, part in enumerate(PARTS)}}

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from forerun.errors import InvalidInput
-from forerun.trees import ONE_NODE
-from forerun.types import Budget, Draws, Seq, TreeBatch
+from forerun.core.errors import InvalidInput
+from forerun.core.tree import ONE_NODE
+from forerun.core.types import Budget, Draws, Seq, TreeBatch
 
 
 def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget], vocab_size: int) -> None:

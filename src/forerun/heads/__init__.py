@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun import registry
-from forerun.checks import refuse_special
-from forerun.errors import InvalidInput
-from forerun.params import SpeculativeConfig
+from forerun.core import registry
+from forerun.core.checks import refuse_special
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 
 BOX = Path(__file__).parent
 _FAMILIES = ("medusa", "hydra")  # config.json counts their heads

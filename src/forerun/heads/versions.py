@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 _NAME = re.compile(r"v\d{4,}")
 CURRENT = "current"

@@ -26,19 +26,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from forerun import registry
-from forerun.call_options import make_request
+from forerun.api.calls import make_request
+from forerun.api.llm import LLM
 from forerun.control.fixed import FixedController
+from forerun.core import registry
+from forerun.core.errors import ForerunError
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.request import ALWAYS
+from forerun.core.types import Budget, Request
 from forerun.engine.driver import Waiter
 from forerun.engine.sequence import SequenceState
-from forerun.errors import ForerunError
 from forerun.heads import open_head
-from forerun.llm import LLM
 from forerun.measure.bench.suites import Item, load_suite
-from forerun.messages import ALWAYS
 from forerun.models.load import checkpoint as loading
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request
 
 SEED = 20261115
 DEEPEST, WIDEST = 7, 10  # levels of a tree at least, and children of a node at most

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import torch
 
+from forerun.api.llm import LLM
+from forerun.core.errors import ForerunError, VocabularyMismatch
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.errors import ForerunError, VocabularyMismatch
-from forerun.llm import LLM
 from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, first_difference
 from forerun.measure.bench.contenders import is_comparable, load, own_contender
 from forerun.measure.bench.figures import Figures
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings
 from forerun.measure.bench.suites import BUILT_IN, Item, load_suite
-from forerun.types import Needs, PlainSeq, TreeBatch
 
 Verdict = Literal["fine", "look", "bad"]
 # logits; gaps that rounding can reverse

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forerun.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what it says."
 TOKENS = 64  # written before the last reading
@@ -51,8 +51,8 @@ def read_stages(model: str, dtype: str, threads: int | None = None) -> dict[str,
     torch_alone = held()
     import transformers.utils  # noqa: F401  # what the tokenizer and the templates bring in
 
-    from forerun.llm import LLM
-    from forerun.params import EngineConfig, SamplingParams
+    from forerun.api.llm import LLM
+    from forerun.core.params import EngineConfig, SamplingParams
 
     imported = held()
     llm = LLM.load(model, config=EngineConfig(dtype=dtype, device="cpu", threads=threads))  # type: ignore[arg-type]

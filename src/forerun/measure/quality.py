@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.build import load_target
+from forerun.build.engine import load_target
 from forerun.control.cost import CostModel
-from forerun.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import EngineConfig
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.measure.machine import weight_bytes
 from forerun.models.load import checkpoint as loading
-from forerun.params import EngineConfig
-from forerun.types import Needs, PlainSeq, TreeBatch
 
 if TYPE_CHECKING:
+    from forerun.core.params import Dtype
     from forerun.models.base import Target
     from forerun.models.load.checkpoint import Checkpoint
-    from forerun.params import Dtype
 
 
 MODES: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")

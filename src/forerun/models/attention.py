@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.tree import Topology
 from forerun.models.layers import softcap_
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
-from forerun.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

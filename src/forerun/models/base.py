@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from forerun.core.request import SourceRules
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.shared import SharedWeights
-from forerun.sources import SourceRules
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from forerun.core.tree import chain_of
+from forerun.core.types import Seq
 from forerun.models.attention import Span
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.paged import Extent
-from forerun.topology import chain_of
-from forerun.types import Seq
 
 
 @dataclass(slots=True)

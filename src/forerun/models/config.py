@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.config_defaults import COMMON, FAMILIES
 from forerun.models.rope import RopeConfig
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.tree import chain_of
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
 from forerun.models.attention import Span, attend, views_of, write_keys
 from forerun.models.begun import Begun, start_rows, usable
 from forerun.models.blocks import Block, Checkpoint
@@ -26,8 +28,6 @@ from forerun.models.moe import Experts, mix
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import Piece, SlotTarget
-from forerun.topology import chain_of
-from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
 
 CHUNK = 512  # rows of prompts per pass
 

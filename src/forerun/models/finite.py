@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from forerun.errors import ModelError
+from forerun.core.errors import ModelError
 
 
 def check_numbers(logits: Tensor) -> Tensor:

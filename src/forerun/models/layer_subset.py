@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.tree import ints_of
 from forerun.models.pages import PAGE, Content, Match, PagePool, digest_of, pages_for
-from forerun.trees import ints_of
 
 CHUNK = 1024  # slots; a store that grows does so by at least this many
 KEPT_BYTES = 1 << 30  # of finished texts, beyond which a store that could grow takes their pages instead

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import Span
 from forerun.models.base import Abilities
 from forerun.models.begun import Begun
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.paged import PagedKV, slots_of
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
     from forerun.models.shared import SharedWeights

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 

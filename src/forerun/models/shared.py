@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.models.config import DecoderConfig
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations

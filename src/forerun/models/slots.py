@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.request import SourceRules
+from forerun.core.tree import ints_of
+from forerun.core.types import Needs, Seq, Verdict, first_rows, offsets
 from forerun.models.base import Abilities
 from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
-from forerun.sources import SourceRules
-from forerun.trees import ints_of
-from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.core.request import SourceRules
+from forerun.core.types import Needs, Seq
 from forerun.models.base import Abilities
-from forerun.sources import SourceRules
-from forerun.types import Needs, Seq
 
 
 class UnpagedTarget(ABC):

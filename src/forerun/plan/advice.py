@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from forerun.checks import as_real
+from forerun.core.checks import as_real
 from forerun.plan.profile import PLAIN, Profile
 from forerun.plan.simulate import Outcome, poisson, simulate
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
 
-from forerun.llm import LLM
+from forerun.api.llm import LLM
+from forerun.core.params import SamplingParams
 from forerun.measure.bench.batches import PLAIN, Call, Setup, Sweep, Text
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts
-from forerun.params import SamplingParams
 from forerun.plan.contention import Contention
 from forerun.plan.profile import Point, Profile, points_of
 

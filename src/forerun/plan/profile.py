@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import DamagedFile, InvalidInput, brief
 
 PLAIN = "plain"
 _GET_ONE = "make one with `forerun plan --measure --save FILE`"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any, Literal
 
-from forerun.completion import Completion, Spells
-from forerun.messages import Branch, Event, TokenLogprob
+from forerun.api.completion import Completion, Spells
+from forerun.core.request import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import as_json, for_chat, for_completion
 from forerun.server.schemas import Generation

@@ -14,12 +14,12 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
-from forerun import registry
-from forerun.completion import Completion
+from forerun.api.completion import Completion
+from forerun.core import registry
+from forerun.core.errors import ForerunError
+from forerun.core.request import Event
 from forerun.engine.stats import Form
-from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
-from forerun.messages import Event
 
 if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
+from forerun.core.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
 from forerun.server.backend import kind_of
 from forerun.server.schemas import FieldError, Speculative
 

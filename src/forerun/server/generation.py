@@ -10,11 +10,11 @@ from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from forerun.checks import as_whole
-from forerun.completion import Completion
-from forerun.errors import InvalidInput, PromptTooLong
-from forerun.messages import Budget, Event
-from forerun.seeds import derived_seed
+from forerun.api.completion import Completion
+from forerun.core.checks import as_whole
+from forerun.core.errors import InvalidInput, PromptTooLong
+from forerun.core.request import Budget, Event
+from forerun.core.seeds import derived_seed
 from forerun.server.errors import ApiError
 from forerun.server.schemas import (
     MOST_LOGPROBS,

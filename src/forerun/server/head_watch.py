@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from time import perf_counter
 
-from forerun.completion import Completion
-from forerun.errors import ForerunError
+from forerun.api.completion import Completion
+from forerun.core.errors import ForerunError
 from forerun.heads.versions import HeadVersions
 
 log = logging.getLogger(__name__)

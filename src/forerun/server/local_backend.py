@@ -10,14 +10,14 @@ from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
-from forerun.async_llm import AsyncLLM
-from forerun.call_options import make_request
-from forerun.completion import Completion
+from forerun.api.async_llm import AsyncLLM
+from forerun.api.calls import make_request
+from forerun.api.completion import Completion
+from forerun.api.prompts import as_token_list
+from forerun.core.request import Event
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
-from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
-from forerun.prompts import as_token_list
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.completion import Spells, spelt
-from forerun.messages import TokenLogprob
+from forerun.api.completion import Spells, spelt
+from forerun.core.request import TokenLogprob
 from forerun.server.sse import encode
 
 LOWEST = -9999.0  # JSON has no -inf

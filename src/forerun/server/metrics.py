@@ -8,7 +8,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from forerun.completion import Completion
+from forerun.api.completion import Completion
 from forerun.engine.stats import Form
 from forerun.server.backend import Backend, Load
 from forerun.server.generation import Timing

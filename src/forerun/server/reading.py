@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from forerun.errors import PromptTooLong
-from forerun.prompts import as_messages, as_token_list, check_text
+from forerun.api.prompts import as_messages, as_token_list, check_text
+from forerun.core.errors import PromptTooLong
+from forerun.core.params import for_schema
 from forerun.server.errors import ApiError, from_validation
 from forerun.server.generation import Job, check_number, make_jobs
 from forerun.server.schemas import (
@@ -24,7 +25,6 @@ from forerun.server.schemas import (
     TokenizeRequest,
 )
 from forerun.server.tools import must_call, schema_of_calls
-from forerun.structure import for_schema
 
 if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from forerun.completion import Completion
-from forerun.errors import InvalidInput
+from forerun.api.completion import Completion
+from forerun.core.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30  # of one server's file; then it records no more

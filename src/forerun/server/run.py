@@ -22,7 +22,7 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.models.load.collector import without_collector
 from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
@@ -107,7 +107,7 @@ def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int 
     with without_collector():
         llm = loader()
         import_application()
-    from forerun.async_llm import AsyncLLM
+    from forerun.api.async_llm import AsyncLLM
     from forerun.engine.stats import traced
     from forerun.server.local_backend import LocalBackend
 

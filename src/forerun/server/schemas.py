@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from forerun.checks import unknown
-from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
+from forerun.core.checks import unknown
+from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",

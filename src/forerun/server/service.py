@@ -10,9 +10,9 @@ from contextlib import aclosing, contextmanager
 from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING, Any
 
-from forerun.completion import Completion
-from forerun.errors import ForerunError, InvalidInput
-from forerun.messages import Event
+from forerun.api.completion import Completion
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.request import Event
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all

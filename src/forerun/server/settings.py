@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

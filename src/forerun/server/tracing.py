@@ -20,7 +20,7 @@ else:
     IS_THERE = True
 
 if TYPE_CHECKING:
-    from forerun.completion import Completion
+    from forerun.api.completion import Completion
     from forerun.server.generation import Timing
 
 Value = str | int | float | bool

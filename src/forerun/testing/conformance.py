@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import torch
 
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter
 from forerun.models.base import Target
-from forerun.offers import Offer
-from forerun.params import SamplingParams
 from forerun.testing.doubles import FakeSeq, TableLM, extend, path_to, random_verdict, tree_of
-from forerun.types import Budget, Seq, TreeBatch, Verdict
 
 
 def check_drafter(

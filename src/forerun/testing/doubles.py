@@ -15,11 +15,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from forerun.core.noise import DRAFT, draw, uniform
+from forerun.core.offer import Offer
+from forerun.core.types import (
+    Budget,
+    Draws,
+    Needs,
+    PlainSeq,
+    Prompts,
+    Scores,
+    Seq,
+    TreeBatch,
+    Verdict,
+    first_rows,
+)
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
-from forerun.noise import DRAFT, draw, uniform
-from forerun.offers import Offer
-from forerun.types import Budget, Draws, Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 Law = Callable[[Sequence[int]], Tensor]  # tokens so far -> [V], sums to 1
 Script = Callable[[Seq, Budget], tuple[Sequence[int], Sequence[int]]]  # -> tokens and parents, root included

@@ -12,9 +12,9 @@ from itertools import count
 
 from torch import Tensor
 
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.base import Target
 from forerun.testing.doubles import FakeSeq, extend, path_to, random_tree, random_verdict, tree_of
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch
 
 _NO_NEEDS = Needs()
 

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.build import load_target, make_engine
+from forerun.build.engine import load_target, make_engine
+from forerun.core.errors import InvalidInput, VocabularyMismatch
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.block_head import NAMES as BLOCKS
 from forerun.drafters.heads.block_head import read_block
 from forerun.drafters.heads.eagle_head import NAMES, read_head
@@ -18,13 +21,10 @@ from forerun.drafters.heads.medusa import read_heads
 from forerun.drafters.heads.mtp import read_mtp
 from forerun.drafters.heads.specdec import read_specdec
 from forerun.engine.driver import Driver
-from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Request
 
 PROMPTS = (
     "Explain why the sky is blue.",

@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, fields
 from time import monotonic
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, DataOptions, TrainOptions, in_tuple
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import MissingDependency
+from forerun.core.errors import MissingDependency
 
 SMOOTH = 0.97  # share of the past in the running mean of a loss
 

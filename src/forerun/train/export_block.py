@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
 from forerun.drafters.heads.formats import read_config, write_config
-from forerun.errors import DamagedFile, InvalidInput
 
 Rows = Callable[[Tensor], Tensor]  # rows of a table of the target's, by token
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.muon import Muon

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.load.adapter import Adapter
 from forerun.train.network import MATRICES, CausalNet, split_rows
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.moe import Mlp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args, get_type_hints
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 Method = Literal[
     "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from forerun.errors import ForerunError, ModelNotFound
+from forerun.core.errors import ForerunError, ModelNotFound
 from forerun.models.load.tensor_file import write_tensors
 
 log = logging.getLogger("forerun.train")

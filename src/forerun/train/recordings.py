@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.data.corpus import Text, write_shard
 from forerun.train.data.folder import require_recordings
 

@@ -16,23 +16,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.build import load_target, make_engine
+from forerun.build.engine import load_target, make_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.heads.medusa import read_heads
 from forerun.engine.driver import Driver
-from forerun.errors import InvalidInput
 from forerun.heads import find_head
 from forerun.heads.versions import HeadVersions
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.train.check import kind_of_head
 from forerun.train.data.corpus import Corpus
 from forerun.train.loop import Report
 from forerun.train.options import TrainOptions, as_method
 from forerun.train.recordings import read_recordings, write_shards
 from forerun.train.run import train
-from forerun.types import Request
 
 log = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, Any] = {"steps": 100, "batch_tokens": 2048, "holdout": 0.2, "save_every": 1 << 30}

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from forerun.build import load_target
+from forerun.build.engine import load_target
+from forerun.core.errors import InvalidInput, MissingDependency
+from forerun.core.params import EngineConfig
 from forerun.drafters.heads.block_head import BlockConfig
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import HeadsConfig
-from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
 from forerun.train.data.settings import other_targets

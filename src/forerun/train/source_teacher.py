@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import read_json

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.base import vocabulary_of
 from forerun.drafters.heads.block_head import BlockConfig, BlockKind, read_block
 from forerun.drafters.heads.eagle_head import EagleConfig, read_head
 from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config, read_tensors
 from forerun.drafters.heads.medusa import HeadsConfig, read_heads
 from forerun.drafters.heads.mtp import read_mtp
-from forerun.errors import InvalidInput
 from forerun.heads import kind_of
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.scaling import unfold

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Needs, PlainSeq
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.shapes import check_shapes
 from forerun.train.network import CausalNet, is_plain
-from forerun.types import Needs, PlainSeq
 
 
 class Teacher(Protocol):

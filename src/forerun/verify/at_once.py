@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.noise import DRAW, Noise, device_uniform, device_uniforms, mixed_seed
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.core.noise import DRAW, Noise, device_uniform, device_uniforms, mixed_seed
+from forerun.core.types import Laws, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_walks
 
 AT_ONCE = 1 << 24  # entries of rows that are worked on together: temporary memory is a few times that
@@ -57,7 +57,7 @@ def coupled_tokens(log_weights: Tensor, noise: Tensor) -> Tensor:
 
 
 def drawn_tokens(laws: Tensor, u: Tensor) -> Tensor:
-    """The tokens at quantiles u [...] of laws [..., V]: what `forerun.noise.draw` gives for each."""
+    """The tokens at quantiles u [...] of laws [..., V]: what `forerun.core.noise.draw` gives for each."""
     cdf = laws.double().cumsum(-1)
     found = torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0]
     last = laws.shape[-1] - 1 - (laws > 0).flip(-1).to(torch.int8).argmax(-1)  # of those that are possible

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from forerun.messages import Request
-from forerun.noise import Noise
-from forerun.params import SamplingParams
-from forerun.sources import LawRules
-from forerun.types import Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
+from forerun.core.noise import Noise
+from forerun.core.params import SamplingParams
+from forerun.core.request import LawRules, Request
+from forerun.core.types import Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 
 
 class Verifier(Protocol):

@@ -11,8 +11,8 @@ Trees with siblings, chosen nodes and greedy trees have no such ratio to carry, 
 
 from __future__ import annotations
 
-from forerun.noise import BLOCK, Noise
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.core.noise import BLOCK, Noise
+from forerun.core.types import Laws, TreeBatch, Verdict
 from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.exact import walk_exactly
 from forerun.verify.walk import TreeView, decide

@@ -10,8 +10,8 @@ matter here.
 
 from __future__ import annotations
 
-from forerun.noise import Noise
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.core.noise import Noise
+from forerun.core.types import Laws, TreeBatch, Verdict
 from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.greedy import follow
 from forerun.verify.walk import TreeView, decide, follow_argmax

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from forerun.noise import Noise
-from forerun.params import SamplingParams
-from forerun.sources import LawRules
-from forerun.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
+from forerun.core.noise import Noise
+from forerun.core.params import SamplingParams
+from forerun.core.request import LawRules
+from forerun.core.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.base import DecidedSeq, Traits, Verifier, traits_of
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of

@@ -26,8 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.noise import ACCEPT, Noise
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.core.noise import ACCEPT, Noise
+from forerun.core.types import Laws, TreeBatch, Verdict
 from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.walk import TreeView, decide, follow_argmax
 

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from forerun.trees import ONE_NODE
-from forerun.types import Greedy, GreedyWalk, TreeBatch, Verdict
+from forerun.core.tree import ONE_NODE
+from forerun.core.types import Greedy, GreedyWalk, TreeBatch, Verdict
 
 
 def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:

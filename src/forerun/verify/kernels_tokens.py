@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from forerun.kernels_noise import hash32, mix
+from forerun.core.noise_kernel import hash32, mix
 
 CHUNK = 4096  # logits of one program
 

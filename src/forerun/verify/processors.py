@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.checks import shown
-from forerun.errors import CannotSample, brief
-from forerun.law_processor import LawProcessor, Prefix
-from forerun.types import Seq
+from forerun.core.checks import shown
+from forerun.core.errors import CannotSample, brief
+from forerun.core.params import LawProcessor, Prefix
+from forerun.core.types import Seq
 
 # token ids; or a mask [V] of booleans; or one bit per token, 32 to an int32, lowest first; None = everything
 Allowed = Sequence[int] | Tensor | None

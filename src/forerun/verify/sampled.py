@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.noise import DRAW, device_uniform, mixed_seed
-from forerun.types import Seq
+from forerun.core.noise import DRAW, device_uniform, mixed_seed
+from forerun.core.types import Seq
 from forerun.verify.at_once import AT_ONCE, coupled_tokens, drawn_tokens, noise_of
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
@@ -66,7 +66,7 @@ def decides_alike(verifier: Verifier) -> bool:
 
 
 class SampledTokens:
-    """Implements forerun.verdicts.DeviceSampling."""
+    """Implements forerun.core.verdict.DeviceSampling."""
 
     fields = 4  # of a sequence: mixed seed, rule, temperature, which truncation
 

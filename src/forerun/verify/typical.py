@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
-from forerun.noise import Noise
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.core.errors import InvalidInput
+from forerun.core.noise import Noise
+from forerun.core.types import Laws, TreeBatch, Verdict
 from forerun.verify.walk import TreeView, decide, follow_argmax
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.noise import DRAW, Noise, draw
-from forerun.types import Draws, Laws, TreeBatch, Verdict
+from forerun.core.noise import DRAW, Noise, draw
+from forerun.core.types import Draws, Laws, TreeBatch, Verdict
 from forerun.verify.greedy import walk_argmax
 from forerun.verify.warp import argmax_rows
 

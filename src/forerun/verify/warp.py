@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.errors import CannotSample
-from forerun.params import SamplingParams
-from forerun.sources import LawRules
-from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
+from forerun.core.errors import CannotSample
+from forerun.core.params import SamplingParams
+from forerun.core.request import LawRules
+from forerun.core.types import Laws, Seq, TokenLogprob, TreeBatch
 from forerun.verify.processors import process_block
 
 _BANNED = -math.inf

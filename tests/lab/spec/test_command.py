@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from forerun import registry
+from forerun.core import registry
+from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import BaseDrafter
-from forerun.types import Budget, Seq, TreeBatch
 from lab.runner import main
 from lab.spec import load
 from lab.spec import measure as measuring

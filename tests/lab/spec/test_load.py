@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from forerun.build import make_engine
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
-from forerun.llm import LLM
 from forerun.measure.bench.settings import DrafterSetup
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request
 from lab.spec.load import Builder, Shape
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import make_target

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun import registry
-from forerun.errors import InvalidInput
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Budget
 from forerun.heads import heads_in_the_box, open_head
 from forerun.measure.bench.settings import DrafterSetup
-from forerun.types import Budget
 from lab.spec.document import comparisons, parts_of
 from lab.spec.methods import (
     LOOKUPS,

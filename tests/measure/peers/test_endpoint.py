@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.peers.endpoint import endpoint_contender
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.measure.bench.alternate import ContenderLost
 from forerun.measure.peers import llama_cpp
 from forerun.measure.peers.llama_cpp import enabled, llama_cpp_contender, load, why_not

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.report.html import render, write_report
 from tests.measure.report.documents import clear_gain, no_clear_gain, one_prompt, result_of
 

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from forerun.core.errors import ForerunError
+from forerun.core.offer import Form, Menu, Offer
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.device.eagle_graphs import DeviceDraft
 from forerun.drafters.device.eagle_plan import BUCKETS, MOST, DraftMenu, bucket_of, forms_for
 from forerun.drafters.device.features import DEEPEST
 from forerun.drafters.device.fusion import make_net, why_not
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
-from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.plan import SPLIT_SIZES, split_start, splits_to
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form, Menu, Offer
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter, SwitchesForms

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.core.offer import Form
+from forerun.core.tree import ints_of
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.eagle_plan import (
     MOST,
     DraftForm,
@@ -51,9 +54,6 @@ from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import TREE_MARGIN
-from forerun.offers import Form
-from forerun.trees import ints_of
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
@@ -219,7 +219,7 @@ class DeviceDraft(DraftRunner):
     def follow(
         self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
-        """Draft behind trees that were not read, in their form: see forerun.trees.GrowsNext."""
+        """Draft behind trees that were not read, in their form: see forerun.core.tree.GrowsNext."""
         return None if self._proposed is None else self._behind(going, trees, hidden, self._proposed[1])
 
     def switch(

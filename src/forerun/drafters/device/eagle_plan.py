@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from forerun.core.offer import Form
+from forerun.core.types import TreeForm
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, FIELDS, MAX_ROWS, ROW_SIZES, Size, round_up, splits_to
 from forerun.models.paged import Ints
-from forerun.offers import Form
-from forerun.types import TreeForm
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]  # sequences in one draft
@@ -232,7 +232,7 @@ def _fills(form: Form, bucket: int) -> bool:
 
 
 class DraftMenu:
-    """Implements forerun.offers.Menu."""
+    """Implements forerun.core.offer.Menu."""
 
     def __init__(self, rates: Sequence[Sequence[float]] = ()) -> None:
         self._rates = rates or UNKNOWN

@@ -32,6 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.tree import chain_of, ints_of
+from forerun.core.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.eagle_plan import PLACES, ROOM, Lane
 from forerun.drafters.device.fusion import FeatureFusion
@@ -55,9 +57,6 @@ from forerun.models.cuda.plan import (
 )
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
-from forerun.topology import chain_of
-from forerun.trees import ints_of
-from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 

@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.noise import device_uniforms, mixed_seed
+from forerun.core.types import Seq
 from forerun.drafters.device.eagle_plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
 from forerun.drafters.model.draft_law import Noised, factor_of, has_noise
 from forerun.models.cuda.early_start import starts_early
@@ -35,8 +37,6 @@ from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_at
 from forerun.models.pages import PAGE
-from forerun.noise import device_uniforms, mixed_seed
-from forerun.types import Seq
 
 CHUNK = 2048  # logits that one program looks through
 MOST_CUT = 4096  # candidates that one program chooses the best of

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.types import TreeForm
 from forerun.drafters.device.eagle_plan import ROOM
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.early_start import starts_early
@@ -41,7 +42,6 @@ from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, 
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
-from forerun.types import TreeForm
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm

@@ -20,7 +20,7 @@ and writes what the next pass reads. What is drafted changes no text: the noise 
 import triton
 import triton.language as tl
 
-from forerun.kernels_noise import log_exponential
+from forerun.core.noise_kernel import log_exponential
 from forerun.models.cuda.kernels_after import copy_row
 from forerun.models.cuda.kernels_grown import FIELDS, PAGE, split_at, write_group
 from forerun.models.cuda.kernels_linear import put_rows

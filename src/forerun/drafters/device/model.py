@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from forerun.core.errors import ForerunError
+from forerun.core.noise import mixed_seed
+from forerun.core.offer import Form
+from forerun.core.types import Needs, PlainSeq, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.eagle import DeviceDrafter, contexts_of
 from forerun.drafters.device.growth import Settings
@@ -36,14 +40,10 @@ from forerun.drafters.device.model_graphs import (
     forms_for,
 )
 from forerun.drafters.model.draft_law import has_noise
-from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.plan import MAX_ROWS, round_up
 from forerun.models.cuda.target import CudaDecoder
-from forerun.noise import mixed_seed
-from forerun.offers import Form
-from forerun.types import Needs, PlainSeq, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.verify.warp import adjusts
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class ModelDraft:
     def follow(
         self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
-        """Draft behind chains that were not read, as deep as these: see forerun.trees.GrowsNext."""
+        """Draft behind chains that were not read, as deep as these: see forerun.core.tree.GrowsNext."""
         if len(self._proposed) != 1 or len(going) > MOST:
             return None
         last = self._proposed[0][1]

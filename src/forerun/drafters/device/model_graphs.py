@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.offer import Form
 from forerun.drafters.device.eagle_plan import aligned
 from forerun.drafters.device.growth import DraftNoise, Settings
 from forerun.models.cuda.graphs import Replays
@@ -39,7 +40,6 @@ from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, round_up, s
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
-from forerun.offers import Form
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]
@@ -359,7 +359,7 @@ def forms_for(bucket: int) -> tuple[Form, ...]:
 
 
 class ChainMenu:
-    """Implements forerun.offers.Menu: seconds are those of the first pass and of each further one, on the device."""
+    """Implements core.offer.Menu: seconds are those of the first pass and of each further one, on the device."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, tuple[float, float]] = {}

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Abilities, Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
-from forerun.offers import Offer
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter

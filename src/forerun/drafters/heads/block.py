@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, Parts
 from forerun.drafters.device.graphs import NOT_CAPTURED
 from forerun.drafters.heads.base import (
@@ -38,9 +41,6 @@ from forerun.drafters.heads.block_runner import (
 )
 from forerun.drafters.heads.growth import Tree, grow_ranked, lay_out, sample_trees
 from forerun.models.base import Target
-from forerun.offers import Offer
-from forerun.params import SamplingParams
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.core.types import Seq
 from forerun.drafters.device.graphs import MOST, CapturedCalls, Work
 from forerun.drafters.device.growth import DraftNoise, settings_of
 from forerun.drafters.heads.base import ObservedRows
@@ -32,7 +33,6 @@ from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle_runner import attend_to
 from forerun.drafters.heads.growth import Frontier, Ranked
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
-from forerun.types import Seq
 
 CANDIDATES = 64
 

@@ -19,6 +19,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts, lone_roots
 from forerun.drafters.heads.base import (
     UNMEASURED,
@@ -35,10 +38,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, defa
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
 from forerun.drafters.heads.eagle_runner import TorchRunner
 from forerun.drafters.heads.growth import Ranks, Steps, Tree, grow_ranked, lay_out, sample_trees
-from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.offers import Offer
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 PROMPT = 32  # more rows than this at once are a prompt's
 READING = 0.15  # of a level: what a row of a prompt takes, until one was read

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput, brief
 from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of
 from forerun.drafters.heads.formats import (
     Matrix,
@@ -46,7 +47,6 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.heads import kind_of
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig

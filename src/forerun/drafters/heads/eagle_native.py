@@ -30,13 +30,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from forerun.core.errors import VocabularyMismatch
+from forerun.core.types import Budget, Seq, offsets
 from forerun.drafters.heads.base import Calibration, ObservedRows, Piece, checked_shared, vocabulary_of
 from forerun.drafters.heads.eagle_head import EagleConfig, HeadCache
 from forerun.drafters.heads.eagle_runner import CHUNK, frontier_sizes
 from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise
-from forerun.errors import VocabularyMismatch
 from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
@@ -57,7 +58,6 @@ from forerun.models.native.packing import (
 from forerun.models.native.rotation_tables import RotationTables
 from forerun.models.rope import RopeConfig
 from forerun.models.shared import SharedWeights
-from forerun.types import Budget, Seq, offsets
 
 Bits = Literal[4, 8]
 _MANY = 1024  # rows of the LM head that are worth rounding

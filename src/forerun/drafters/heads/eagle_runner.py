@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.types import Budget, Seq
 from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.eagle_head import EagleHead, HeadCache
 from forerun.drafters.heads.growth import LogitRanks
-from forerun.types import Budget, Seq
 
 CHUNK = 512  # rows per sequence and pass while a prompt is read
 

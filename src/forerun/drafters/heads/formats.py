@@ -33,7 +33,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, brief
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, brief
 from forerun.models.layers import linear
 from forerun.models.load.tensor_file import write_tensors
 from forerun.models.native import library as native

@@ -41,11 +41,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.core.noise import DRAFT, draw, uniform
+from forerun.core.types import Budget, Draws, Seq, TreeBatch
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
-from forerun.noise import DRAFT, draw, uniform
-from forerun.types import Budget, Draws, Seq, TreeBatch
 from forerun.verify.warp import warp_rows
 
 Candidate = tuple[float, int, *tuple[Any, ...]]

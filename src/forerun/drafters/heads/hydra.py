@@ -19,12 +19,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, is_drawn, wants_sampling
 from forerun.drafters.heads.growth import Tree, cut_grown, grow_trees, lay_out, sample_trees
 from forerun.drafters.heads.medusa import CapturedHeads, HeadSet, load_heads
 from forerun.drafters.model.draft_law import Noised
-from forerun.types import Budget, Seq, TreeBatch
 
 WIDTHS = (1, 2, 4, 8)  # of frontiers in captured drafts: the widest that a budget allows
 

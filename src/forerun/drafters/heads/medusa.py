@@ -23,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.device.graphs import MOST, NOT_CAPTURED, CapturedCalls
 from forerun.drafters.heads.base import LastRowDrafter, head_dtype, rehearse
@@ -41,11 +44,8 @@ from forerun.drafters.heads.formats import (
 from forerun.drafters.heads.growth import lay_out
 from forerun.drafters.lookup.recycling import filled_tree
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
-from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.base import Target
 from forerun.models.shared import SharedWeights
-from forerun.params import SamplingParams
-from forerun.types import Budget, Seq, TreeBatch
 
 if TYPE_CHECKING:
     from forerun.drafters.device.growth import DraftNoise

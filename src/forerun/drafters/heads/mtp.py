@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.drafters.heads.base import Sizes, head_dtype
 from forerun.drafters.heads.eagle import EagleDrafter
 from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, Kind
@@ -32,7 +33,6 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.base import Target
 from forerun.models.layers import rms_norm
 from forerun.models.shared import SharedWeights

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
 from forerun.drafters.heads.block_runner import CANDIDATES, BlockCandidates
@@ -41,12 +43,10 @@ from forerun.drafters.heads.formats import (
 )
 from forerun.drafters.heads.growth import grow_ranked, lay_out
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
-from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.heads import kind_of
 from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Norm
 from forerun.models.encoder_decoder.linear import Linear, TorchLinear, make_linear
 from forerun.models.native import library as native
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 KIND = "specdec"
 

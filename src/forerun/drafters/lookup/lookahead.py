@@ -16,11 +16,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
-from forerun.offers import Offer
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
 KEPT = 7  # n-grams of a first token

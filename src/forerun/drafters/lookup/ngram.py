@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from forerun.core.offer import FREE, Offer
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.heads.growth import TreeBuilder, best_count, least_step
-from forerun.offers import FREE, Offer
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
 # tokens that a native call writes at most: a match that is refused grows with each that it says right

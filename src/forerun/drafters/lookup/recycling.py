@@ -19,12 +19,12 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from forerun.core.offer import Offer
+from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
-from forerun.offers import Offer
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 KEPT = 8  # successors of a context
 MOST_CONTEXTS, MOST_TENANTS = 1 << 16, 16  # that are kept; beyond, the oldest are dropped

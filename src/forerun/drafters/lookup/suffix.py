@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from forerun.core.offer import FREE, Offer
+from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import BestTree, best_count
@@ -31,8 +33,6 @@ from forerun.drafters.lookup.suffix_index import (
 from forerun.drafters.lookup.suffix_match import ALWAYS, History, Lookup, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, OwnTrust, Successors, least_of, load_or_read
 from forerun.models.native import suffix_library
-from forerun.offers import FREE, Offer
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from forerun.core.errors import DamagedFile, InvalidInput, brief
 from forerun.drafters.lookup.suffix_index import Place
-from forerun.errors import DamagedFile, InvalidInput, brief
 
 MAGIC = b"FRCORPUS"
 BREAK = 0xFFFFFFFF  # stands between two documents

@@ -29,6 +29,8 @@ from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Seq
 from forerun.drafters.base import NEGLIGIBLE
 from forerun.drafters.heads.growth import BestTree, Candidates, Size, Successors, Ways, best_count, grow
 from forerun.drafters.lookup.suffix_corpus import Corpus
@@ -45,9 +47,7 @@ from forerun.drafters.lookup.suffix_index import (
     kind_of,
 )
 from forerun.drafters.lookup.suffix_table import Fill
-from forerun.errors import InvalidInput
 from forerun.models.native import suffix_library as native
-from forerun.types import Seq
 
 log = logging.getLogger(__name__)
 

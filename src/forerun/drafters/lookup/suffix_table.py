@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.core.types import Budget, Needs, PlainSeq, TreeBatch
 from forerun.drafters.base import AT_HAND
 from forerun.drafters.heads.growth import least_step
 from forerun.drafters.model.draft_law import likeliest
 from forerun.models.base import Target
-from forerun.types import Budget, Needs, PlainSeq, TreeBatch
 
 log = logging.getLogger(__name__)
 

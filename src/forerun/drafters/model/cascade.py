@@ -17,11 +17,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput
+from forerun.core.noise import Noise, derived_seed
+from forerun.core.types import Budget, Draws, Laws, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter
 from forerun.drafters.model.draft_model import CATCH_UP, Branch, Growth, ModelDrafter, fit
-from forerun.errors import InvalidInput
-from forerun.noise import Noise, derived_seed
-from forerun.types import Budget, Draws, Laws, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.coupled import walk_coupled
 from forerun.verify.exact import walk_exactly
 from forerun.verify.walk import decide

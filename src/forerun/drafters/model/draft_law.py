@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.noise import coupling_key, exponential
+from forerun.core.types import Seq
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.native import head_library
-from forerun.noise import coupling_key, exponential
-from forerun.types import Seq
 
 Noised = Callable[
     [Tensor, int], Tensor

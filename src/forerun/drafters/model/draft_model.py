@@ -24,15 +24,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from forerun.core.noise import DRAFT, draw, exponential, uniform
+from forerun.core.offer import Offer
+from forerun.core.params import SamplingParams
+from forerun.core.tree import topology_of
+from forerun.core.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.heads.base import Meter
 from forerun.drafters.model.translated import TranslatedTarget
 from forerun.models.base import Target
-from forerun.noise import DRAFT, draw, exponential, uniform
-from forerun.offers import Offer
-from forerun.params import SamplingParams
-from forerun.topology import topology_of
-from forerun.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import argmax_rows, warp
 
 UNMEASURED = 2e-3  # seconds per level, until the first draft was timed

@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.base import Parts
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Target
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import rms_norm

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 TEXTS_PER_PLACE = 4  # of a batch, in a group
 T = TypeVar("T")

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
 from forerun.measure.bench.alternate import first_difference
 from forerun.measure.bench.stats import t_quantile
-from forerun.params import SamplingParams
-from forerun.types import Budget, Request
 
 PLAIN = "plain"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

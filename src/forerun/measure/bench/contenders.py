@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from forerun import registry
-from forerun.build import build_drafter, load_target, token_map
+from forerun.api.llm import LLM
+from forerun.build.engine import build_drafter, load_target, token_map
+from forerun.build.load import draft_models, drafting
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPrompts
 from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.base import Drafter, Parts
-from forerun.errors import InvalidInput
-from forerun.llm import LLM
-from forerun.load_engine import draft_models, drafting
 from forerun.measure.bench.alternate import Contender, Drafts, Written
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
 from forerun.measure.machine import cores
@@ -27,11 +29,9 @@ from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round, Seq
 
 if TYPE_CHECKING:
-    from forerun.params import Dtype
+    from forerun.core.params import Dtype
 
 
 LAYERS = "layer_skip"  # what follows `=` is its plan

@@ -16,9 +16,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.api.llm import LLM
 from forerun.control.cost import CostModel
+from forerun.core.params import SamplingParams
 from forerun.engine.stats import traced
-from forerun.llm import LLM
 from forerun.measure.bench.alternate import (
     TEXTS_PER_PLACE,
     Contender,
@@ -42,7 +43,6 @@ from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
 from forerun.models.native import library
 from forerun.models.native.target import NativeDecoder
-from forerun.params import SamplingParams
 
 WARM_UP_TOKENS = 8
 _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import Run
 from forerun.measure.bench.settings import Cell, Settings
 

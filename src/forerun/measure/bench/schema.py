@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 SCHEMA = 2  # 2: 95% intervals may be null, `intervals` replaces the spread of repeats, acceptance has counts
 REQUIRED = (

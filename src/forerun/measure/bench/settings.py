@@ -15,9 +15,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from forerun import registry
-from forerun.errors import InvalidInput, UnknownName
-from forerun.types import Budget
+from forerun.core import registry
+from forerun.core.errors import InvalidInput, UnknownName
+from forerun.core.types import Budget
 
 PLAIN, AUTO = "plain", "auto"
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "transformers_lookup", "transformers_assisted"

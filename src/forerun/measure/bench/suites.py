@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 TASKS = (
     "multi_turn",

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.settings import LLAMA_CPP, LLAMA_CPP_LOOKUPS
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.settings import ASSISTED, LOOKUP, TRANSFORMERS
 from forerun.models.load import checkpoint as loading

@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
     from forerun.measure.bench.alternate import Contender

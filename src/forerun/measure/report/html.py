@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.measure.bench.settings import PLAIN
 from forerun.measure.bench.stats import Spread
 from forerun.measure.report import summary

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import MissingDependency
+from forerun.core.errors import MissingDependency
 from forerun.measure.bench.settings import PLAIN
 
 _OURS, _THEIRS = "tab:blue", "tab:gray"

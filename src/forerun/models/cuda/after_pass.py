@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.types import TreeForm
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, Size, padding
 from forerun.models.paged import PagedKV
-from forerun.types import TreeForm
 
 AT_ONCE = 4096  # numbers that one program moves
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.tree import TreeBatch, chain_of
+from forerun.core.types import Seq, first_rows
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span
 from forerun.models.slots import Piece
-from forerun.topology import chain_of
-from forerun.trees import TreeBatch
-from forerun.types import Seq, first_rows
 
 
 class Found:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forerun.core.types import TreeForm
 from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
@@ -23,7 +24,6 @@ from forerun.models.cuda.pass_clock import PassClock
 from forerun.models.cuda.placing import complete_roots
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
-from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")

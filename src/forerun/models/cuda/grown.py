@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.tree import trace
+from forerun.core.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import (
     FIELDS,
@@ -33,8 +35,6 @@ from forerun.models.cuda.plan import (
     splits_at,
 )
 from forerun.models.pages import PAGE
-from forerun.topology import trace
-from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
 TURNS = 2  # outcomes that the host has not read yet, at most
 
@@ -286,7 +286,7 @@ def _split(values: Tensor, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Implements forerun.types.DeviceOutcome."""
+    """Implements forerun.core.types.DeviceOutcome."""
 
     buffers: GrownBuffers
     number: int  # of the pass

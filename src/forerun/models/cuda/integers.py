@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 PAGES = 8  # pinned buffers, used in turn: more than two rounds fill, so that none waits for its copy
 

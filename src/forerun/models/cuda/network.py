@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.expert_weights import ExpertWeights, stack_experts

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.types import Needs, Seq
 from forerun.models.attention import Span as Nodes
 from forerun.models.cuda.chunks import joined
 from forerun.models.cuda.graphs import Replays, menu
@@ -29,7 +30,6 @@ from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Need, Size, Span, padd
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.paged import PagedKV
 from forerun.models.partial import Leave, PartialTarget
-from forerun.types import Needs, Seq
 
 if TYPE_CHECKING:
     from forerun.models.cuda.target import CudaDecoder

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from forerun.trees import Seconds
-from forerun.types import Scores
+from forerun.core.tree import Seconds
+from forerun.core.types import Scores
 
 if TYPE_CHECKING:
     from forerun.models.cuda.graphs import Passes

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.core.types import Seq, TreeForm, Verdict
 from forerun.models.cuda.grown import Place
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import Root, Size, splits_at
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import PAGE, TREE_MARGIN
-from forerun.types import Seq, TreeForm, Verdict
 
 
 @dataclass(slots=True, eq=False)

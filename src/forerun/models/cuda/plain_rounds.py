@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.core.types import Greedy, Scores, Seq, TreeBatch, Verdict
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Buffers
 from forerun.models.cuda.placing import Placing, TreesPass
 from forerun.models.cuda.plan import Plan, SizeFor, Span, plan_pass
-from forerun.types import Greedy, Scores, Seq, TreeBatch, Verdict
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
 

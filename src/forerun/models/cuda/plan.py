@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.tree import Topology
 from forerun.models.paged import Ints, slots_of
 from forerun.models.pages import PAGE
-from forerun.topology import Topology
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)

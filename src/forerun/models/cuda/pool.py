@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.models.cuda.experts_plain import PlainExpertSteps
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.plain import PlainSteps

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.types import DeviceSampling, Seq, TreeForm
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers, Places
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, Size, round_up
-from forerun.types import DeviceSampling, Seq, TreeForm
 
 
 class Sampler:

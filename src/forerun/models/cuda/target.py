@@ -15,7 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
+from forerun.core.tree import TreeBatch, TreeForm
+from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.chunks import (
@@ -41,8 +43,6 @@ from forerun.models.cuda.sampled import Sampler
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
-from forerun.trees import TreeBatch, TreeForm
-from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 
 log = logging.getLogger(__name__)
 

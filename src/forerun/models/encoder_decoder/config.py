@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.errors import DamagedFile, UnsupportedModel, brief
-from forerun.sources import LawRules, SourceRules
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.request import LawRules, SourceRules
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 

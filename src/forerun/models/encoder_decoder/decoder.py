@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.tree import Topology
 from forerun.models.encoder_decoder.cache import SequenceCache
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.layers import Layer, apply_part, feed_forward
 from forerun.models.encoder_decoder.positions import decoder_bias
 from forerun.models.encoder_decoder.weights import Model
 from forerun.models.finite import check_numbers
-from forerun.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

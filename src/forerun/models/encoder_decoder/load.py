@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.encoder_decoder.target import EncoderDecoder

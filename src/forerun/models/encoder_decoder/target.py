@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.core.request import SourceRules
+from forerun.core.tree import chain_of
+from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
 from forerun.models.encoder_decoder.cache import SequenceCache
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Span
@@ -22,9 +25,6 @@ from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
-from forerun.sources import SourceRules
-from forerun.topology import chain_of
-from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
 
 CHUNK = 512  # rows of prompts per pass
 

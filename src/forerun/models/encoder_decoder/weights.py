@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile
+from forerun.core.errors import DamagedFile
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig, StackConfig
 from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Norm, Stack
 from forerun.models.encoder_decoder.linear import Linear, make_linear

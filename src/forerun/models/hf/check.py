@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
+from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.models.base import Target
-from forerun.types import Needs, PlainSeq, TreeBatch
 
 ADVICE = "run it with transformers alone"
 

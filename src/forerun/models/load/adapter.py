@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.tensor_file import write_tensors
 from forerun.models.load.tokenizer import read_json
 from forerun.models.load.weights import Weights

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from forerun.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName, brief
+from forerun.core.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName, brief
 from forerun.models.load.known_folders import FOLDERS, HUB_SECONDS, fetch_folder, find_folder
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from forerun.checks import shown
-from forerun.errors import InvalidInput, brief
+from forerun.core.checks import shown
+from forerun.core.errors import InvalidInput, brief
 from forerun.models.load.tool_text import as_plain_messages, offer_of, with_offer
 
 _TOOL_ROLE = re.compile(

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter

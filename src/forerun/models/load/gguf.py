@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from forerun.errors import DamagedFile, ModelNotFound, UnsupportedModel
+from forerun.core.errors import DamagedFile, ModelNotFound, UnsupportedModel
 from forerun.models.load.quants import LAYOUTS, Blocks
 
 _MAGIC = b"GGUF"

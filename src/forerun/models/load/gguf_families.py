@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from forerun.errors import DamagedFile, ForerunError, UnsupportedModel
+from forerun.core.errors import DamagedFile, ForerunError, UnsupportedModel
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.metadata import Metadata
 from forerun.models.load.rope import rope_config

@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.metadata import Metadata
 
 _FORMAT = 2  # of the cached tokenizer; raise it when what is built here changes

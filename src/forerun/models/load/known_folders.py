@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.errors import ModelNotFound
+from forerun.core.errors import ModelNotFound
 
 HUB_SECONDS = 10  # seconds until the hub counts as out of reach
 

@@ -10,8 +10,8 @@ import difflib
 import re
 from pathlib import Path
 
-from forerun.checks import refuse_special
-from forerun.errors import DamagedFile, ModelNotFound, UnknownName
+from forerun.core.checks import refuse_special
+from forerun.core.errors import DamagedFile, ModelNotFound, UnknownName
 from forerun.models.load.catalog import find_known, known_models
 from forerun.models.load.known_folders import HUB_SECONDS
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.load.sentencepiece import SPACE, read_pieces
 from forerun.models.load.tokenizer import Tokenizer, read_json
 

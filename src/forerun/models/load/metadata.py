@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from forerun.errors import DamagedFile
+from forerun.core.errors import DamagedFile
 from forerun.models.load.gguf import GgufFile
 
 _LARGEST = 1 << 31

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile, brief
+from forerun.core.errors import DamagedFile, brief
 from forerun.models.load.weights import Weights
 
 FILE = "pytorch_model.bin"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import UnsupportedModel
+from forerun.core.errors import UnsupportedModel
 
 _CHUNK = 1 << 20  # weights unpacked at once: intermediates stay small beside the result
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.metadata import Metadata
 from forerun.models.load.quants import dequantize

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import Unigram
 
-from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 
 SPACE = "\u2581"  # how pieces spell a space
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of the file

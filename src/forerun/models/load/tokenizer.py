@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import tokenizers
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
 from forerun.models.load.token_bytes import (
     SENTENCEPIECE_SPACE,

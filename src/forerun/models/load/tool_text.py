@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forerun.checks import shown
-from forerun.errors import InvalidInput
+from forerun.core.checks import shown
+from forerun.core.errors import InvalidInput
 
 Message = Mapping[str, Any]
 _OFFER = """\

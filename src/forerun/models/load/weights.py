@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import Origin, tensor_of
 from forerun.models.load.quants import Blocks, dequantize

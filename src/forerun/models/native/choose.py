@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native

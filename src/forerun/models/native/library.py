@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.native.cores import thread_count
 
 log = logging.getLogger(__name__)

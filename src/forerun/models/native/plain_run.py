@@ -17,11 +17,11 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from forerun.core.types import Greedy, Needs, Scores, Seq, TreeBatch
 from forerun.models.hidden_rows import HiddenRows
 from forerun.models.native import library as native
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.paged import Extent
-from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch
 
 MOST = 7  # passes behind the first of a call: up to eight tokens come at once, within the seconds that it may hold
 SECONDS = 0.03  # of a call: where passes take long, Python between them is a small share, and tokens come one by one

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -34,7 +35,6 @@ from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
-from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 
 
 class NativeDecoder(Decoder):

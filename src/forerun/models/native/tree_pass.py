@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forerun.core.tree import Topology
 from forerun.models.finite import not_numbers
 from forerun.models.native.library import Model, Pass
 from forerun.models.native.rotation_tables import Table
 from forerun.models.pages import PAGE
-from forerun.topology import Topology
 
 _AT_ONCE = 8  # logits of one node that are made together
 

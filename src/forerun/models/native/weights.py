@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layer_subset import LayerSubset

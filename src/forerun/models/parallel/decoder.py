@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.errors import ModelError, UnsupportedModel, brief
+from forerun.core.errors import ModelError, UnsupportedModel, brief
+from forerun.core.types import PlainSeq, Seq
 from forerun.models.attention import Span
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
@@ -28,7 +29,6 @@ from forerun.models.parallel.pass_thread import PassThread
 from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, config_of
 from forerun.models.shared import SharedWeights
-from forerun.types import PlainSeq, Seq
 
 
 class ParallelDecoder(Decoder):

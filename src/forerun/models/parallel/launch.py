@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from forerun.checks import as_memory
-from forerun.errors import InvalidInput, ModelError, UnsupportedModel
+from forerun.core.checks import as_memory
+from forerun.core.errors import InvalidInput, ModelError, UnsupportedModel
+from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.kv_budget import allowed_bytes
 from forerun.models.load.checkpoint import Checkpoint
@@ -31,7 +32,6 @@ from forerun.models.load.shapes import check_shapes
 from forerun.models.parallel.decoder import ParallelTarget
 from forerun.models.parallel.group import Backend, Group
 from forerun.models.parallel.split import DTYPES, Part, check_split
-from forerun.params import EngineConfig
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that a worker has to end by itself

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from forerun.core.tree import chain_of, topology_of
 from forerun.models.attention import Span
 from forerun.models.pages import pages_for
-from forerun.topology import chain_of, topology_of
 
 Copies = Sequence[tuple[int, int]]  # slots, as (from, to), read before any of them is written
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from forerun.errors import brief
+from forerun.core.errors import brief
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.parallel.decoder import ParallelFollower

@@ -10,12 +10,12 @@ from pathlib import Path
 from time import monotonic, process_time, thread_time
 from typing import Any
 
-from forerun.call_options import make_request
-from forerun.completion import Completion
-from forerun.errors import ForerunError
-from forerun.messages import Event, TokenLogprob
+from forerun.api.calls import make_request
+from forerun.api.completion import Completion
+from forerun.api.prompts import as_token_list
+from forerun.core.errors import ForerunError
+from forerun.core.request import Event, TokenLogprob
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.prompts import as_token_list
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 from forerun.server.engine_process.start import EngineLost, EngineProcess
 from forerun.server.engine_process.wire import (

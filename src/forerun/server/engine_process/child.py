@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from forerun.models.load.collector import without_collector
 from forerun.server.backend import CLOSING
 from forerun.server.engine_process.channel import Channel

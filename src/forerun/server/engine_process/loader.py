@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
+    from forerun.api.llm import LLM
 
 LOAD_LLM = "forerun.server.engine_process.loader:load_llm"
 
@@ -31,9 +31,9 @@ def load_llm(
     model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any], heads: str | None = None
 ) -> LLM:
     """A model by name, as `forerun serve` has it; `heads` = drafting with the version that folder is at now."""
+    from forerun.api.llm import LLM
+    from forerun.core.params import EngineConfig
     from forerun.heads.versions import HeadVersions
-    from forerun.llm import LLM
-    from forerun.params import EngineConfig
 
     given = dict(drafting)
     if heads is not None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from forerun.errors import ForerunError
+from forerun.core.errors import ForerunError
 from forerun.server.backend import EngineError
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.loader import Loader

@@ -9,12 +9,12 @@ from pathlib import Path
 from threading import main_thread
 from time import process_time
 
-from forerun.completion import ended_of, raised_by
+from forerun.api.completion import ended_of, raised_by
+from forerun.api.llm import LLM
 from forerun.engine.driver import Handle, HeadSwap, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import seconds_of
-from forerun.llm import LLM
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.wire import (
     Facts,

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, astuple, dataclass, fields
 from typing import Any, NamedTuple
 
-from forerun import errors
-from forerun.completion import Completion, Ended
+from forerun.api.completion import Completion, Ended
+from forerun.core import errors
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
 from forerun.engine.stats import RoundCounts
-from forerun.errors import ForerunError, InvalidInput
-from forerun.messages import Branch, Budget, Event, Request, TokenLogprob
 from forerun.models.load.tokenizer import TokenizerParts
-from forerun.params import SamplingParams
 from forerun.server.backend import EngineError, Load
 
 Packed = tuple[Any, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forerun.errors import ModelNotFound
+from forerun.core.errors import ModelNotFound
 from forerun.train.options import TrainOptions
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from random import Random
 from time import perf_counter
 
-from forerun.build import load_target, make_engine
+from forerun.build.engine import load_target, make_engine
+from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
-from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.passages import read_passages
 from forerun.train.data.prompts import (
@@ -43,7 +44,6 @@ from forerun.train.network import is_plain
 from forerun.train.options import DataOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.teacher import device_of, load_net
-from forerun.types import Request
 
 Write = Callable[[Iterable[Order]], Iterator[Written]]
 log = logging.getLogger(__name__)

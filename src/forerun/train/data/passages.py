@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.data.corpus import read_shard
 from forerun.train.data.folder import shards_of
 from forerun.train.data.prompts import Chats, Novelty, Prompt, as_messages

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 
 _BANDS, _DEPTH = 4, 3
 _ODD, _SALT = np.random.default_rng(0).integers(

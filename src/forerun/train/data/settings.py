@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.options import DataOptions
 
 _FREE = ("out", "batch", "shard_tokens", "device")  # may change between resumptions

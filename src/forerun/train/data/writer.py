@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.core.errors import InvalidInput
 from forerun.train.network import CausalNet
 
 LOOK_EVERY = 8  # steps between two checks for rows that have ended

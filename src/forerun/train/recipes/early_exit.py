@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.model.layer_skip import PLAN, ExitAdapter, LayerPlan, default_plan, write_plan
-from forerun.errors import InvalidInput
 from forerun.models.blocks import Checkpoint as Named
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.layer_subset import LayerSubset

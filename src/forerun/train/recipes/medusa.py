@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import HeadsConfig, write_heads
-from forerun.errors import InvalidInput
 from forerun.train.data.corpus import Batch
 from forerun.train.lora import LoraNet
 from forerun.train.options import TrainOptions

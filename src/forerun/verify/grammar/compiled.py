@@ -12,9 +12,9 @@ from functools import partial
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
-from forerun.errors import InvalidInput, MissingDependency, brief
-from forerun.messages import Request
-from forerun.structure import Structure, Whitespace
+from forerun.core.errors import InvalidInput, MissingDependency, brief
+from forerun.core.params import Structure, Whitespace
+from forerun.core.request import Request
 from forerun.verify.grammar.law import GrammarLaw, reason_of
 
 # how llguidance separates the parts of a JSON text: regular expressions, and whether whitespace may be anywhere

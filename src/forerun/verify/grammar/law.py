@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import GrammarFailed, brief
-from forerun.law_processor import Prefix
+from forerun.core.errors import GrammarFailed, brief
+from forerun.core.params import Prefix
 from forerun.verify.processors import keep_allowed
 
 _NO_TEXT = "NoExtension"  # llguidance's word where nothing can follow
@@ -24,7 +24,7 @@ KEPT = 256  # masks: those of a round, and of a drafter that asked before
 
 
 class GrammarLaw:
-    """Implements forerun.law_processor.LawProcessor, for the nodes of one text.
+    """Implements forerun.core.params.LawProcessor, for the nodes of one text.
 
     One matcher of llguidance goes from node to node: back to where the paths part, then on. What it has built for
     drafts beside the text counts against its limits. So where it meets one, a new matcher reads the path alone, and

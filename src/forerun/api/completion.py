@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from forerun.core.errors import GrammarFailed
+from forerun.core.request import FinishReason, TokenLogprob
 from forerun.engine.stats import RoundCounts, SequenceStats
-from forerun.errors import GrammarFailed
-from forerun.messages import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import SequenceState
+
 
 SHOWN = 48  # characters of the text in a repr
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checks import as_items, as_token_ids, as_whole, refuse, shown
-from forerun.errors import InvalidInput
-from forerun.law_processor import LawProcessor
-from forerun.params import SamplingParams
+from forerun.core.checks import as_items, as_token_ids, as_whole, refuse, shown
+from forerun.core.errors import InvalidInput
+from forerun.core.params import LawProcessor, SamplingParams
 
 USED = frozenset({
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k",

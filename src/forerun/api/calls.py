@@ -1,19 +1,19 @@
 """The calls that LLM and AsyncLLM share: one signature and one check of arguments for both.
 
 How results come is theirs: an LLM returns them, an AsyncLLM returns what is awaited for them.
+
+Options of one call of `generate`, `chat` or `stream`, and the requests made from them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Unpack, overload
 
-from forerun.call_options import Call, Options, Params, make_request
-from forerun.completion import Completion, ended_of, raised_by, spelt
-from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
-from forerun.prompts import (
+from forerun.api.completion import Completion, ended_of, raised_by, spelt
+from forerun.api.prompts import (
     Conversation,
     Prompt,
     as_conversations,
@@ -24,12 +24,18 @@ from forerun.prompts import (
     check_text,
     is_chat,
 )
-from forerun.types import Request
+from forerun.core.checks import as_name, as_whole, shown, unknown
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
+from forerun.core.request import Budget, Request, budget_of
+from forerun.core.seeds import derived_seed
+from forerun.engine.engine import Engine
 
 if TYPE_CHECKING:
     from forerun.engine.driver import Driver
     from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
+
 
 One = TypeVar("One")  # a Completion
 Several = TypeVar("Several")  # a list of them
@@ -198,3 +204,117 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
             raise error
         ended = ended_of(seq, self.engine.verifiers.get(seq.verifier).exact)
         return ended._replace(logprobs=spelt(ended.logprobs, self.tokenizer)).completion()
+
+
+Params = SamplingParams | Mapping[str, Any]
+Encode = Callable[..., tuple[int, ...]]  # of a prompt, and of variables of the chat template if there are any
+MOST_COPIES = 1024  # of one prompt in a call
+_DEFAULTS = SamplingParams()
+
+
+class Options(SamplingOptions, total=False):
+    """Options of one call; the engine's defaults hold for what is left out."""
+
+    drafter: str | None
+    verifier: str | None
+    budget: int | Budget | None
+    json_schema: Mapping[str, Any] | bool | None  # short for a `response_format` with this schema
+    shows_rejected: bool  # events tell what was drafted in vain
+    cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
+    request_id: str | None  # a name for `abort`
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
+
+
+_ELSEWHERE = {  # what other libraries have as an option
+    "stream": "this call has no option 'stream': call stream() or stream_chat() for text as it grows",
+    "n": "a stream has no option 'n', it is one text: call it once for each, or use generate() or chat()",
+    "tools": "this call has no option 'tools': calls of tools are read by the server, `forerun serve`",
+    "do_sample": "this call has no option 'do_sample': temperature=0 is greedy, more than 0 samples",
+}
+_OURS = Options.__annotations__.keys() - SamplingOptions.__annotations__.keys() - {"json_schema"}
+
+
+def make_request(
+    prompt: Prompt, params: Params | None, options: Mapping[str, Any], encode: Encode
+) -> Request:
+    """The request of a prompt and its options; keywords override `params`."""
+    known = [*Options.__annotations__, *SPELLINGS]
+    if strange := [name for name in options if name not in known]:
+        raise InvalidInput(_ELSEWHERE.get(strange[0]) or unknown("option", strange[0], known))
+    if params is not None and not isinstance(params, SamplingParams):
+        params = SamplingParams.from_dict(params)
+    sampling = {name: value for name, value in options.items() if name not in _OURS}
+    budget = options.get("budget")
+    if budget is not None and not isinstance(budget, Budget):
+        budget = budget_of(as_whole("budget", budget, 0, 256), width=1)
+    drafter, verifier = (
+        None if options.get(name) is None else as_name(name, options[name])
+        for name in ("drafter", "verifier")
+    )
+    merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
+    rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
+    variables = options.get("chat_template_kwargs")
+    ids = encode(prompt) if variables is None else encode(prompt, variables)
+    return Request(ids, merged, drafter, verifier, budget, *rest)
+
+
+class Call(NamedTuple):
+    """One call of `generate` or `chat`: its requests, prompt by prompt, and the shape of what it returns."""
+
+    asked: list[list[Request]]  # of each prompt: one, or n of them unless all their texts would be alike
+    several: bool  # prompts
+    n: int | None
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        several: bool,
+        params: Params | Sequence[Params] | None,
+        n: int | None,
+        options: Mapping[str, Any],
+        encode: Encode,
+    ) -> Call:
+        copies = None if n is None else as_whole("n", n, 1, MOST_COPIES)
+        pairs = zip(prompts, _each(params, len(prompts)), strict=True)
+        asked = [_copies(make_request(prompt, own, options, encode), copies) for prompt, own in pairs]
+        return cls(asked, several, copies)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for requests in self.asked for request in requests]
+
+    def in_shape(self, done: Iterable[Completion]) -> Completion | list[Completion] | list[list[Completion]]:
+        """Completions as they were asked for: one for each prompt, or with `n` a list for each."""
+        left = iter(done)
+        texts = [[next(left) for _ in requests] for requests in self.asked]
+        if self.n is None:
+            return [own[0] for own in texts] if self.several else texts[0][0]
+        whole = [
+            own if len(own) == self.n else own * self.n for own in texts
+        ]  # greedy texts are written once
+        return whole if self.several else whole[0]
+
+
+def _each(params: Any, count: int) -> Sequence[Params | None]:
+    """The parameters of each of so many prompts: shared, or one set for each."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise InvalidInput(
+            f"params={shown(params)} are no sampling parameters: give SamplingParams or a dict"
+        )
+    if len(params) != count:
+        raise InvalidInput(f"{count} prompts came with {len(params)} sets of parameters; give one or as many")
+    return params
+
+
+def _copies(request: Request, count: int | None) -> list[Request]:
+    """A request so many times, each with a seed of its own; once where all texts would be alike."""
+    params = request.params
+    if count is None or params.is_greedy:
+        return [request]
+    if params.seed is None:
+        return [request] * count
+    seeds = [derived_seed(params.seed, i) for i in range(count)]
+    return [replace(request, params=replace(params, seed=seed)) for seed in seeds]

@@ -25,13 +25,13 @@ from operator import mul
 from pathlib import Path
 
 from forerun.control.cost import CostModel
+from forerun.core.errors import ForerunError
+from forerun.core.offer import Offer
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget, PlainSeq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
-from forerun.errors import ForerunError
 from forerun.heads import HeadFolder, open_head
 from forerun.models.base import Target
-from forerun.offers import Offer
-from forerun.params import SpeculativeConfig
-from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
 

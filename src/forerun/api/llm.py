@@ -11,16 +11,15 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from forerun.call_options import Call
-from forerun.calls import Calls
-from forerun.completion import Completion as Completion
+from forerun.api.calls import Call, Calls
+from forerun.api.completion import Completion as Completion
+from forerun.api.streams import Item, Stream
+from forerun.build.load import LoadOptions, load_engine
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Request
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
-from forerun.load_engine import LoadOptions, load_engine
 from forerun.models.base import ServedByProcesses
-from forerun.streams import Item, Stream
-from forerun.types import Request
 
 if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forerun.errors import InvalidInput, ModelNotFound
+from forerun.core.errors import InvalidInput, ModelNotFound
 
 Given = TypeVar("Given")
 LONGEST = 60  # characters of a value that a message shows

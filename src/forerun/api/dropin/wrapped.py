@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun import registry
-from forerun.build import make_engine
-from forerun.checks import as_name, as_path, as_whole, shown
-from forerun.completion import Completion
-from forerun.dropin.generate_args import merge_settings, sampling_params, token_ids
-from forerun.dropin.hooks import law_processors, stopping_criteria
-from forerun.dropin.run import check_streamer, run
+from forerun.api.completion import Completion
+from forerun.api.dropin.generate_args import merge_settings, sampling_params, token_ids
+from forerun.api.dropin.hooks import law_processors, stopping_criteria
+from forerun.api.dropin.run import check_streamer, run
+from forerun.build.engine import make_engine
+from forerun.core import registry
+from forerun.core.checks import as_name, as_path, as_whole, shown
+from forerun.core.errors import InvalidInput, VocabularyMismatch
+from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
 from forerun.models.hf.target import HFTarget
-from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request
 
 log = logging.getLogger(__name__)
 

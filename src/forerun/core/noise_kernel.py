@@ -3,12 +3,13 @@
 Everything but the last two products is integer arithmetic, and those are exact: the numbers are the host's, to the bit.
 """
 
-# mypy: ignore-errors
-# The bodies are Triton's language, not Python: types and operators mean something else there.
-
 import torch
 import triton
 import triton.language as tl
+
+# mypy: ignore-errors
+# The bodies are Triton's language, not Python: types and operators mean something else there.
+
 
 BLOCK = 1024  # tokens of one program
 

@@ -1,4 +1,4 @@
-"""The shared types of a round: sequences, scores and laws; trees are in trees.py, requests and events in messages.py.
+"""The shared types of a round: sequences, scores and laws; trees are in tree.py, requests and events in request.py.
 
 Shapes: B sequences, M nodes of all trees laid end to end, V vocabulary, D width. Parents precede children;
 node 0 of a tree is its root, the last committed token, whose keys and values the target has not seen yet.
@@ -14,24 +14,24 @@ from typing import Protocol
 
 from torch import Tensor
 
-from forerun.errors import CannotSample
-from forerun.messages import Branch as Branch
-from forerun.messages import Budget as Budget
-from forerun.messages import Event as Event
-from forerun.messages import FinishReason as FinishReason
-from forerun.messages import Request as Request
-from forerun.messages import Source as Source
-from forerun.messages import TokenLogprob as TokenLogprob
-from forerun.params import SamplingParams
-from forerun.sources import LawRules
-from forerun.trees import Draws as Draws
-from forerun.trees import NextRoots as NextRoots
-from forerun.trees import TreeBatch as TreeBatch
-from forerun.trees import TreeForm as TreeForm
-from forerun.trees import offsets as offsets
-from forerun.verdicts import DeviceOutcome as DeviceOutcome
-from forerun.verdicts import DeviceSampling as DeviceSampling
-from forerun.verdicts import Verdict as Verdict
+from forerun.core.errors import CannotSample
+from forerun.core.params import SamplingParams
+from forerun.core.request import Branch as Branch
+from forerun.core.request import Budget as Budget
+from forerun.core.request import Event as Event
+from forerun.core.request import FinishReason as FinishReason
+from forerun.core.request import LawRules
+from forerun.core.request import Request as Request
+from forerun.core.request import Source as Source
+from forerun.core.request import TokenLogprob as TokenLogprob
+from forerun.core.tree import Draws as Draws
+from forerun.core.tree import NextRoots as NextRoots
+from forerun.core.tree import TreeBatch as TreeBatch
+from forerun.core.tree import TreeForm as TreeForm
+from forerun.core.tree import offsets as offsets
+from forerun.core.verdict import DeviceOutcome as DeviceOutcome
+from forerun.core.verdict import DeviceSampling as DeviceSampling
+from forerun.core.verdict import Verdict as Verdict
 
 
 class Seq(Protocol):
@@ -132,7 +132,7 @@ class Greedy:
 
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
-    sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
+    sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.core.verdict.DeviceSampling`
     next_roots: NextRoots | None = None  # makes a plain round behind this one before it is read
     hand_on: Callable[[], None] | None = None  # of a plain pass: its tokens to what grows trees behind it
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from forerun import registry
-from forerun.auto_drafter import settle
-from forerun.build import (
+from forerun.build.auto_drafter import settle
+from forerun.build.engine import (
     build_named,
     check_names,
     choose_drafter,
@@ -32,21 +31,23 @@ from forerun.build import (
     needs_head,
     token_map,
 )
-from forerun.checks import as_path, shown, unknown
+from forerun.build.memory_limit import as_out_of_memory
 from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.checks import as_path, shown, unknown
+from forerun.core.errors import InvalidInput
+from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
 from forerun.heads import open_head
-from forerun.memory_limit import as_out_of_memory
 from forerun.models.base import Target
 from forerun.models.load.opening import opening_of
-from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
     from forerun.models.load.tokenizer import Tokenizer
+
 
 log = logging.getLogger(__name__)
 

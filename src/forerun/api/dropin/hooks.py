@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.checks import as_items, as_real, as_token_ids, as_whole, shown
-from forerun.errors import ForerunError, InvalidInput
-from forerun.law_processor import LawProcessor, Prefix
+from forerun.core.checks import as_items, as_real, as_token_ids, as_whole, shown
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import LawProcessor, Prefix
 
 Hook = Callable[[Tensor, Any], Any]  # transformers' LogitsProcessor and StoppingCriteria
 

@@ -1,6 +1,11 @@
 """What goes into an engine and what comes out of it: requests with their budgets, and events.
 
 No torch here: a process that only asks an engine in another one needs none.
+
+What an encoder-decoder asks of its requests: where decoding starts, how long a source may be, its laws' rules.
+
+The prompt of an encoder-decoder is its source: the encoder reads it once, and the decoder starts from a token of its
+own. The tokens of such a sequence are the decoder's alone, so penalties, limits and positions count these.
 """
 
 from __future__ import annotations
@@ -8,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forerun.checks import as_token_ids, as_whole, refuse
-from forerun.params import SamplingParams
+from forerun.core.checks import as_token_ids, as_whole, refuse
+from forerun.core.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 Source = Literal["free", "costly", "any"]
@@ -91,7 +96,7 @@ class Request:
 class TokenLogprob:
     """Log-probability of a token under the law it was sampled from, and of the likeliest tokens there.
 
-    Text and bytes are filled in by `forerun.completion.spelt`, for whoever reads them: an engine knows ids alone.
+    Text and bytes are filled in by `forerun.api.completion.spelt`, for whoever reads them: an engine knows ids alone.
     """
 
     token: int  # its id
@@ -121,3 +126,21 @@ class Event:
     finished: FinishReason | None = None
     error: Exception | None = None  # why it ended, where finished is "error"
     rejected: tuple[Branch, ...] = ()  # only where the request has shows_rejected
+
+
+@dataclass(frozen=True, slots=True)
+class LawRules:
+    """What a model's own generation settings add to every law of its sequences, as transformers does."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()  # transformers' bad_words_ids
+    first: int | None = None  # forced_bos_token_id: the first token written
+    last: int | None = None  # forced_eos_token_id: the token at the last place; not where eos is ignored
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRules:
+    """How the sequences of an encoder-decoder begin, and what holds for all of them."""
+
+    start: int  # the token that its decoder starts from
+    longest: int  # tokens of a source at most
+    laws: LawRules | None = None

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput
-from forerun.seeds import ACCEPT as ACCEPT
-from forerun.seeds import BLOCK as BLOCK
-from forerun.seeds import COUPLE as COUPLE
-from forerun.seeds import DRAFT as DRAFT
-from forerun.seeds import DRAW as DRAW
-from forerun.seeds import MASK, hashed, mixed
-from forerun.seeds import derived_seed as derived_seed
-from forerun.seeds import fresh_seed as fresh_seed
+from forerun.core.errors import InvalidInput
+from forerun.core.seeds import ACCEPT as ACCEPT
+from forerun.core.seeds import BLOCK as BLOCK
+from forerun.core.seeds import COUPLE as COUPLE
+from forerun.core.seeds import DRAFT as DRAFT
+from forerun.core.seeds import DRAW as DRAW
+from forerun.core.seeds import MASK, hashed, mixed
+from forerun.core.seeds import derived_seed as derived_seed
+from forerun.core.seeds import fresh_seed as fresh_seed
 
 
 def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
@@ -84,7 +84,7 @@ def device_uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 def device_uniforms(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The numbers `uniforms` gives for these tokens [V], int32: [..., V] of mixed seeds and positions [...]."""
     if tokens.device.type == "cuda" and find_spec("triton") is not None:
-        from forerun.kernels_noise import uniforms_by_kernel
+        from forerun.core.noise_kernel import uniforms_by_kernel
 
         return uniforms_by_kernel(seeds, positions, tokens)
     keys = device_keys(seeds, positions, COUPLE)

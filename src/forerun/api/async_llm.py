@@ -18,21 +18,21 @@ from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from forerun.call_options import Call
-from forerun.calls import Calls
-from forerun.completion import Completion
+from forerun.api.calls import Call, Calls
+from forerun.api.completion import Completion
+from forerun.api.llm import LLM
+from forerun.api.streams import AsyncStream, Item
+from forerun.build.load import LoadOptions
+from forerun.core.errors import ForerunError, InvalidInput, Overloaded
+from forerun.core.types import Request
 from forerun.engine.driver import Handle, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.stats import seconds_of
-from forerun.errors import ForerunError, InvalidInput, Overloaded
-from forerun.llm import LLM
-from forerun.load_engine import LoadOptions
-from forerun.streams import AsyncStream, Item
-from forerun.types import Request
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
+
 
 log = logging.getLogger(__name__)
 _One = Coroutine[Any, Any, Completion]

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from forerun.checks import shown
-from forerun.completion import Completion, ended_of
-from forerun.dropin.hooks import Hook, tokens_until_stop
+from forerun.api.completion import Completion, ended_of
+from forerun.api.dropin.hooks import Hook, tokens_until_stop
+from forerun.core.checks import shown
+from forerun.core.errors import InvalidInput
+from forerun.core.types import Request
 from forerun.engine.detokenize import Decodes
 from forerun.engine.driver import Driver, Handle
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput
-from forerun.types import Request
 
 
 def check_streamer(streamer: Any, texts: int) -> Any:

@@ -2,16 +2,31 @@
 
 The names are the ones people know from transformers, vLLM and the OpenAI API; `from_dict` takes their other spellings.
 Numbers may be numpy's or torch's. Penalties and biases have limits, so that no law overflows: see `SamplingParams`.
+
+LawProcessor: a caller's logits processor, a function of the tokens so far and the logits. No torch here.
+
+    def no_token_twice(prefix: Prefix, logits: Tensor) -> Tensor:
+        logits[prefix.ids] = -torch.inf
+        return logits
+
+    llm.generate("Once", processors=[no_token_twice])
+
+`forerun.verify.processors` calls them and has ready-made ones: `Allow` for masks, `AllowByState` for grammars.
+
+Structure: what an answer is held to, as plain values: made of `response_format` and `structured_outputs`. No torch.
+
+`forerun.verify.grammar` compiles it and makes it part of the law. `Structure.kind` is where other kinds will join.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
-from forerun.checks import (
+from forerun.core.checks import (
     as_flag,
     as_functions,
     as_given,
@@ -24,10 +39,13 @@ from forerun.checks import (
     as_whole,
     refuse,
     short_repr,
+    unknown,
 )
-from forerun.errors import InvalidInput
-from forerun.law_processor import LawProcessor
-from forerun.structure import Structure, for_schema, plain, structure_of
+from forerun.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
@@ -320,3 +338,103 @@ def _strings(value: Any) -> tuple[str, ...]:
     if not all(isinstance(stop, str) and stop for stop in strings):
         raise refuse("stop", value, limit)
     return strings
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The tokens before the one in question, as they would be if the node were accepted. Read-only."""
+
+    committed: Sequence[int]  # prompt and output: final
+    prompt_length: int  # how many of them are the prompt
+    path: Sequence[int] = ()  # drafted tokens from there to this node
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens."""
+        return [*self.committed, *self.path]
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
+        return (*self.committed[self.prompt_length :], *self.path)
+
+
+class LawProcessor(Protocol):
+    """Changes the logits of the token after a prefix.
+
+    It is called for every node of every tree with the node's own path, also for drafts that are rejected,
+    in any order and more than once: what it returns must be a function of the prefix and the logits. It
+    is not called where the path holds a token that was ruled out. It comes after penalties and bans, before
+    temperature.
+    """
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        """The logits [V] fp32 to use, -inf = impossible; the ones given may be changed and returned."""
+        ...
+
+
+# between the parts of a JSON text: one space at most, behind a comma or a colon | none | any amount of it
+Whitespace = Literal["compact", "none", "any"]
+_FORMATS = "text", "json_object", "json_schema"
+_OUTPUTS = ("disable_any_whitespace",)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What every answer must match."""
+
+    kind: Literal["json_schema"]
+    text: str  # a JSON schema, its keys in the order in which they were given
+    whitespace: Whitespace = "compact"
+
+
+def structure_of(response_format: Any, structured_outputs: Any) -> Structure | None:
+    """What these two ask for, in the OpenAI API's and vLLM's shape; None = a free text."""
+    whitespace = _whitespace(structured_outputs)
+    if response_format is None:
+        return None
+    limit = "a mapping such as {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': {...}}}"
+    if not isinstance(response_format, Mapping):
+        raise refuse("response_format", response_format, limit)
+    kind = as_name("response_format.type", response_format.get("type"), _FORMATS)
+    if kind == "text":
+        return None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, Mapping) or "schema" not in named:
+            raise InvalidInput("response_format of type json_schema needs a json_schema with a schema")
+        schema = named["schema"]
+    return Structure("json_schema", _as_json("json_schema", schema), whitespace)
+
+
+def for_schema(schema: Any) -> dict[str, Any]:
+    """The `response_format` of answers that match a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def plain(name: str, value: Any) -> Any:
+    """A value of JSON in Python's own types, which another process can be sent."""
+    return None if value is None else json.loads(_as_json(name, value))
+
+
+def _as_json(name: str, value: Any) -> str:
+    try:
+        text = json.dumps(value, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refuse(name, value, f"what JSON can hold ({type(error).__name__})") from None
+    return text
+
+
+def _whitespace(structured_outputs: Any) -> Whitespace:
+    if structured_outputs is None:
+        return "compact"
+    if not isinstance(structured_outputs, Mapping):
+        raise refuse("structured_outputs", structured_outputs, "a mapping: {'disable_any_whitespace': False}")
+    if strange := [name for name in structured_outputs if name not in _OUTPUTS]:
+        raise InvalidInput(unknown("field of structured_outputs", strange[0], _OUTPUTS))
+    disabled = structured_outputs.get("disable_any_whitespace")
+    if disabled is None:
+        return "compact"
+    return "none" if as_flag("disable_any_whitespace", disabled) else "any"

@@ -10,7 +10,7 @@ import errno
 import re
 import sys
 
-from forerun.errors import ForerunError, OutOfMemory, brief
+from forerun.core.errors import ForerunError, OutOfMemory, brief
 
 TORCH_BYTES = 800_000_000  # of addresses that torch for CPUs takes when it is imported; for GPUs it is more
 _SIGNS = (

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from forerun.errors import InvalidInput, UnknownName
+from forerun.core.errors import InvalidInput, UnknownName
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.trees import TreeBatch, ints_of
+from forerun.core.tree import TreeBatch, ints_of
 
 
 class DeviceOutcome(Protocol):
@@ -35,7 +35,7 @@ class DeviceSampling(Protocol):
         ...
 
     def kinds(self, seqs: Sequence[Any]) -> Hashable | None:
-        """What these sequences (`forerun.types.Seq`) need; None = all are greedy, or the host must decide.
+        """What these sequences (`forerun.core.types.Seq`) need; None = all are greedy, or the host must decide.
 
         What is captured for some kinds serves all batches of these.
         """

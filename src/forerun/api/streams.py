@@ -13,9 +13,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from forerun.completion import Completion, Spells, spelt
-from forerun.errors import ForerunError, brief
-from forerun.messages import Event
+from forerun.api.completion import Completion, Spells, spelt
+from forerun.core.errors import ForerunError, brief
+from forerun.core.request import Event
 
 Item = Event | Completion  # what a request comes to: an event per round, then the Completion
 

@@ -15,31 +15,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forerun import registry
-from forerun.auto_drafter import settle
-from forerun.checks import as_memory
+from forerun.build.auto_drafter import settle
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.checks import as_memory
+from forerun.core.errors import InvalidInput, UnknownName, UnsupportedModel
+from forerun.core.offer import Offer
+from forerun.core.params import EngineConfig, SpeculativeConfig
+from forerun.core.registry import DrafterSpec
+from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head, with_head
 from forerun.models.base import Target
 from forerun.models.kv_budget import usual_batch
 from forerun.models.load.opening import opening_of
-from forerun.offers import Offer
-from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.registry import DrafterSpec
-from forerun.types import Seq
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
+
 
 log = logging.getLogger(__name__)
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
@@ -167,7 +168,7 @@ def choose_drafter(
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
     A head that comes with the package is the default on a GPU, with n-gram beside it. Else it stays `auto`, and
-    `make_engine` decides by what passes cost there (forerun.auto_drafter). Requests may ask for a head anyhow.
+    `make_engine` decides by what passes cost there (forerun.build.auto_drafter). Requests may ask for a head anyhow.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:

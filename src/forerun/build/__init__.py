@@ -1,0 +1,1 @@
+"""Builds engines: the only room that knows which targets, drafters, verifiers and controllers exist."""
