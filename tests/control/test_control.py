@@ -18,6 +18,7 @@ from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
 from forerun.control.history import History
 from forerun.core.request import budget_of
+from forerun.models.base import Abilities
 from forerun.testing import FakeSeq, TableLM
 
 STEEP = CostModel({1: 1.0, 2: 2.9, 4: 3.0, 8: 3.4, 16: 6.0})
@@ -135,7 +136,7 @@ def test_a_gpu_is_measured_up_to_the_trees_of_a_whole_batch(
         return CostModel(dict.fromkeys(sizes, 1.0))
 
     monkeypatch.setattr(CostModel, "measure", measure)
-    target: Any = SimpleNamespace(device=torch.device(device))
+    target: Any = SimpleNamespace(device=torch.device(device), can=Abilities.of(torch.device(device)))
     assert CostModel.measure_or_load(target, None).pass_seconds(largest) == 1.0
     assert max(asked) == largest
 

@@ -18,6 +18,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Prompts, Request, Scores, Seq, TreeBatch
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_CPU
 from forerun.testing import TableLM
 
 # milliseconds of a pass of the default model by rows, one thread with AMX
@@ -53,7 +55,7 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     )
     assert isinstance(engine.controller, AdaptiveController)
     engine.stats.now = lambda: target.spent  # whatever else runs on this machine
-    engine.prefill_rows = type(engine.prefill_rows)("cpu", 512, 32)
+    engine.prefill_rows = PrefillRows(ON_CPU.prefill, 512, 32)
     dice = Random(5)
     for number in range(24):
         prompt = tuple(dice.randrange(60) for _ in range(120))

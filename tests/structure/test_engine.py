@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM, AsyncLLM, Completion, Event, SamplingParams
+from forerun import LLM, AsyncLLM, Completion, SamplingParams
 from forerun.core.errors import GrammarFailed, InvalidInput
 from forerun.core.params import for_schema
 from tests.structure.test_grammar import FAILS_LATER
@@ -63,15 +63,15 @@ def test_all_ways_to_ask_give_the_same_text(llm: LLM) -> None:
         llm.chat(ASKED, {"json_schema": PERSON, "max_tokens": 60}),
         llm.generate(chat, params),
         llm.generate([chat], [params])[0],
-        [*llm.stream(chat, params)][-1],
     ]
     assert {each.text for each in others} == {first.text}
+    assert "".join(event.text for event in llm.stream(chat, params)) == first.text
 
     async def awaited() -> list[str]:
         async with AsyncLLM(llm) as served:
             whole = await served.generate(chat, params)
             items = [item async for item in served.stream(chat, json_schema=PERSON, max_tokens=60)]
-            return [whole.text, items[-1].text]
+            return [whole.text, "".join(item.text for item in items)]
 
     assert asyncio.run(awaited()) == [first.text] * 2
 
@@ -153,9 +153,9 @@ def test_a_grammar_that_fails_ends_its_own_text_alone(
 
 
 def test_streams_tell_why(llm: LLM) -> None:
-    *events, last, done = llm.stream(ASKED, json_schema=FAILS_LATER, max_tokens=40)
-    assert isinstance(last, Event)
-    assert isinstance(done, Completion)
+    stream = llm.stream(ASKED, json_schema=FAILS_LATER, max_tokens=40)
+    *events, last = stream
+    done = stream.completion
     assert (last.finished, type(last.error)) == ("error", GrammarFailed)
     assert (done.finish_reason, done.error) == ("error", str(last.error))
     assert "".join(event.text for event in [*events, last]) == done.text
