@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # process compiles torch and transformers anew, 4 to 13 seconds each, and the tests start more than a hundred
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test lint check fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
+.PHONY: demo serve test test-all lint check check-all fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
 
 demo: $(READY) model  ## a real model writes two texts, plain and drafted: one gains, one does not
 	$(BIN)/forerun demo
@@ -18,8 +18,13 @@ demo: $(READY) model  ## a real model writes two texts, plain and drafted: one g
 serve: $(READY) model  ## an OpenAI-compatible server and its page on http://127.0.0.1:8000 (ARGS="--port 9000")
 	$(BIN)/forerun serve $(ARGS)
 
-test: $(DEV)  ## what CI runs: lint beside the tests
+test: $(DEV)  ## what CI runs: lint beside the fast tier of the tests
 	@$(MAKE) --no-print-directory -j 2 lint check
+
+test-all: $(DEV)  ## before an issue is closed: both tiers of the tests, then `make fuzz` and `make mutants`
+	@$(MAKE) --no-print-directory -j 2 lint check-all
+	@$(MAKE) --no-print-directory fuzz
+	@$(MAKE) --no-print-directory mutants
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -29,6 +34,9 @@ lint: $(DEV)
 
 check: $(DEV) model  # tests/conftest.py puts the longest files first
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+check-all: $(DEV) model
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --all -m "not fuzz"
 
 fuzz: $(DEV) model  ## 300 damaged files of every format, 400 random loads, 10,000 damaged requests and 400 more to every route
 	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged tests/fuzz tests/server/test_fuzz.py

@@ -84,11 +84,33 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, the others as they were found; within a file nothing moves."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="both tiers: also the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The fast tier, unless all were asked for; the longest files first, and within a file nothing moves."""
+    if not config.getoption("--all"):
+        left_out = set(left_out_of_the_fast_tier(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     tests = Path(__file__).parent
     place = {tests / file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def left_out_of_the_fast_tier(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests marked `slow`; of `slow(keep=n)` n cases stay, spread over all cases of that function."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    found = list[pytest.Item]()
+    for function in cases.values():
+        keep = max(int(mark.kwargs.get("keep", 0)) for mark in function[0].iter_markers("slow"))
+        kept = {i * len(function) // keep for i in range(keep)}
+        found += [item for i, item in enumerate(function) if i not in kept]
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun import heads
 from forerun.api.llm import LLM
 from forerun.build import engine as build
 from forerun.build.auto_drafter import prospect_of, time_levels, weigh_head
 from forerun.build.engine import build_named, choose_drafter, make_engine
+from forerun.build.fingerprint import Fingerprint, find_head
 from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
@@ -24,7 +23,7 @@ from forerun.core.types import Request, Scores
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, write_head
-from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head, with_head
+from forerun.heads import HeadFolder, fitting_heads, heads_in_the_box, open_head, with_head
 from forerun.testing import TableLM
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
 
@@ -81,31 +80,13 @@ def test_what_holds_no_head_is_left_alone(tmp_path: Path) -> None:
     assert open_head(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "fits"),
-    [
-        ("Tiny-24M-Instruct", True),
-        ("other/tiny-24m-instruct", True),
-        ("Tiny-24M-Instruct.Q4_1.gguf", True),
-        ("Tiny-24M-Instruct-bf16.gguf", True),
-        ("Tiny-24M", False),
-        ("Tiny-24M-Instruct-v2", False),
-        ("", False),
-    ],
-)
-def test_a_head_is_for_the_model_it_names(tmp_path: Path, name: str, fits: bool) -> None:
-    boxed(tmp_path)
-    assert (find_head(MODEL, [name], box=tmp_path) is not None) == fits
-
-
-def test_and_only_if_everything_else_agrees(tmp_path: Path) -> None:
+def test_only_heads_of_the_right_shape_are_looked_at(tmp_path: Path) -> None:
     boxed(tmp_path, target_layers=4)
-    names = ["Tiny-24M-Instruct"]
-    assert find_head(MODEL, names, box=tmp_path) is not None
+    assert len(fitting_heads(MODEL, box=tmp_path)) == 1
     for key in MODEL:
-        assert find_head(MODEL | {key: 99}, names, box=tmp_path) is None
-    assert find_head(MODEL, names, "eagle3", tmp_path) is not None
-    assert find_head(MODEL, names, "medusa", tmp_path) is None
+        assert fitting_heads(MODEL | {key: 99}, box=tmp_path) == []
+    assert len(fitting_heads(MODEL, "eagle3", tmp_path)) == 1
+    assert fitting_heads(MODEL, "medusa", tmp_path) == []
 
 
 def test_the_box_is_read_and_may_be_empty(tmp_path: Path) -> None:
@@ -118,20 +99,12 @@ def test_the_box_is_read_and_may_be_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", heads_in_the_box(), ids=lambda head: head.path.name)
-def test_heads_of_the_box_are_small_and_fit_one_model_only(head: HeadFolder) -> None:
-    """A head is found by its target's name, however that model is packed, and by no other size of the family."""
+def test_heads_of_the_box_are_small_and_know_their_target(head: HeadFolder) -> None:
     assert head.size < MOST_BYTES
     assert "/" not in head.target
     record = json.loads((head.path / "provenance.json").read_text(encoding="utf-8"))
     assert "/" not in record["arguments"]["target"]
-    config = {"hidden_size": head.width, "vocab_size": head.vocab_size, "num_hidden_layers": head.layers}
-    bare = re.sub(r"([.-]Q\d\w*)?(\.gguf)?$", "", head.target, flags=re.IGNORECASE)
-    size = re.search(r"\d+(\.\d+)?[mb]\b", bare.lower())
-    assert size is not None, "the name says how large the model is"
-    for name in (bare, f"Org/{bare.upper()}", f"{bare}-q8_0.gguf", f"/models/{bare.lower()}.Q4_K_M.gguf"):
-        assert head.fits(config, [name]), name
-        assert not head.fits(config, [name.lower().replace(size[0], f"9{size[0]}")])
-        assert not head.fits({**config, "hidden_size": 99}, [name])
+    assert Fingerprint.read(head.path) is not None
     assert head.kind == "medusa" or len(head.rates) >= 5  # else `auto` cannot weigh it on a CPU
 
 
@@ -139,6 +112,7 @@ class Named:
     """As much of a checkpoint as choosing a drafter looks at."""
 
     name, path, config = "Tiny-24M-Instruct", Path("Tiny-24M-Instruct.gguf"), MODEL
+    weights, adapted_from = dict[str, Any](), ""
 
 
 def chosen(device: str = "cuda", **wish: Any) -> tuple[str, str | None]:
@@ -149,14 +123,12 @@ def chosen(device: str = "cuda", **wish: Any) -> tuple[str, str | None]:
 def test_the_default_is_the_head_of_the_box_or_what_passes_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(config: Any, names: Any, drafter: str) -> HeadFolder | None:
-        return heads.find_head(config, names, drafter, tmp_path / "box")
-
     (tmp_path / "box").mkdir()
-    monkeypatch.setattr(build, "find_head", find)
+    monkeypatch.setattr(build, "find_head", partial(find_head, box=tmp_path / "box"))
     monkeypatch.setattr(build, "_device", lambda name: name)
     assert chosen() == chosen("cpu") == ("auto", None)  # what passes take decides, once they are measured
-    assert chosen(drafter="eagle3") == ("eagle3", None)
+    with pytest.raises(InvalidInput, match="drafter='eagle3' needs a head, and none comes with the package"):
+        chosen(drafter="eagle3")  # before anything is loaded
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("ngram+eagle3", folder)
     assert chosen("cpu") == ("auto", folder)  # what passes cost there decides, once they are measured
@@ -164,7 +136,8 @@ def test_the_default_is_the_head_of_the_box_or_what_passes_say(
     assert chosen(drafter="ngram") == ("ngram", folder)  # for requests that ask for it
     assert chosen(drafter="none") == ("none", folder)
     assert chosen(drafter="draft_model") == ("draft_model", None)  # a head is no second model
-    assert chosen(drafter="medusa") == ("medusa", None)
+    with pytest.raises(InvalidInput, match="drafter='medusa' needs a head"):
+        chosen(drafter="medusa")
 
 
 def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.build.engine import make_engine
+from forerun.build.fingerprint import find_head
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SpeculativeConfig
@@ -21,7 +22,6 @@ from forerun.core.types import Budget, Needs, TreeBatch
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.engine.engine import Engine
-from forerun.heads import find_head
 from forerun.measure.bench.batches import PLAIN, Setup, Sweep, parse_batches
 from forerun.measure.bench.suites import load_suite
 from forerun.models.cuda.target import CudaDecoder
@@ -99,8 +99,8 @@ def make_setups(
 
 
 def _in_the_box(checkpoint: Checkpoint) -> Path | None:
-    found = find_head(checkpoint.config, (checkpoint.name, checkpoint.path.name), "eagle3")
-    return None if found is None else found.path
+    found = find_head(checkpoint, "eagle3")
+    return None if found is None else found.head.path
 
 
 def parse_form(form: str) -> Budget | None:

@@ -8,9 +8,9 @@ import torch
 
 from forerun.api.llm import LLM
 from forerun.build.engine import make_engine
+from forerun.build.fingerprint import find_head
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.heads import find_head
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
@@ -76,8 +76,8 @@ def _inflated_head(
     checkpoint: Checkpoint, preset: str, folder: Path, drafter: str | None
 ) -> SpeculativeConfig:
     """Drafting with the package's head for this model, written to a folder at the larger shape."""
-    found = find_head(checkpoint.config, (checkpoint.name, checkpoint.path.name), "eagle3")
+    found = find_head(checkpoint, "eagle3")
     if found is None:
         return SpeculativeConfig(drafter=drafter or "ngram")
-    written = inflate_head_folder(found.path, find_shape(preset), folder / "head")
-    return SpeculativeConfig(drafter=drafter or found.drafter, draft_model=str(written))
+    written = inflate_head_folder(found.head.path, find_shape(preset), folder / "head")
+    return SpeculativeConfig(drafter=drafter or found.head.drafter, draft_model=str(written))

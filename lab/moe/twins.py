@@ -21,10 +21,10 @@ from torch import Tensor
 
 from forerun.api.llm import LLM
 from forerun.build.engine import make_engine
+from forerun.build.fingerprint import find_head
 from forerun.control.cost import WIDE, CostModel
 from forerun.core.errors import UnsupportedModel
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.heads import find_head
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, Size, splits_to
@@ -110,8 +110,8 @@ def llm_of(checkpoint: Checkpoint, target: Target, drafter: str, size: str = "")
 
     On a GPU one sequence at a time, and prompts in passes of two sizes: few kernels are compiled.
     """
-    names = [checkpoint.name, checkpoint.path.name]
-    head, config = find_head(checkpoint.config, names, drafter), EngineConfig()
+    found, config = find_head(checkpoint, drafter), EngineConfig()
+    head = None if found is None else found.head
     if isinstance(target, CudaDecoder):
         config = EngineConfig(max_batch=1, max_length=LONGEST)
         sizes = [Size(rows, rows // 8, splits_to(LONGEST)) for rows in (256, MAX_ROWS)]

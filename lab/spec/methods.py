@@ -13,10 +13,11 @@ from typing import Any
 
 from safetensors import safe_open
 
+from forerun.build.fingerprint import find_head
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.core.registry import DrafterSpec
-from forerun.heads import HeadFolder, find_head, open_head
+from forerun.heads import HeadFolder, open_head
 from forerun.measure.bench.contenders import LAYERS
 from forerun.measure.bench.settings import AUTO, DrafterSetup
 from forerun.models.load.checkpoint import Checkpoint
@@ -71,10 +72,10 @@ def given_heads(folders: Sequence[str], checkpoint: Checkpoint) -> tuple[HeadFol
         found.append(head)
     kinds = {head.kind for head in found}
     for spec in registry.drafters.specs():
-        bundled = find_head(checkpoint.config, (checkpoint.name, checkpoint.path.name), spec.name)
-        if bundled is not None and bundled.kind not in kinds:
-            kinds.add(bundled.kind)
-            found.append(bundled)
+        bundled = find_head(checkpoint, spec.name)
+        if bundled is not None and bundled.head.kind not in kinds:
+            kinds.add(bundled.head.kind)
+            found.append(bundled.head)
     return tuple(found)
 
 

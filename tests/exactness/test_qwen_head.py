@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from forerun.api.llm import LLM
+from forerun.build.fingerprint import find_head
 from forerun.core.types import Budget
-from forerun.heads import find_head
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.checkpoint import open_checkpoint
 
@@ -37,7 +38,7 @@ def model() -> str:
 @pytest.fixture(scope="module")
 def loaded(model: str) -> Iterator[LLM]:
     checkpoint = open_checkpoint(model)
-    if find_head(checkpoint.config, [checkpoint.path.name], "eagle3") is None:
+    if find_head(checkpoint, "eagle3") is None:
         pytest.skip("no head for this model is in the package")
     return LLM(model, drafter="eagle3")
 
@@ -52,6 +53,5 @@ def test_it_is_found_and_accepted_and_writes_the_plain_text(loaded: LLM) -> None
 
 
 def test_other_models_of_the_family_do_not_get_it(model: str) -> None:
-    config = open_checkpoint(model).config
-    assert find_head(config, ["Qwen2.5-Coder-0.5B-Instruct"]) is None
-    assert find_head({**config, "hidden_size": 896}, [FILE]) is None
+    checkpoint = open_checkpoint(model)
+    assert find_head(replace(checkpoint, config={**checkpoint.config, "hidden_size": 896})) is None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun.build.auto_drafter import settle
+from forerun.build.fingerprint import find_head
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.core import registry
@@ -31,7 +32,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
-from forerun.heads import carries_mtp, find_head, open_head, with_head
+from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.base import Target
 from forerun.models.kv_budget import usual_batch
 from forerun.models.load.opening import opening_of
@@ -178,13 +179,19 @@ def choose_drafter(
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
     if not drafts_with_checkpoint(drafter):
         wanted = drafter if drafter != "auto" and needs_head(drafter) else "auto"
-        bundled = find_head(checkpoint.config, _names_of(checkpoint), wanted)
+        bundled = find_head(checkpoint, wanted)
         if bundled is not None:
-            default = "auto" if _device(device).startswith("cpu") else bundled.drafter
+            log.log(logging.INFO if bundled.likeness == "same" else logging.WARNING, "%s", bundled)
+            default = "auto" if _device(device).startswith("cpu") else bundled.head.drafter
             chosen = default if drafter == "auto" else drafter
-            return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
+            return replace(speculative, drafter=chosen, draft_model=str(bundled.head.path))
         if drafter == "mtp" and carries_mtp(checkpoint.weights):
             return replace(speculative, draft_model=str(checkpoint.path))
+        if wanted != "auto":
+            raise InvalidInput(
+                f"drafter={drafter!r} needs a head, and none comes with the package for {checkpoint.name}; "
+                "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
+            )
     return speculative
 
 
@@ -198,14 +205,6 @@ def runs_head(drafter: str) -> bool:
     with suppress(UnknownName):
         return registry.drafters.spec(drafter).name == drafter and needs_head(drafter)
     return False
-
-
-def _names_of(checkpoint: Checkpoint) -> list[str]:
-    """What a model may be called: as asked for, by its file, and by the short name of that file."""
-    from forerun.models.load.catalog import known_models
-
-    known = [model.name for model in known_models() if model.path == checkpoint.path]
-    return [checkpoint.name, checkpoint.path.name, *known]
 
 
 def drafts_with_checkpoint(drafter: str) -> bool:

@@ -3,9 +3,8 @@
 Only this module decides the kind of a head. A kind of another package is named in config.json:
 {"forerun": {"format": KIND}}; which drafter runs a kind is in the registry.
 
-Each lies in a folder of its own beside this file: config.json and safetensors, as `forerun train` writes them. One
-is only used where it fits: the config names the target it was trained for, and widths, vocabulary and layers
-must be that target's.
+Each lies in a folder of its own beside this file: config.json, safetensors and the fingerprint of its target, as
+`forerun train` writes them. A head is used where shape and fingerprint are the model's (forerun.build.fingerprint).
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class HeadFolder:
         """Can this drafter run it?"""
         return self.kind in registry.drafters.spec(drafter).formats
 
-    def fits(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
-        """Is this the head of a model with this configuration, known by these names?"""
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        """Has a model with this configuration the width, vocabulary and layers of its target?"""
         known = (
             ("hidden_size", self.width),
             ("vocab_size", self.vocab_size),
             ("num_hidden_layers", self.layers),
         )
-        return all(value is None or config.get(key) == value for key, value in known) and self.is_for(names)
+        return all(value is None or config.get(key) == value for key, value in known)
 
     def is_for(self, names: Iterable[str]) -> bool:
         """Was it trained for a model that is known by one of these names?"""
@@ -78,22 +77,12 @@ def heads_in_the_box(box: Path = BOX) -> list[HeadFolder]:
     return [head for head in found if head is not None]
 
 
-def find_head(
-    config: Mapping[str, Any], names: Iterable[str], drafter: str = "auto", box: Path = BOX
-) -> HeadFolder | None:
-    """The head of the box for this model, and for this drafter if one is named; of several the registry's first."""
-    names = list(names)
-    fitting = [
-        head
-        for head in heads_in_the_box(box)
-        if head.fits(config, names) and (drafter == "auto" or head.serves(drafter))
-    ]
+def fitting_heads(config: Mapping[str, Any], drafter: str = "auto", box: Path = BOX) -> list[HeadFolder]:
+    """The heads of the box that fit a model's shape, and this drafter if one is named, in the registry's order."""
     order = [kind for spec in registry.drafters.specs() for kind in spec.formats]
-    return min(
-        (head for head in fitting if head.kind in order),
-        key=lambda head: order.index(head.kind),
-        default=None,
-    )
+    found = [head for head in heads_in_the_box(box) if head.fits(config) and head.kind in order]
+    named = [head for head in found if drafter == "auto" or head.serves(drafter)]
+    return sorted(named, key=lambda head: order.index(head.kind))
 
 
 def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None = None) -> SpeculativeConfig:

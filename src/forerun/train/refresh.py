@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from forerun.build.engine import load_target, make_engine
+from forerun.build.fingerprint import find_head
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.heads.medusa import read_heads
 from forerun.engine.driver import Driver
-from forerun.heads import find_head
 from forerun.heads.versions import HeadVersions
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
@@ -107,12 +107,12 @@ def _former(versions: HeadVersions, init: str | None, checkpoint: Checkpoint) ->
     if init is None and current is not None:
         return current
     if init is None:
-        boxed = find_head(checkpoint.config, [checkpoint.name, checkpoint.path.name])
+        boxed = find_head(checkpoint)
         if boxed is None:
             raise InvalidInput(
                 f"no head comes with the package for {checkpoint.name}; name one to start from: --init FOLDER"
             )
-        init = str(boxed.path)
+        init = str(boxed.head.path)
     kind_of_head(Path(init))  # raises where it is none
     if current is not None:
         return Path(init)
