@@ -60,7 +60,9 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
     needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
     target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
-    rows = sweep.measure(setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), say_row)
+    rows = sweep.measure(
+        setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), say_row, given.repeats
+    )
     gaps = [_gap(target, prompt, sweep.plain[prompt], other) for prompt, other in sweep.differing]
     model = "the checkpoint itself" if large is None else INFLATED
     result = {"model": model, "shape": given.preset, "prompts": len(sweep.prompts), "rows": rows}

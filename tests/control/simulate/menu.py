@@ -10,81 +10,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Form, Offer
 from forerun.core.types import Budget, PlainSeq, Round
+from lab.simulate.speeds import SimulatedMenu, draw_accepted
+from tests.control.simulate.history import History, SimulatedRound
 
 Trace = Callable[[int], float]  # round -> how likely the likeliest token is accepted
-
-SIBLING = 0.4  # times the rate, of what its better siblings leave: how likely the next sibling is accepted
-
-
-def accepted_of(form: Form, rate: float) -> float:
-    """Expected accepted tokens of a tree of this form, whose nodes are its likeliest."""
-    level, found = [1.0], list[float]()
-    for _ in range(form.depth):
-        ranks = [rate]
-        while len(ranks) < form.width:
-            ranks.append((1.0 - sum(ranks)) * SIBLING * rate)
-        level = sorted((above * rank for above in level for rank in ranks), reverse=True)[: form.width]
-        found += level
-    return sum(sorted(found, reverse=True)[: form.nodes])
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedMenu:
-    """Forms, what drafting them takes, and what they are said to gain at one acceptance rate."""
-
-    forms: tuple[Form, ...]
-    level: float  # seconds of a level at batch 1
-    slope: float = 0.02  # of that, more for each further sequence
-    claimed_rate: float = 0.6  # acceptance in the drafter's files
-
-    def seconds(self, form: Form, batch: int) -> float:
-        return self.level * form.depth * (1.0 + self.slope * (batch - 1))
-
-    def rows(self, form: Form, batch: int) -> int:
-        return batch * (form.nodes + 1)
-
-    def expected(self, form: Form) -> float:
-        return accepted_of(form, self.claimed_rate)
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRound:
-    """One round: sequences, the form, tokens, its seconds, and those of a plain round of the same batch."""
-
-    batch: int
-    nodes: int
-    tokens: int
-    seconds: float
-    plain: float
-
-    @property
-    def plain_equivalent(self) -> float:
-        """Seconds that plain decoding takes for the same tokens."""
-        return self.tokens * self.plain / self.batch
-
-
-@dataclass(slots=True)
-class History:
-    """The rounds of a run."""
-
-    rounds: list[SimulatedRound] = field(default_factory=list)
-
-    def speed(self, first: int = 0, last: int | None = None) -> float:
-        """How many times as fast as plain decoding."""
-        some = self.rounds[first:last]
-        return sum(one.plain_equivalent for one in some) / sum(one.seconds for one in some)
-
-    def worst_window(self, length: int = 200) -> float:
-        """The lowest speed over any so many rounds in a row."""
-        starts = range(max(1, len(self.rounds) - length + 1))
-        return min(self.speed(start, start + length) for start in starts)
 
 
 class MenuSimulation:
@@ -126,7 +60,17 @@ class MenuSimulation:
     def _step(self, now: int, seqs: Sequence[PlainSeq]) -> None:
         followed, gap = self._following, 0.0 if self._following else self.gap
         budgets = [self._budget] * len(seqs) if followed else self.controller.plan(seqs)
-        accepted = [self._accept(self.traces[i](now), budget) for i, budget in enumerate(budgets)]
+        accepted = [
+            draw_accepted(
+                Form(one.nodes, one.depth, one.width),
+                self.traces[i](now),
+                one.depth,
+                lambda _: self.rng.random(),
+            )
+            if one.nodes
+            else 0
+            for i, one in enumerate(budgets)
+        ]
         nodes, depths = [budget.nodes for budget in budgets], [budget.depth for budget in budgets]
         count, drafted = len(seqs), sum(nodes)
         form = next((Form(one.nodes, one.depth, one.width) for one in budgets if one.nodes), None)
@@ -160,26 +104,3 @@ class MenuSimulation:
             return 1.0
         pause = 20.0 if self.rng.random() < 0.003 else 1.0
         return pause * max(0.5, self.rng.gauss(1.0, self.noise))
-
-    def _accept(self, rate: float, budget: Budget) -> int:
-        """A draw whose mean is what a tree of this form gains at this rate, level by level."""
-        if not budget.nodes:
-            return 0
-        each, accepted = level_rate(Form(budget.nodes, budget.depth, budget.width), round(rate, 3)), 0
-        while accepted < budget.depth and self.rng.random() < each:
-            accepted += 1
-        return accepted
-
-
-@lru_cache(maxsize=4096)
-def level_rate(form: Form, rate: float) -> float:
-    """The acceptance rate of every level of a chain as deep as this form that gains as much."""
-    mean = accepted_of(form, rate)
-    if mean == 0.0:
-        return 0.0
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        below = sum(middle**depth for depth in range(1, form.depth + 1)) < mean
-        low, high = (middle, high) if below else (low, middle)
-    return high

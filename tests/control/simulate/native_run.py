@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import QUICK, CostModel
-from forerun.core.types import Budget, PlainSeq, Round, Scores, Verdict
+from forerun.core.types import Budget, PlainSeq, Round, Scores
 from forerun.drafters.base import LookupDrafter, committed_tokens
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.verify.greedy import follow
-from lab.simulate.lookup import NEVER_COMES, Text
+from tests.control.simulate.history import KnownTexts, Text
 
 MOST = 7  # passes behind the first of a call
 X86 = CostModel(
@@ -102,12 +101,11 @@ class RunSimulation:
         self.cost, self.host, self.texts, self.noise = cost, host, texts, noise
         self.pause = pause * cost.pass_seconds(1)
         self.drafter = NgramDrafter() if drafter is None else drafter
-        self.history, self._rng = RunHistory(), random.Random(seed)
+        self.history, self._rng, self.known = RunHistory(), random.Random(seed), KnownTexts()
         told = told or cost
         curve = CostModel({rows: told.pass_seconds(rows) for rows in QUICK})
         self.controller = AdaptiveController(curve, 60, 10, self.drafter.offer, lambda seq: True)
         self._ahead: list[float] = []  # seconds of passes that were run for rounds to come
-        self._next_id = 0
 
     def run(self) -> RunHistory:
         for name, texts in self.texts.items():
@@ -123,15 +121,14 @@ class RunSimulation:
 
     def _write(self, group: Group, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The first token comes with the prompt."""
-        whole, self._ahead = [*prompt, *answer], []
-        seq = PlainSeq(self._next_id, whole[: len(prompt) + 1], len(prompt), max_length=len(whole))
-        self._next_id += 1
-        while len(seq.tokens) < len(whole):
-            self._round(group, seq, whole)
+        self._ahead, seq = [], self.known.start((prompt, answer), skip=1)
+        while len(seq.tokens) < seq.max_length:
+            self._round(group, seq, [*prompt, *answer])
         written = len(answer) - 1
         group.tokens += written
         group.plain += written * self._pass(1, exact=True) + self.host.plain_text(written)
         group.plain += calls_of(written) * self.pause
+        self.known.end(seq)
         self.drafter.forget(seq)
         self.controller.forget(seq)
 
@@ -139,9 +136,8 @@ class RunSimulation:
         at = len(seq.tokens)
         trees = self.drafter.propose([seq], [_cut(self.controller.plan([seq])[0], len(whole) - at - 1)])
         (shape,), nodes = trees.topology(), trees.nodes - 1
-        says = lambda node, depth: whole[at + depth] if at + depth < len(whole) else NEVER_COMES  # noqa: E731
-        path, bonus = follow(trees.to_host()[0], shape.children, says)
-        verdict, seconds = Verdict.of([path], [bonus], "cpu"), {"draft": 0.0, "verdict": 0.0}
+        verdict, seconds = self.known.verdict([seq], trees), {"draft": 0.0, "verdict": 0.0}
+        path = verdict.to_host()[0][0]
         if self._ahead and not nodes:
             seconds |= {"pass": self._ahead.pop(), "host": self.host.known}
         else:

@@ -15,13 +15,9 @@ from dataclasses import dataclass
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer
-from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch
 from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
-from forerun.verify.greedy import follow
-from lab.simulate.menu import History, SimulatedRound
-
-Text = tuple[Sequence[int], Sequence[int]]  # prompt and answer
-NEVER_COMES = -1
+from tests.control.simulate.history import History, KnownTexts, SimulatedRound, Text
 
 H200 = CostModel(  # an 8B model in bf16: seconds by rows
     {1: 4.4e-3, 8: 4.5e-3, 32: 4.9e-3, 64: 5.3e-3, 96: 6.2e-3, 128: 7.2e-3, 192: 9.5e-3, 256: 12.3e-3, 1024: 48e-3}
@@ -61,7 +57,7 @@ class LookupSimulation:
         launches_ahead: bool = True,
     ) -> None:
         """`gated`: the controller knows that the drafter makes look-ups; else every sequence is always asked."""
-        self.cost, self.host, self.drafter, self.texts = cost, host, drafter, texts
+        self.cost, self.host, self.drafter, self.texts = cost, host, drafter, KnownTexts(texts)
         looks_up = lambda seq: gated  # noqa: E731
         self.controller = AdaptiveController(
             CostModel(cost.seconds), 60, 10, self._offer, looks_up, launches_ahead
@@ -71,9 +67,8 @@ class LookupSimulation:
         self._under_way: float | None = None  # when the pass of the next round ends, where it follows
         self._now = self._free_at = 0.0
         self._looking, self._read = 0.0, dict[int, int]()
-        self._next_text, self._next_id = 0, 0
-        self._whole: dict[int, list[int]] = {}
-        self.seqs = [self._start(skip=7 * i) for i in range(batch)]
+        halves = [len(texts[i % len(texts)][1]) // 2 for i in range(batch)]
+        self.seqs = [self.texts.start(skip=7 * i % half) for i, half in enumerate(halves)]
 
     def run(self, rounds: int) -> History:
         for _ in range(rounds):
@@ -96,7 +91,7 @@ class LookupSimulation:
             end = self._launch(trees.nodes)
         self._follow_up(trees)
         self._now = max(self._now, end) + 0.6 * self.host.plain(batch)
-        spent, verdict = self._now - started, self._verdict(trees)
+        spent, verdict = self._now - started, self.texts.verdict(seqs, trees)
         once = min(self.cost.pass_seconds(trees.nodes), spent - looking)
         seconds = {"draft": self._looking, "pass": once, "host": max(0.0, spent - self._looking - once)}
         self.drafter.observe(seqs, trees, Scores(None), verdict)
@@ -122,17 +117,6 @@ class LookupSimulation:
         self._free_at = max(self._now, self._free_at) + self.cost.pass_seconds(rows)
         return self._free_at
 
-    def _verdict(self, trees: TreeBatch) -> Verdict:
-        """The greedy one: what the texts say."""
-        tokens, paths, bonus = trees.to_host()[0], list[list[int]](), list[int]()
-        for seq, first, shape in zip(self.seqs, trees.starts, trees.topology(), strict=False):
-            whole, at = self._whole[seq.id], len(seq.tokens)
-            says = lambda node, depth, w=whole, a=at: w[a + depth] if a + depth < len(w) else NEVER_COMES  # noqa: E731
-            path, token = follow(tokens[first : first + len(shape)], shape.children, says)
-            paths.append(path)
-            bonus.append(token)
-        return Verdict.of(paths, bonus, "cpu")
-
     def _offer(self, seq: Seq) -> Offer:
         self.look_ups += 1
         self._looking += self.host.look_up + self.host.token * (len(seq.tokens) - self._read.get(seq.id, 0))
@@ -141,18 +125,10 @@ class LookupSimulation:
 
     def _follow(self, seq: PlainSeq) -> PlainSeq:
         """The same sequence, or the next one where it has ended."""
-        if len(seq.tokens) < len(self._whole[seq.id]):
+        if len(seq.tokens) < seq.max_length:
             return seq
         self.drafter.forget(seq)
         self.controller.forget(seq)
-        del self._whole[seq.id]
+        self.texts.end(seq)
         self._read.pop(seq.id, None)
-        return self._start()
-
-    def _start(self, skip: int = 0) -> PlainSeq:
-        """A sequence at the start of the next text, or so many tokens further."""
-        prompt, answer = self.texts[self._next_text % len(self.texts)]
-        seq = PlainSeq(self._next_id, [*prompt, *answer[: skip % (len(answer) // 2)]], len(prompt))
-        self._whole[seq.id] = [*prompt, *answer]
-        self._next_text, self._next_id = self._next_text + 1, self._next_id + 1
-        return seq
+        return self.texts.start()

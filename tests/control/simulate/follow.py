@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Form, Menu, Offer
-from forerun.core.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.verify.greedy import follow
-from lab.simulate.lookup import Text
-from lab.simulate.menu import level_rate
+from lab.simulate.speeds import draw_accepted
+from tests.control.simulate.history import KnownTexts, Text
 
 # text, tokens written of it -> how likely the head's likeliest token is right
 Rate = Callable[[int, int], float]
@@ -104,7 +103,7 @@ class FollowSimulation:
         lookup: LookupDrafter | None = None,
         seed: int = 1,
     ) -> None:
-        self.cost, self.menu, self.texts, self.host = cost, menu, texts, host
+        self.cost, self.menu, self.texts, self.host = cost, menu, KnownTexts(texts), host
         self.rate, self.seed = rate, seed
         self.lookup = lookup or NgramDrafter()
         drafter: Drafter = NoDrafter() if menu is None else _Head(menu)
@@ -115,9 +114,9 @@ class FollowSimulation:
             CostModel(cost.seconds), 60, 10, drafter.offer, lambda seq: alone, follows=True
         )
         self.history = FollowHistory()
-        self._text, self._left = -1, 0  # rounds that may still follow under this plan
+        self._left = 0  # rounds that may still follow under this plan
         self._budget, self._following, self._drafted = Budget(0, 0), False, False
-        self.seq, self._whole = self._next_text()
+        self.seq = self.texts.start()
 
     def run(self, rounds: int) -> FollowHistory:
         for _ in range(rounds):
@@ -126,8 +125,8 @@ class FollowSimulation:
 
     def write(self) -> tuple[float, int]:
         """Seconds and rounds of the text that comes next, to its end."""
-        text, rounds, before = self._text, len(self.history.kinds), self.history.spent
-        while self._text == text:
+        text, rounds, before = self.seq.id, len(self.history.kinds), self.history.spent
+        while self.seq.id == text:
             self._step()
         return self.history.spent - before, len(self.history.kinds) - rounds
 
@@ -144,7 +143,7 @@ class FollowSimulation:
         if self._following and not nodes:
             self._budget = Budget(0, 0)
         seconds = self._seconds(by_head, nodes, followed)
-        fresh = self._whole[len(seq.tokens) : len(seq.tokens) + accepted + 1]
+        fresh = self.texts.after(seq, accepted + 1)
         chain = TreeBatch.chains([[seq.tokens[-1], *fresh[:-1]]])
         self.lookup.observe([seq], chain, Scores(None), Verdict.whole_chain(chain, fresh[-1:]))
         seq.tokens += fresh
@@ -161,7 +160,8 @@ class FollowSimulation:
             self._following = self._drafted = False
             self.lookup.forget(seq)
             self.controller.forget(seq)
-            self.seq, self._whole = self._next_text()
+            self.texts.end(seq)
+            self.seq = self.texts.start()
         self.history.add(kind, len(fresh), spent)
 
     def _follows(self, can: bool, plain: bool) -> bool:
@@ -179,20 +179,19 @@ class FollowSimulation:
         seq, at = self.seq, len(self.seq.tokens)
         most = seq.max_length - at - 1
         if budget.source != "costly":
-            whole, tokens, shape = self._whole, trees.to_host()[0], trees.topology()[0]
-            says = lambda node, depth: whole[at + depth] if at + depth < len(whole) else -1  # noqa: E731
-            return min(len(follow(tokens, shape.children, says)[0]), most), trees.nodes - 1, shape.deepest
+            path = self.texts.verdict([seq], trees).to_host()[0][0]
+            return min(len(path), most), trees.nodes - 1, trees.topology()[0].deepest
         written = at - seq.prompt_length
         form = Form(budget.nodes, budget.depth, budget.width)
-        each = level_rate(form, round(self.rate(self._text % len(self.texts), written), 3))
-        accepted = 0
-        while accepted < min(budget.depth, most) and self._draw(written + accepted) < each:
-            accepted += 1
+        rate = self.rate(seq.id % len(self.texts.texts), written)
+        accepted = draw_accepted(
+            form, rate, min(budget.depth, most), lambda level: self._draw(written + level)
+        )
         return accepted, budget.nodes, budget.depth
 
     def _draw(self, place: int) -> float:
         """Of one place of a text: a token that a head misses, it misses wherever its tree starts."""
-        return random.Random(f"{self.seed} {self._text} {place}").random()
+        return random.Random(f"{self.seed} {self.seq.id} {place}").random()
 
     def _seconds(self, by_head: bool, nodes: int, followed: bool) -> dict[str, float]:
         form = Form(self._budget.nodes, self._budget.depth, self._budget.width)
@@ -203,9 +202,3 @@ class FollowSimulation:
             drafting += self.menu.seconds(Form(5, 5, 1), 1)  # the head has drafted ahead, in vain
         host = 0.0 if followed else self.host.gap
         return {"draft": drafting, "pass": self.cost.pass_seconds(1 + nodes), "host": host}
-
-    def _next_text(self) -> tuple[PlainSeq, list[int]]:
-        self._text += 1
-        prompt, answer = self.texts[self._text % len(self.texts)]
-        whole = [*prompt, *answer]
-        return PlainSeq(self._text, [*prompt], len(prompt), max_length=len(whole)), whole
