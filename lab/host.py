@@ -206,7 +206,3 @@ def measure(run: Run) -> Document:
             print(f"batch {batch:3d} {drafter:>11}: {parts}", flush=True)
             rows.append({"batch": batch, "drafter": drafter, **row})
     return {"rounds": rows}
-
-
-def show(document: Document, flags: argparse.Namespace) -> None:
-    """Rows are printed while others are measured."""
