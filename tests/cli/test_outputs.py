@@ -16,7 +16,7 @@ from forerun.cli import loading, outputs
 from forerun.cli.loading import unused_flag
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.plan.profile import Point, Profile
+from forerun.measure.plan.profile import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line
 
@@ -30,8 +30,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(loading._CHECKS, name, lambda name: None)
     for module, work in (
         ("measure.bench.run", "run"),
-        ("advise.run", "run_advisor"),
-        ("plan.measure", "measure"),
+        ("measure.advise.run", "run_advisor"),
+        ("measure.plan.measure", "measure"),
     ):
         monkeypatch.setattr(f"forerun.{module}.{work}", _never)
 

@@ -81,7 +81,7 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
 
 
 def _many(options: DataOptions, workers: int, gpus: float) -> AbstractContextManager[Write]:
-    from forerun.cluster.data import ray_writer
+    from forerun.train.data.ray_workers import ray_writer
 
     return ray_writer(options, workers, gpus)
 

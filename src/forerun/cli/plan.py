@@ -15,10 +15,10 @@ from forerun.cli.flags import DEFAULT_MODEL, JsonFile
 from forerun.cli.outputs import write_document, write_file
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
+from forerun.measure.plan.advice import Choice, Load, Range
+from forerun.measure.plan.advice import plan as make_plan
+from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
 from forerun.measure.report.fit import print_table
-from forerun.plan.advice import Choice, Load, Range
-from forerun.plan.advice import plan as make_plan
-from forerun.plan.profile import PLAIN, Profile, built_in, read_profile
 
 Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
@@ -77,7 +77,7 @@ def _profile(
     name = model or DEFAULT_MODEL
     with Console(stderr=True).status(f"loading {short_name(name)}") as status:
         from forerun.api.llm import LLM
-        from forerun.plan.measure import measure
+        from forerun.measure.plan.measure import measure
 
         llm = LLM.load(name, max_length=max(2048, length))
         status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")

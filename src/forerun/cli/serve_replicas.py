@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from forerun.cluster.settings import ClusterSettings
 from forerun.core.errors import InvalidInput
+from forerun.server.cluster.settings import ClusterSettings
 from forerun.server.settings import ServerSettings
 
 
@@ -27,7 +27,7 @@ def serve_replicas(
 ) -> None:
     """Write the config file that was asked for, or serve until a signal comes."""
     settings = cluster_settings(model, server, load, many)
-    from forerun.cluster import run
+    from forerun.server.cluster import run
 
     if config is not None:
         if server.api_keys and key_file is None:

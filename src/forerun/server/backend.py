@@ -1,6 +1,6 @@
 """The model behind a server, wherever its engine runs: texts as they grow, how busy it is, whether it still works.
 
-`local_backend` has the engine in this process, `engine_process` in one of its own, `forerun.cluster` in many.
+`local_backend` has the engine in this process, `engine_process` in one of its own, `forerun.server.cluster` in many.
 No torch here.
 """
 
