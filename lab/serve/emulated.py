@@ -16,7 +16,7 @@ from forerun.api.llm import LLM
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.engine_process.loader import Loader
+from forerun.server.backends.start import Loader
 from lab.host import HEAD, Text, make
 from lab.serve.inflated import add_server_flags, serve_for_bench
 from lab.simulate.speeds import h200

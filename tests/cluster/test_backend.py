@@ -16,10 +16,9 @@ from ray.exceptions import RayError
 
 from forerun.core.types import Event
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.cluster.backend import ClusterBackend
+from forerun.server.cluster.backend import ClusterBackend, StreamLost
 from forerun.server.cluster.loads import NOTHING, Report
 from forerun.server.cluster.replica import Begun, Item
-from forerun.server.cluster.resume import StreamLost
 
 FIRST, SECOND = Event(0, (1, 2), 1, "a"), Event(0, (3,), 0, "b")
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from forerun.server.backend import Load
+from forerun.server.backends.base import Load
 from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
 
 

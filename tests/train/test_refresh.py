@@ -15,7 +15,7 @@ from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.medusa import read_heads
 from forerun.heads.versions import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.server.record import Recorder
+from forerun.server.refresh import Recorder
 from forerun.train.commands import main
 from forerun.train.options import Method
 from forerun.train.recordings import read_recordings

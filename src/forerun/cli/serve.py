@@ -12,11 +12,11 @@ import typer
 from forerun.cli.flags import TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
-from forerun.server.engine_process.loader import LOAD_LLM, Loader
+from forerun.server.backends.start import LOAD_LLM, Loader
 from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys
 
 if TYPE_CHECKING:
-    from forerun.server.backend import Backend
+    from forerun.server.backends.base import Backend
 
 ClientSeconds = Annotated[
     float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")

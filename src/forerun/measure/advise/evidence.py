@@ -1,7 +1,7 @@
 """Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
 
 The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
-Every drafter writes them once more, right beside it (forerun.measure.advise.writing): look-ups, heads and hybrids as the
+Every drafter writes them once more, right beside it (`writing`): look-ups, heads and hybrids as the
 controller has them, the others drafting as much as they may. For one at a time that is the answer. For more at once,
 look-ups are replayed on the texts under the price list of the batch size, others are cut, and t(n) says what it costs.
 

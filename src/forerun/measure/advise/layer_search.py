@@ -3,7 +3,7 @@
 Early exits are tried first, up to fifteen. Then each attention and each MLP is left out alone, which ranks them; the
 least missed are left out together, more and more of them; and from the best of these, single ones are exchanged at
 random until the time is up. Candidates are compared by the speed that they would have here: what would be accepted
-(forerun.measure.advise.layer_windows) and what passes cost. (Draft & Verify searches skip sets by Bayesian optimisation, SWIFT
+(`layer_windows`) and what passes cost. (Draft & Verify searches skip sets by Bayesian optimisation, SWIFT
 online.)
 """
 

@@ -1,1 +1,1 @@
-"""Several machines: the server as a Ray Serve application, and training data made by many workers."""
+"""The server over several replicas, as a Ray Serve application."""

@@ -1,17 +1,19 @@
 """The model behind the front's server: replicas elsewhere, one of which writes each text.
 
-A request whose replica dies before a token was handed on is sent to another one. One whose text has begun is
-sent again too, and goes on where it was (see `resume`). After `ATTEMPTS` replicas it ends with an error: a request that
-ends every engine it meets must not meet all of them.
+A request whose replica dies is sent to another one, at most `ATTEMPTS` times: a request that ends every engine it meets
+must not meet all of them. A greedy text, and a sampled one whose verifier shares its noise with no draft (`coupled`,
+which a seed selects), is a function of the request: another replica writes the same tokens. They are compared with
+those that the client has, and only what follows them is handed on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
@@ -20,12 +22,12 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, UnsupportedModel
+from forerun.core.noise import fresh_seed
 from forerun.core.request import Event
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.backend import Backend, Load, Restarted
+from forerun.server.backends.base import Backend, Load, Restarted
 from forerun.server.cluster.loads import Loads, Report
 from forerun.server.cluster.replica import Begun, Ended
-from forerun.server.cluster.resume import Replay, StreamLost, can_resume, with_seed
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 4
@@ -166,3 +168,90 @@ class ClusterBackend(Backend):
                 self.loads.update([each for each in found if isinstance(each, Report)])
             except (TimeoutError, RayError) as error:
                 log.warning("the replicas could not be asked: %s", error)
+
+
+_BY_REQUEST = ("auto", "coupled")  # verifiers under which a seed fixes the text
+
+
+class StreamLost(ForerunError):
+    """The replica that wrote a text is gone, and the text cannot be gone on with."""
+
+
+def with_seed(options: Mapping[str, Any], default_verifier: str) -> dict[str, Any]:
+    """The same options with a seed, where a seed makes the text a function of the request and none was given."""
+    sampled = options.get("temperature", 0.0) != 0.0
+    if sampled and options.get("seed") is None and _verifier(options, default_verifier) in _BY_REQUEST:
+        return {**options, "seed": fresh_seed()}
+    return dict(options)
+
+
+def can_resume(options: Mapping[str, Any], default_verifier: str) -> bool:
+    """Does another replica write the same text for these options? The default is that of the replicas."""
+    verifier = _verifier(options, default_verifier)
+    if verifier == "typical":  # accepts what the target might have said: depends on the draft
+        return False
+    greedy = options.get("temperature", 0.0) == 0.0
+    return greedy or (options.get("seed") is not None and verifier in _BY_REQUEST)
+
+
+def _verifier(options: Mapping[str, Any], default: str) -> str:
+    return options.get("verifier") or default
+
+
+@dataclass(slots=True)
+class Replay:
+    """What the client has of one text, and what is left out when the text comes again from its beginning."""
+
+    resumable: bool
+    _tokens: list[int] = field(default_factory=list)  # that the client has
+    _text: str = ""
+    _token: int = 0  # how far this writing is
+    _char: int = 0
+
+    @property
+    def started(self) -> bool:
+        return bool(self._tokens or self._text)
+
+    def restart(self) -> None:
+        """The text comes again; raises where what the client has cannot be gone on with."""
+        if self.started and not self.resumable:
+            raise StreamLost(
+                "the replica that wrote this text is gone, and a text whose tokens depend on how it was drafted cannot "
+                "be gone on with; send it again, or with temperature 0, or with a seed and no verifier of its own"
+            )
+        self._token = self._char = 0
+
+    def take(self, item: Event | Completion) -> Iterator[Event | Completion]:
+        """The part of an item that is news to the client."""
+        if isinstance(item, Completion):
+            self._check(item.token_ids[: len(self._tokens)] == self._tokens)
+            yield item
+            return
+        known, told = self._known(item), len(self._text) - self._char
+        old_text, text = item.text[: max(0, told)], item.text[max(0, told) :]
+        self._check(self._text[self._char : self._char + len(old_text)] == old_text)
+        self._token, self._char = self._token + len(item.tokens), self._char + len(item.text)
+        tokens = item.tokens[known:]
+        self._tokens += tokens
+        self._text += text
+        if tokens or text or item.finished:
+            if not known and not old_text:
+                yield item
+                return
+            accepted = max(0, item.accepted - known)
+            yield replace(
+                item, tokens=tokens, text=text, accepted=accepted, logprobs=item.logprobs[known:], rejected=()
+            )
+
+    def _known(self, item: Event) -> int:
+        """How many tokens of an item the client has; raises where they are not the ones it got."""
+        known = max(0, min(len(item.tokens), len(self._tokens) - self._token))
+        self._check(list(item.tokens[:known]) == self._tokens[self._token : self._token + known])
+        return known
+
+    def _check(self, same: bool) -> None:
+        if not same:
+            raise StreamLost(
+                "the replica that wrote this text is gone, and another one wrote a different text (numbers that round "
+                "differently can do that); send the request again"
+            )

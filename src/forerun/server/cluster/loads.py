@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from forerun.server.backend import Load
+from forerun.server.backends.base import Load
 
 
 @dataclass(frozen=True, slots=True)

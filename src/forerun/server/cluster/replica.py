@@ -12,9 +12,9 @@ from forerun.api.completion import Completion
 from forerun.core import registry
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.types import Event
+from forerun.server.backends.thread import LocalBackend
 from forerun.server.cluster.loads import Report
 from forerun.server.cluster.settings import ClusterSettings
-from forerun.server.local_backend import LocalBackend
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,17 @@ from forerun.api.prompts import as_token_list
 from forerun.core.errors import ForerunError
 from forerun.core.request import Event, TokenLogprob
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
-from forerun.server.engine_process.start import EngineLost, EngineProcess
-from forerun.server.engine_process.wire import (
+from forerun.server.backends.base import (
+    CLOSING,
+    Backend,
+    EngineHangs,
+    Load,
+    ProgressWatch,
+    Restarted,
+    why_ended,
+)
+from forerun.server.backends.start import EngineLost, EngineProcess
+from forerun.server.backends.wire import (
     Facts,
     Packed,
     Report,

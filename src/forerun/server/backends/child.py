@@ -19,10 +19,10 @@ from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.models.load.collector import without_collector
-from forerun.server.backend import CLOSING
-from forerun.server.engine_process.channel import Channel
-from forerun.server.engine_process.loader import Loader
-from forerun.server.engine_process.wire import pack_error
+from forerun.server.backends.base import CLOSING
+from forerun.server.backends.channel import Channel
+from forerun.server.backends.start import Loader
+from forerun.server.backends.wire import pack_error
 from forerun.server.settings import LOG_FORMAT
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def serve(channel: Channel, reader: Reader, loader: Loader, trace: str | None) -
     """Load, and make rounds."""
     with without_collector():
         llm = loader()
-        from forerun.server.engine_process.texts import Texts
+        from forerun.server.backends.texts import Texts
 
         texts = Texts(llm, channel)
     from forerun.engine.stats import traced

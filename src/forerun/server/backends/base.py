@@ -1,7 +1,6 @@
 """The model behind a server, wherever its engine runs: texts as they grow, how busy it is, whether it still works.
 
-`local_backend` has the engine in this process, `engine_process` in one of its own, `forerun.server.cluster` in many.
-No torch here.
+`thread` has the engine in this process, `process` in one of its own, `forerun.server.cluster` in many. No torch here.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from forerun.heads import heads_in_the_box
 
 if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer
+
 
 Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
 CLOSING = 2.0  # seconds that a round may still take when its engine is to end

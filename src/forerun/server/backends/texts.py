@@ -15,8 +15,9 @@ from forerun.engine.driver import Handle, HeadSwap, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import seconds_of
-from forerun.server.engine_process.channel import Channel
-from forerun.server.engine_process.wire import (
+from forerun.server.backends.channel import Channel
+from forerun.server.backends.thread import load_of, lost_process_of, progress_of
+from forerun.server.backends.wire import (
     Facts,
     Packed,
     Report,
@@ -26,7 +27,6 @@ from forerun.server.engine_process.wire import (
     pack_event,
     unpack_request,
 )
-from forerun.server.local_backend import load_of, lost_process_of, progress_of
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""EngineProcess: starts an engine's process, waits until its model is loaded, and ends it."""
+"""Starts an engine's process, waits until its model is loaded, and ends it. No torch here.
+
+A `Loader` says how the process makes its model: a function by name, with arguments that JSON can hold.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ForerunError
-from forerun.server.backend import EngineError
-from forerun.server.engine_process.channel import Channel
-from forerun.server.engine_process.loader import Loader
-from forerun.server.engine_process.wire import Facts, unpack_error
+from forerun.server.backends.base import EngineError
+from forerun.server.backends.channel import Channel
+from forerun.server.backends.wire import Facts, unpack_error
+
+if TYPE_CHECKING:
+    from forerun.api.llm import LLM
+
 
 log = logging.getLogger(__name__)
 GRACE = 2.0  # seconds that the system may take to end a process that was killed
@@ -29,7 +39,7 @@ class EngineProcess:
 
     def __init__(self, loader: Loader, trace: Path | None = None) -> None:
         self.loader, self.trace = loader, trace
-        self.process, self.channel = start_child("forerun.server.engine_process")
+        self.process, self.channel = start_child("forerun.server.backends")
         self.channel.send(
             {
                 "function": loader.function,
@@ -110,3 +120,33 @@ def _said(error: Exception) -> Exception:
     if isinstance(error, EngineError):
         return EngineLost(f"the engine could not be loaded: {error.kind}: {error}")
     return error
+
+
+LOAD_LLM = "forerun.server.backends.start:load_llm"
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Called where the engine is to be: here, or in a process that was started for it."""
+
+    function: str  # module:name; what it returns is an LLM
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> LLM:
+        module, _, name = self.function.partition(":")
+        llm: LLM = getattr(import_module(module), name)(**self.arguments)
+        return llm
+
+
+def load_llm(
+    model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any], heads: str | None = None
+) -> LLM:
+    """A model by name, as `forerun serve` has it; `heads` = drafting with the version that folder is at now."""
+    from forerun.api.llm import LLM
+    from forerun.core.params import EngineConfig
+    from forerun.heads.versions import HeadVersions
+
+    given = dict(drafting)
+    if heads is not None:
+        given["draft_model"] = str(HeadVersions(Path(heads)).must_have_current())
+    return LLM.load(model, config=EngineConfig.from_dict(engine), **given)

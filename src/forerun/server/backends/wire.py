@@ -16,7 +16,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
 from forerun.engine.stats import RoundCounts
 from forerun.models.load.tokenizer import TokenizerParts
-from forerun.server.backend import EngineError, Load
+from forerun.server.backends.base import EngineError, Load
 
 Packed = tuple[Any, ...]
 _DEFAULTS = {

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m forerun.server.engine_process FD`, as `EngineProcess` starts it."""
+"""The engine's process: `python -m forerun.server.backends FD`, as `EngineProcess` starts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from forerun.server.engine_process.child import main
+from forerun.server.backends.child import main
 
 if __name__ == "__main__":
     status = main(int(sys.argv[1]))
