@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forerun.cli import loading, outputs
+from forerun.cli import flags, loading
 from forerun.cli.loading import unused_flag
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_work(
         assert f"--out '{out}': '{tmp_path / 'file'}' is a file" in said
 
 
-@pytest.mark.parametrize("check", [outputs.check_file, outputs.check_folder])
+@pytest.mark.parametrize("check", [flags.check_file, flags.check_folder])
 def test_what_can_be_written_passes_and_nothing_is_created(
     check: Callable[[str, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_result_that_finds_the_disk_full_names_the_flag(tmp_path: Path) -> Non
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
     with pytest.raises(InvalidInput, match=r"cannot write '/dev/full': No space .* choose another --out"):
-        outputs.write_file("--out", Path("/dev/full"), "text")
+        flags.write_file("--out", Path("/dev/full"), "text")
 
 
 @pytest.mark.parametrize(

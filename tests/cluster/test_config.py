@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from forerun.cli.serve_replicas import cluster_settings
+from forerun.cli.serve import cluster_settings
 from forerun.core.errors import InvalidInput, UnknownName
 from forerun.heads import BOX
 from forerun.server.cluster.run import app, config_of, write_config

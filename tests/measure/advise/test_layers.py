@@ -134,7 +134,7 @@ def test_the_commands(
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none"), tokenizer=Letters())
     monkeypatch.setattr(layer_search, "load", lambda settings: (LLM(engine, Letters(), "tiny"), FLAT))  # type: ignore[arg-type]
     monkeypatch.setattr(layer_search, "count_layers", lambda model: LAYERS)
-    monkeypatch.setattr("forerun.cli.layers.check_model", lambda model: None)
+    monkeypatch.setattr("forerun.cli.drafters.check_model", lambda model: None)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcabc", "hello there")))
     plan = tmp_path / "plan.json"
