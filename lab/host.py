@@ -18,8 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from forerun.build.engine import make_engine
 from forerun.cli.bench import words
 from forerun.control.adaptive import AdaptiveController
@@ -37,10 +35,9 @@ from forerun.engine.sequence import SequenceState
 from forerun.measure.bench.batches import parse_batches
 from forerun.models.base import ON_GPU
 from lab.runner import Document, Run, share
-from lab.simulate.device import EmulatedDevice
-from lab.simulate.menu import SimulatedMenu
+from lab.simulate.device import KnownAnswers, SimulatedDevice, WallClock
+from lab.simulate.speeds import AT_ONCE, SimulatedMenu, Speeds, h200
 
-H200 = {1: 4.4, 8: 4.5, 32: 4.9, 64: 5.3, 96: 6.2, 128: 7.2, 192: 9.5, 256: 12.3, 512: 24.0, 1024: 48.0}  # ms
 VOCABULARY, PROMPT, ANSWER = 32768, 256, 128
 WARM_UP = 24  # rounds that are not counted
 PARTS = ("plan", "propose", "observe", "outcome", "verdict", "target")
@@ -52,9 +49,9 @@ Text = tuple[tuple[int, ...], list[int]]  # prompt and answer
 class HeadLike(BaseDrafter):
     """Chains from a menu, as a head's captured drafts are: right with a fixed chance per token, known in advance."""
 
-    def __init__(self, target: EmulatedDevice, rate: float = 0.6) -> None:
+    def __init__(self, known: KnownAnswers, rate: float = 0.6) -> None:
         forms = tuple(Form(n, n, 1) for n in (1, 2, 3, 5))
-        self._target, self._rate = target, rate
+        self._known, self._rate = known, rate
         self._offer = Offer(menu=SimulatedMenu(forms, level=1.1e-4, claimed_rate=rate))
 
     def offer(self, seq: Seq) -> Offer:
@@ -65,7 +62,7 @@ class HeadLike(BaseDrafter):
 
     def _chain(self, seq: Seq, budget: Budget) -> list[int]:
         place = len(seq.tokens)
-        after = self._target.after(seq, budget.depth)
+        after = self._known.after(seq, budget.depth)
         wrong = (hash((seq.id, place + i)) % 1000 > 1000 * self._rate for i in range(budget.depth))
         return [
             seq.tokens[-1],
@@ -123,40 +120,38 @@ class Timed:
             setattr(owner, call, self.wrap(part, getattr(owner, call)))
 
 
-def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, float] | None) -> Engine:
-    """An engine over the emulated device; `seconds` is t(rows), None = passes take no time."""
-    curve: Callable[[int], float] | None = None
-    if seconds is not None:
-        sizes, times = [*seconds], [*seconds.values()]
-        known = [float(np.interp(rows, sizes, times)) for rows in range(max(sizes) + 1)]
-        curve = lambda rows: known[min(rows, len(known) - 1)]  # noqa: E731
-    target = EmulatedDevice(dict(texts), VOCABULARY + 65536, curve)
+def make(drafter: str, texts: Sequence[Text], batch: int, speeds: Speeds | None = None) -> Engine:
+    """An engine over the simulated device, by the real clock; without speeds passes take no time."""
+    known = KnownAnswers(dict(texts), VOCABULARY + 65536)
+    target = SimulatedDevice(WallClock(), speeds or AT_ONCE, known)
     name = "ngram" if drafter in (HEAD, NGRAM_HEAD) else drafter
     speculative = SpeculativeConfig(drafter=name, controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=batch))
     engine.timeline.depth = 2
     engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows, None)
     if drafter in (HEAD, NGRAM_HEAD):
-        head: Drafter = HeadLike(target)
+        head: Drafter = HeadLike(known)
         engine.drafters.add("ngram", head if drafter == HEAD else HybridDrafter(NgramDrafter(), head))
     if drafter != "none":
-        engine.controller = _controller(engine, seconds or {rows: ms / 1e3 for rows, ms in H200.items()})
+        engine.controller = _controller(engine, speeds or h200())
     return engine
 
 
-def _controller(engine: Engine, seconds: dict[int, float]) -> AdaptiveController:
+def _controller(engine: Engine, speeds: Speeds) -> AdaptiveController:
     def offer(seq: Seq) -> Offer:
         assert isinstance(seq, SequenceState)
         return engine.drafters.offer(seq)
 
-    return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up, follows=True)
+    return AdaptiveController(
+        CostModel(speeds.curve()), 60, 10, offer, engine.drafters.looks_up, follows=True
+    )
 
 
 def measure_rounds(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> dict[str, float]:
     """Rounds of a batch that is always full: whoever ends is followed by the next text."""
     timed, tokens, following = Timed(), 0, 0
     target = engine.target
-    assert isinstance(target, EmulatedDevice)
+    assert isinstance(target, SimulatedDevice)
     timed.watch(engine)
     gc.collect()
     gc.freeze()  # else a full collection, a tenth of a second, falls into one run and not into another
@@ -200,18 +195,14 @@ def measure(run: Run) -> Document:
     """Every drafter at every batch size."""
     given, rows = run.flags, list[dict[str, Any]]()
     texts = read_texts(given.texts) if given.texts else made_texts(64, given.copied)
-    seconds = None if given.at_once else {size: ms / 1e3 for size, ms in H200.items()}
+    speeds = None if given.at_once else h200(host=0.0, host_row=0.0)
     for batch in parse_batches(given.batches):
         plain = 0.0
         for drafter in words(given.drafters):
-            row = measure_rounds(make(drafter, texts, batch, seconds), texts, batch, given.rounds)
+            row = measure_rounds(make(drafter, texts, batch, speeds), texts, batch, given.rounds)
             plain = row["tokens_per_s"] if drafter == "none" else plain
             row["over_plain"] = row["tokens_per_s"] / plain if plain else 0.0
             parts = "  ".join(f"{name.removesuffix('_ms')} {value:.3f}" for name, value in row.items())
             print(f"batch {batch:3d} {drafter:>11}: {parts}", flush=True)
             rows.append({"batch": batch, "drafter": drafter, **row})
     return {"rounds": rows}
-
-
-def show(document: Document, flags: argparse.Namespace) -> None:
-    """Rows are printed while others are measured."""

@@ -128,7 +128,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return int(command.work(flags))
         run = Run(name, flags, words)
         document = run.save(command.measure(run))
-        command.show(document, flags)
+        if hasattr(command, "show"):
+            command.show(document, flags)
     except ForerunError as error:
         print(f"forerun: {error}", file=sys.stderr)
         return 2

@@ -55,7 +55,3 @@ def measure(run: Run) -> Document:
             )
         rows += [facts(clients, name, one) for run in runs for name, one in zip(MODES, run, strict=True)]
     return {"rows": rows}
-
-
-def show(document: Document, flags: argparse.Namespace) -> None:
-    """Rows are printed while others are simulated."""

@@ -48,7 +48,7 @@ LONGEST = (
     "server/test_hang.py",
     "models/test_parallel_processes.py",
     "control/test_forms.py",
-    "advise/test_answer.py",
+    "measure/advise/test_answer.py",
     "server/test_both_fronts.py",
     "encoder_decoder/test_target.py",
     "exactness/test_tensor_parallel.py",

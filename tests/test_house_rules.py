@@ -17,20 +17,18 @@ from tests.conftest import LONGEST
 from tests.readme.pages import ROOT
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 600, 60, 15
-MOST_LINES_OF_THE_LAB = 7_000
+MOST_LINES_OF_THE_LAB = 6_000
 NO_NAMES = {"utils", "helpers", "common", "misc"}
 PACKAGE = ROOT / "src" / "forerun"
 LAB = ROOT / "lab"
 MODULES = sorted([*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")])
 # Folders that have more files than the rule allows, and how many: numbers and folders may only leave this list.
 CROWDED = {
-    "src/forerun/cli": 32,
     "src/forerun/control": 26,
     "src/forerun/models": 21,
     "src/forerun/models/cuda": 36,
     "src/forerun/models/load": 24,
     "src/forerun/models/native/c": 39,
-    "src/forerun/server": 24,
     "src/forerun/train": 23,
 }
 RULES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig
 from forerun.heads import BOX
 from forerun.models.kv_budget import usual_batch
-from forerun.server.engine_process.loader import load_llm
+from forerun.server.backends.start import load_llm
 from forerun.testing import TableLM
 
 MEDUSA, EAGLE3 = str(BOX / "smollm2-135m-medusa"), str(BOX / "smollm2-135m-eagle3")

@@ -42,9 +42,9 @@ from forerun.core.params import SpeculativeConfig
 print(choose_drafter(SpeculativeConfig(drafter="eagle3"), open_checkpoint(sys.argv[1])).draft_model or "")' "$M"
     fi
 }
-make_texts() { bounded "$PY" -m forerun.train data --target "$M" --device "$DEVICE" --temperatures 0,0.8 --shard-tokens "$SHARD" "$@"; }
+make_texts() { bounded "$PY" -m forerun data make --target "$M" --device "$DEVICE" --temperatures 0,0.8 --shard-tokens "$SHARD" "$@"; }
 learn() { # flags...
-    bounded "$PY" -m forerun.train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
+    bounded "$PY" -m forerun train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
         --vocab "$VOCAB" --features "$FEATURES" --fc-norm --norm-output --levels 6 --batch-tokens "$TOKENS" --max-length "$LONG" \
         --lr "$LR" --holdout "${HOLDOUT:-0.02}" --device "$DEVICE" --eval-batches "$EVALS" $COMPILE "$@"
 }

@@ -47,11 +47,11 @@ CHECK=(--target "$M" --suite "$S" --only chain --temperatures 0 --limit "${PROMP
        --max-tokens "${ANSWER:-256}" --batch 32 --device "$DEVICE")
 
 say() { echo "$(date +%T) $*"; }
-data() { python -m forerun.train data --target "$M" --device "$DEVICE" "$@"; }
+data() { python -m forerun data make --target "$M" --device "$DEVICE" "$@"; }
 train() { # METHOD OUT flags...; stopped after LIMIT seconds: code 124
     local code=0
     say "$1 into $2"
-    timeout --signal=INT "$LIMIT" python -m forerun.train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
+    timeout --signal=INT "$LIMIT" python -m forerun train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
     [ $code -ne 124 ] || say "stopped after $LIMIT s; the same stage goes on from $2/checkpoint"
     [ $code -eq 0 ] || exit $code
 }
@@ -76,11 +76,11 @@ warm() { # compile every step once on a handful of texts, while others are writt
     data --out tiny --own-prompts 200 --temperatures 0 --max-length 192 --batch 256 --seed 5 > warm.log 2>&1
     local flags=(--target "$M" --data tiny --max-length 192 --batch-tokens 8192 --holdout 0.2 --device "$DEVICE"
                  --steps 3 --eval-every 3 --eval-batches 1 $COMPILE)
-    python -m forerun.train eagle3 --out warm/eagle3 "${flags[@]}" --init "$HEAD" --inner 3072 "${EAGLE3[@]}" >> warm.log 2>&1
-    python -m forerun.train hass --out warm/hass "${flags[@]}" --vocab 16384 >> warm.log 2>&1
-    python -m forerun.train eagle --out warm/eagle "${flags[@]}" --vocab 16384 >> warm.log 2>&1
-    python -m forerun.train dspark --out warm/dspark "${flags[@]}" --vocab 16384 --layers 5 >> warm.log 2>&1
-    python -m forerun.train mtp --out warm/mtp "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+    python -m forerun train eagle3 --out warm/eagle3 "${flags[@]}" --init "$HEAD" --inner 3072 "${EAGLE3[@]}" >> warm.log 2>&1
+    python -m forerun train hass --out warm/hass "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+    python -m forerun train eagle --out warm/eagle "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+    python -m forerun train dspark --out warm/dspark "${flags[@]}" --vocab 16384 --layers 5 >> warm.log 2>&1
+    python -m forerun train mtp --out warm/mtp "${flags[@]}" --vocab 16384 >> warm.log 2>&1
 }
 
 case ${1:?name a stage} in

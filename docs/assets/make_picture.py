@@ -16,8 +16,8 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from forerun import LLM, SamplingParams
-from forerun.cli.demo import MAX_TOKENS, PROMPTS
-from forerun.cli.write import Written, write_text
+from forerun.cli.generate import MAX_TOKENS, PROMPTS
+from forerun.cli.show import Written, write_text
 
 WIDTH = 92
 FILE = Path(__file__).with_name("demo.svg")

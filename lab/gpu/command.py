@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +22,7 @@ from forerun.cli.bench import words
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Needs, TreeBatch
 from forerun.measure.bench.batches import SIZES, parse_batches
+from forerun.measure.report.plots import load_pyplot
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plan import ROW_SIZES
@@ -28,7 +30,6 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from lab.batch_report import read_rival, show_batches
-from lab.gpu.plot import draw_passes
 from lab.gpu.rounds import measure_long_context, measure_rounds, seconds_of
 from lab.gpu.stand_ins import RandomWeights
 from lab.gpu.texts import measure_texts
@@ -230,3 +231,30 @@ def show(document: Document, flags: argparse.Namespace) -> None:
         facts = document["conditions"]
         title = f"{flags.preset} shape on {facts['gpu']}, {facts['date'][:10]}, commit {facts['commit']}"
         show_batches(document["texts"], picture(flags.batch_plot), title)
+
+
+def draw_passes(document: Mapping[str, Any], file: Path) -> None:
+    """One panel per shape, one line per batch size and kind; dotted: reading the weights at the copy rate."""
+    pyplot = load_pyplot()
+    names = list(dict.fromkeys(shape["shape"] for shape in document["shapes"]))
+    if not names:
+        return
+    figure, panels = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.8), squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        for shape in (shape for shape in document["shapes"] if shape["shape"] == name):
+            for batch in dict.fromkeys(row["batch"] for row in shape["passes"]):
+                rows = [row for row in shape["passes"] if row["batch"] == batch]
+                label = f"{shape['weights']} weights, batch {batch}"
+                panel.plot(
+                    [row["nodes"] for row in rows], [row["pass_ms"] for row in rows], marker="o", label=label
+                )
+            panel.axhline(shape["weights_ms"], linestyle=":", color="grey", linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(bottom=0)
+        panel.set(title=f"{name} shape", xlabel="nodes per sequence", ylabel="ms per pass")
+        panel.legend(fontsize=7)
+    gpu = document["conditions"].get("gpu", "")
+    figure.suptitle(f"One pass on {gpu}, {document['context']} tokens of context", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)

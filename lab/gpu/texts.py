@@ -29,7 +29,7 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.testing import FakeSeq
 from lab.batch_report import say_row
 from lab.gpu.rounds import make_drafter
-from lab.inflate.eagle import inflate_head
+from lab.inflate.heads import inflate_head
 from lab.inflate.loading import INFLATED, OWN, load_inflated
 from lab.inflate.model import PRESETS
 from lab.peers.transformers_gpu import time_transformers
@@ -60,7 +60,9 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
     needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
     target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
-    rows = sweep.measure(setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), say_row)
+    rows = sweep.measure(
+        setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), say_row, given.repeats
+    )
     gaps = [_gap(target, prompt, sweep.plain[prompt], other) for prompt, other in sweep.differing]
     model = "the checkpoint itself" if large is None else INFLATED
     result = {"model": model, "shape": given.preset, "prompts": len(sweep.prompts), "rows": rows}

@@ -16,7 +16,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
-from lab.inflate.eagle import inflate_head_folder
+from lab.inflate.heads import inflate_folder
 from lab.inflate.model import InflatedWeights, find_shape
 
 OWN = "own"  # not inflated
@@ -79,5 +79,5 @@ def _inflated_head(
     found = find_head(checkpoint, "eagle3")
     if found is None:
         return SpeculativeConfig(drafter=drafter or "ngram")
-    written = inflate_head_folder(found.head.path, find_shape(preset), folder / "head")
+    written = inflate_folder(found.head.path, found.head.kind, find_shape(preset), folder / "head")
     return SpeculativeConfig(drafter=drafter or found.head.drafter, draft_model=str(written))

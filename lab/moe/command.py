@@ -74,10 +74,6 @@ def measure(run: Run) -> Document:
     return document(passes, rates)
 
 
-def show(document: Document, flags: argparse.Namespace) -> None:
-    """Tables are printed while others are measured."""
-
-
 class Twins:
     """Both models, loaded one after the other, and the prompts that they are measured on."""
 

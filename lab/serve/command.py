@@ -28,8 +28,7 @@ from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model
 from lab.runner import Document, Run, picture, share
 from lab.serve.host_time import host_figures, read_host
-from lab.serve.load import Load, Target, figures, over_off, send_all
-from lab.serve.plot import plot
+from lab.serve.load import Load, Target, figures, over_off, plot, send_all
 from lab.serve.stream_client import Endpoint
 
 MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}

@@ -16,9 +16,10 @@ from forerun.api.llm import LLM
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.engine_process.loader import Loader
-from lab.host import H200, HEAD, Text, make
+from forerun.server.backends.start import Loader
+from lab.host import HEAD, Text, make
 from lab.serve.inflated import add_server_flags, serve_for_bench
+from lab.simulate.speeds import h200
 
 LONGEST = 256  # tokens of an answer
 
@@ -49,8 +50,7 @@ def load_by_name(**flags: Any) -> LLM:
 def load(flags: argparse.Namespace) -> LLM:
     """The real engine over the emulated device, with a drafter that is right as often as a trained head."""
     tokenizer = open_checkpoint(flags.model).tokenizer()
-    seconds = None if flags.at_once else {rows: ms / 1e3 for rows, ms in H200.items()}
-    engine = make(HEAD, texts_of(tokenizer), flags.max_num_seqs, seconds)
+    engine = make(HEAD, texts_of(tokenizer), flags.max_num_seqs, None if flags.at_once else h200())
     engine.tokenizer = tokenizer
     return LLM(engine, tokenizer, f"{flags.model}-emulated")
 

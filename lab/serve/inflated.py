@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from forerun.api.llm import LLM
-from forerun.server.backend import Backend
-from forerun.server.engine_process.loader import Loader
+from forerun.server.backends.base import Backend
+from forerun.server.backends.start import Loader
 from forerun.server.run import address_of, bind, serve
 from forerun.server.settings import Front, ServerSettings
 from lab.inflate.loading import load_ready

@@ -1,8 +1,10 @@
-"""EmulatedDevice: a target that knows its texts and takes the time of a GPU, so that only the host's work is real.
+"""The simulated device: a target that takes the time of a GPU, by a clock that is counted, or by the real one.
 
-Passes are launched and end when a device with this t(rows) would end them; the verdict waits for that. As on a GPU
-(forerun.models.cuda.plain_rounds), the next plain pass can be launched before the last one is read.
-With `seconds=None` passes take no time.
+Passes take t(rows), rounded up to the sizes that passes have there, and end in the order in which they were launched;
+the verdict waits for the end. The next pass can be launched before the last one is read, as on a GPU. What goes into a
+pass beside trees is decided by the code that decides it there (forerun.models.cuda.chunks). With a SimulatedClock the
+host's work is counted too, and hidden while the device is busy; with a WallClock only the host's work is real.
+What the target says comes from texts that are known, or is drawn.
 """
 
 from __future__ import annotations
@@ -10,32 +12,220 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
+from forerun.core.offer import Form
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
+from forerun.drafters.device.eagle_plan import FORMS
+from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.shared import SharedWeights
 from forerun.models.unpaged import UnpagedTarget
 from forerun.verify.greedy import greedy_verdict
+from lab.simulate.speeds import Speeds, draw_accepted
 
+WORDS = 1009  # of the vocabulary of drawn texts
 NEVER_COMES = 0  # what the target would say behind a draft that is wrong
 
 
-@dataclass(slots=True, kw_only=True)
-class CountedTokens(UnpagedTarget):
-    """A KV cache that is a number of tokens for each sequence."""
+class Clock(Protocol):
+    """Seconds from some start."""
 
+    @property
+    def seconds(self) -> float: ...
+    def spend(self, seconds: float) -> None:
+        """The host works for so long."""
+
+    def wait_until(self, when: float) -> None: ...
+
+
+@dataclass(slots=True)
+class SimulatedClock:
+    """Seconds, as far as they were counted."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def spend(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def wait_until(self, when: float) -> None:
+        self.seconds = max(self.seconds, when)
+
+
+class WallClock:
+    """The real one; the host's work takes what it takes."""
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter()
+
+    def spend(self, seconds: float) -> None:
+        """It was spent already."""
+
+    def wait_until(self, when: float) -> None:
+        while (left := when - perf_counter()) > 0.0:
+            sleep(left)
+
+
+class Answers(Protocol):
+    """What a target says."""
+
+    vocab_size: int
+
+    def start(self, seq: Seq) -> None:
+        """Its prompt is read."""
+
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict: ...
+    def forget(self, seq: Seq) -> None: ...
+
+
+class KnownAnswers:
+    """Greedy texts by prompt."""
+
+    def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
+        self.texts, self.vocab_size = texts, vocab_size
+        self._known: dict[int, Sequence[int]] = {}
+
+    def start(self, seq: Seq) -> None:
+        if seq.id not in self._known:
+            prompt = tuple(seq.tokens[: seq.prompt_length])
+            self._known[seq.id] = [*prompt, *self.texts[prompt]]
+
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict:
+        if not trees.is_plain():
+            return walked(seqs, trees, self._after)
+        trees.note_host([seq.tokens[-1] for seq in seqs], trees.to_host()[1])
+        return Verdict.of([()] * len(seqs), [self._after(seq, 0) for seq in seqs], trees.device)
+
+    def after(self, seq: Seq, count: int) -> list[int]:
+        """What the text of a sequence says next."""
+        return [self._after(seq, depth) for depth in range(count)]
+
+    def forget(self, seq: Seq) -> None:
+        self._known.pop(seq.id, None)
+
+    def _after(self, seq: Seq, depth: int) -> int:
+        known, place = self._known[seq.id], len(seq.tokens) + depth
+        return known[place] if place < len(known) else NEVER_COMES
+
+
+@dataclass(slots=True)
+class DrawnAnswers:
+    """Some word at every place, and how many tokens of a grown tree are accepted is drawn."""
+
+    rate: float = 0.7  # how likely the head's likeliest token is right
+    vocab_size: int = WORDS
+
+    def start(self, seq: Seq) -> None:
+        """Nothing is known of a text."""
+
+    def forget(self, seq: Seq) -> None:
+        """Nothing was known."""
+
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict:
+        form = trees.form
+        if form is None and not trees.is_plain():
+            return walked(seqs, trees, self.word)
+        if form is None:
+            return Verdict.of([()] * len(seqs), [self.word(seq, 0) for seq in seqs], trees.device)
+        parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
+        tokens, paths, bonus = list[int](), list[range](), list[int]()
+        for b, seq in enumerate(seqs):
+            count = self.accepted(seq, form) if b < len(seqs) - trees.undrafted else 0
+            right = [self.word(seq, depth) for depth in range(count)]
+            tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
+            paths.append(range(1, count + 1))
+            bonus.append(self.word(seq, count))
+        trees.note_host(tokens, parents * len(seqs))
+        return Verdict.of(paths, bonus, trees.device)
+
+    def word(self, seq: Seq, depth: int) -> int:
+        """What the text says, so many tokens further."""
+        return 1 + (seq.id * 7919 + (len(seq.tokens) + depth) * 104729) % (WORDS - 1)
+
+    def accepted(self, seq: Seq, form: TreeForm) -> int:
+        """Tokens that a grown tree has right."""
+        draw = lambda level: _chance(seq.id, len(seq.tokens) + level)  # noqa: E731
+        return draw_accepted(listed_form(form), self.rate, form.depth, draw)
+
+
+@dataclass(slots=True)
+class SimulatedDevice(UnpagedTarget):
+    """Implements forerun.models.base.Target; its KV cache is a number of tokens for each sequence."""
+
+    clock: Clock
+    speeds: Speeds
+    answers: Answers
+    max_length: int = 1 << 16
+    slots: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pass_rows: int = MAX_ROWS
+    passes: list[tuple[int, int]] = field(default_factory=list)  # rows of trees and of prompts, of every pass
+    spent: float = 0.0  # real seconds of the host in here, waits included
+    vocab_size: int = field(init=False)
     _promised: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
+    _free_at: float = 0.0  # when the device has nothing to do
+    _logits: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.answers.vocab_size
+        self._logits = torch.zeros(1, self.vocab_size)
 
     @property
     def used_slots(self) -> int:
         return sum(self._cached.values())
 
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def busy_for(self, seconds: float) -> None:
+        """More work in the device's stream."""
+        self._free_at = max(self.clock.seconds, self._free_at) + seconds
+
+    def finish(self) -> None:
+        """Wait until the device has done all that was launched."""
+        self.clock.wait_until(self._free_at)
+
+    def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
+        return rows_beside(nodes, rows, waiting)
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        read = self._keep(seqs, first_rows(self._fresh(seqs), MAX_ROWS if rows is None else rows))
+        self.host_works(len(seqs))
+        _, taken = self._run(0, read.nodes)
+        return read, Scores(None, seconds=lambda: taken)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """Prompts share the pass."""
+        began = perf_counter()
+        self.host_works(len(seqs))
+        fresh = list[list[int]]()
+        if prompts is not None:
+            fresh = self._fresh(prompts.seqs)
+            fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
+        end, taken = self._run(trees.nodes if trees.form is None else trees.form.rows, sum(map(len, fresh)))
+        follows = trees.is_plain() or trees.form is not None
+        known = Greedy(
+            verdict=lambda: self._decide(seqs, trees, end), next_roots=next_roots if follows else None
+        )
+        read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
+        self.spent += perf_counter() - began
+        return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
+
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self._promised = 0
         for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
             self._cached[seq.id] += 1 + len(path)
+        self.host_works(len(seqs))
 
     def truncate(self, seq: Seq, length: int) -> None:
         if seq.id in self._cached:
@@ -46,6 +236,34 @@ class CountedTokens(UnpagedTarget):
 
     def release(self, seq: Seq) -> None:
         self._cached.pop(seq.id, None)
+        self.answers.forget(seq)
+
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
+        began = perf_counter()
+        self.clock.wait_until(end)
+        verdict = self.answers.verdict(seqs, trees)
+        self.spent += perf_counter() - began
+        return verdict
+
+    def host_works(self, sequences: int) -> None:
+        self.clock.spend(self.speeds.host + self.speeds.host_row * sequences)
+
+    def _run(self, nodes: int, prompts: int) -> tuple[float, float]:
+        """Launch a pass; when it ends, and what it takes."""
+        started = max(self.clock.seconds, self._free_at)
+        if nodes + prompts:
+            self.passes.append((nodes, prompts))
+            self.busy_for(self.speeds.of_pass(nodes + prompts))
+        return self._free_at, self._free_at - started
+
+    def _fresh(self, seqs: Sequence[Seq]) -> list[list[int]]:
+        return [seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs]
+
+    def _keep(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> TreeBatch:
+        for seq, tokens in zip(seqs, fresh, strict=True):
+            self._cached[seq.id] = self._cached.get(seq.id, 0) + len(tokens)
+            self.answers.start(seq)
+        return TreeBatch.chains(fresh)
 
 
 def next_roots(going: Sequence[tuple[Seq, int]]) -> TreeBatch:
@@ -56,98 +274,26 @@ def next_roots(going: Sequence[tuple[Seq, int]]) -> TreeBatch:
     )
 
 
-@dataclass(slots=True)
-class EmulatedDevice(CountedTokens):
-    """Greedy texts by prompt; t(rows) in seconds."""
+def walked(seqs: Sequence[Seq], trees: TreeBatch, says: Callable[[Seq, int], int]) -> Verdict:
+    """The greedy verdict: after every node what its text says, if the node is on that text."""
+    (tokens, _), said = trees.to_host(), list[int]()
+    for seq, first, shape in zip(seqs, trees.starts, trees.topology(), strict=False):
+        right = [True]
+        for node in range(1, len(shape)):
+            here = tokens[first + node] == says(seq, shape.depths[node] - 1)
+            right.append(here and right[shape.parents[node]])
+        said += [says(seq, shape.depths[node]) if ok else NEVER_COMES for node, ok in enumerate(right)]
+    return greedy_verdict(trees, Greedy(argmax=said))
 
-    texts: Mapping[tuple[int, ...], Sequence[int]]
-    vocab_size: int
-    seconds: Callable[[int], float] | None = None
-    max_length: int = 1 << 20
-    slots: int | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    pass_rows: int = 512
-    spent: float = 0.0  # seconds of the host in here, waits included
-    _known: dict[int, Sequence[int]] = field(default_factory=dict)
-    _free_at: float = 0.0  # when the device has nothing to do
-    _row: torch.Tensor | None = None
 
-    def shared(self) -> SharedWeights | None:
-        return None
+def listed_form(form: TreeForm) -> Form:
+    """The form of the menu whose trees these are."""
+    return next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
-        trees = self._read(seqs, rows)
-        self._launch(trees.nodes)
-        return trees, Scores(None)
 
-    def _read(self, seqs: Sequence[Seq], rows: int | None) -> TreeBatch:
-        chains = [seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs]
-        chains = chains if rows is None else first_rows(chains, rows)
-        for seq, chain in zip(seqs, chains, strict=True):
-            self._cached[seq.id] = self._cached.get(seq.id, 0) + len(chain)
-            if seq.id not in self._known:
-                prompt = tuple(seq.tokens[: seq.prompt_length])
-                self._known[seq.id] = [*prompt, *self.texts[prompt]]
-        return TreeBatch.chains(chains)
-
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
-        """Prompts share the pass."""
-        started = perf_counter()
-        read = None if prompts is None else self._read(prompts.seqs, prompts.rows)
-        rows = trees.nodes + (0 if read is None else read.nodes)
-        self._launch(rows)
-        end, own = self._free_at, 0.0 if self.seconds is None else self.seconds(rows)
-        if self._row is None:
-            self._row = torch.zeros(1, self.vocab_size)
-        verdict = lambda: self._decide(seqs, trees, end)  # noqa: E731
-        known = Greedy(verdict=verdict, next_roots=next_roots if trees.is_plain() else None)
-        self.spent += perf_counter() - started
-        logits, prompt = self._row.expand(trees.nodes, -1), None if read is None else (read, Scores(None))
-        return Scores(logits, {}, known, prompt, seconds=lambda: own)
-
-    def _launch(self, rows: int) -> None:
-        if self.seconds is not None and rows:
-            self._free_at = max(perf_counter(), self._free_at) + self.seconds(rows)
-
-    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
-        started = perf_counter()
-        self._wait(end)
-        if trees.is_plain():
-            verdict = Verdict.of([()] * len(seqs), [self._after(seq, 0) for seq in seqs], trees.device)
-            trees.note_host([seq.tokens[-1] for seq in seqs], trees.to_host()[1])
-        else:
-            verdict = greedy_verdict(trees, Greedy(argmax=self._argmax(seqs, trees)))
-        self.spent += perf_counter() - started
-        return verdict
-
-    def _wait(self, end: float) -> None:
-        while (left := end - perf_counter()) > 0.0:
-            sleep(left)
-
-    def _argmax(self, seqs: Sequence[Seq], trees: TreeBatch) -> list[int]:
-        """After every node: what its text says, if it is on that text."""
-        (tokens, _), found = trees.to_host(), list[int]()
-        for seq, first, shape in zip(seqs, trees.starts, trees.topology(), strict=False):
-            right = [True]
-            for node in range(1, len(shape)):
-                parent = shape.parents[node]
-                depth = shape.depths[node]
-                right.append(right[parent] and tokens[first + node] == self._after(seq, depth - 1))
-            found += [
-                self._after(seq, shape.depths[node]) if ok else NEVER_COMES for node, ok in enumerate(right)
-            ]
-        return found
-
-    def after(self, seq: Seq, count: int) -> list[int]:
-        """What the text of a sequence says next."""
-        return [self._after(seq, depth) for depth in range(count)]
-
-    def _after(self, seq: Seq, depth: int) -> int:
-        known, place = self._known[seq.id], len(seq.tokens) + depth
-        return known[place] if place < len(known) else NEVER_COMES
-
-    def release(self, seq: Seq) -> None:
-        CountedTokens.release(self, seq)
-        self._known.pop(seq.id, None)
+def _chance(seq_id: int, position: int) -> float:
+    """A number below 1 for every position of every text, always the same."""
+    mixed = (seq_id * 1_000_003 + position * 7_368_787 + 12_345) & 0xFFFFFFFF
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 16)) / 2**32

@@ -4,7 +4,7 @@
     drafted.rate / plain.rate, drafted.first_at(0.99)
 
 Every client asks again as soon as it has its answer. For each number of clients: the time to the first token and tokens
-per second, with drafts (forerun.control.adaptive) and without, on an 8B of one H200 (lab.simulate.gpu).
+per second, with drafts (forerun.control.adaptive) and without, on an 8B of one H200 (lab.simulate.device).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
-from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
+from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
+from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds, h200
 
 HEAD = "head"
@@ -74,11 +75,11 @@ class SimulatedServer:
         self, drafts: bool, *, places: int = 64, speeds: Speeds | None = None, rate: float = 0.7
     ) -> None:
         self.clock, speeds = SimulatedClock(), speeds or h200()
-        self.gpu = SimulatedGPU(self.clock, speeds, rate)
+        self.gpu = SimulatedDevice(self.clock, speeds, DrawnAnswers(rate))
         speculative = SpeculativeConfig(drafter="none", controller="fixed")
         self.engine: Engine = make_engine(self.gpu, frozenset(), speculative, EngineConfig(max_batch=places))
         self.drafter = HEAD if drafts else "none"
-        head = SimulatedHead(self.gpu)
+        head = SimulatedHead(self.gpu, rate)
         self.engine.drafters.add(HEAD, head)
         if drafts:
             controller: Controller = AdaptiveController(CostModel(speeds.curve()), 60, 10, head.offer)

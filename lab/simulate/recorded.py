@@ -1,4 +1,4 @@
-"""The real engine, controller and look-ups on a simulated GPU that writes recorded texts and accepts what was recorded.
+"""Recorded texts on the simulated device: the real engine, controller and look-ups, and acceptance as recorded.
 
 A RecordedText says, for every place of a text and every form of a head's tree, how much of it would be accepted.
 Passes and drafts take the time that they took on a card, the host's work is drawn.
@@ -21,18 +21,17 @@ from forerun.control.adaptive import MOST_NODES, MOST_WIDTH, AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Form, Offer
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.core.types import Event, Greedy, Needs, Prompts, Round, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Event, Round, Seq, TreeForm
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle_plan import BUCKETS, FORMS, DraftMenu, bucket_of
+from forerun.drafters.device.eagle_plan import BUCKETS, DraftMenu, bucket_of
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
 from forerun.models.base import ON_GPU
-from forerun.models.cuda.chunks import beside_trees
-from forerun.verify.greedy import greedy_verdict
-from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
+from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice, listed_form
+from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -92,62 +91,42 @@ class CardSpeeds(Speeds):
 
 
 @dataclass(slots=True)
-class RecordedGPU(SimulatedGPU):
-    """Writes recorded texts, and accepts of trees what was recorded."""
+class RecordedAnswers(DrawnAnswers):
+    """Recorded texts; of grown trees what was recorded is accepted."""
 
     texts: dict[tuple[int, ...], RecordedText] = field(default_factory=dict)
-    rng: random.Random = field(default_factory=random.Random)
 
-    def busy_for(self, seconds: float) -> None:
-        SimulatedGPU.busy_for(self, seconds * max(0.8, self.rng.gauss(1.0, NOISE)))
+    def word(self, seq: Seq, depth: int) -> int:
+        text, place = self._place(seq)
+        return text.answer[place + depth] if place + depth < len(text.answer) else OTHER
 
-    def host_works(self, sequences: int) -> None:
-        work = self.speeds.host + self.speeds.host_row * sequences
-        self.clock.seconds += work * (1.0 + SLOWER * self.rng.expovariate(1.0))
+    def accepted(self, seq: Seq, form: TreeForm) -> int:
+        text, place = self._place(seq)
+        return text.accepted(place, listed_form(form)) if place < len(text.better) else 0
 
     def _place(self, seq: Seq) -> tuple[RecordedText, int]:
         return self.texts[tuple(seq.tokens[: seq.prompt_length])], len(seq.tokens) - seq.prompt_length
 
-    def _word(self, seq: Seq, depth: int) -> int:
-        text, place = self._place(seq)
-        return text.answer[place + depth] if place + depth < len(text.answer) else OTHER
 
-    def _accepted(self, seq: Seq, form: TreeForm) -> int:
-        text, place = self._place(seq)
-        shape = next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
-        return text.accepted(place, shape) if place < len(text.better) else 0
+@dataclass(slots=True)
+class NoisyDevice(SimulatedDevice):
+    """Passes and drafts are never quite as long, and the host is sometimes late."""
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
-        """Trees of look-ups are walked by the text."""
-        if trees.form is not None or trees.is_plain():
-            return SimulatedGPU.score(self, seqs, trees, needs, prompts)
-        self.host_works(len(seqs))
-        fresh = [] if prompts is None else beside_trees(self._fresh(prompts.seqs), trees, prompts.rows)
-        started = max(self.clock.seconds, self._free_at)
-        end = self._run(trees.nodes, sum(map(len, fresh)))
-        taken, known = end - started, Greedy(verdict=lambda: self._walk(seqs, trees, end))
-        read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
-        return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
+    rng: random.Random = field(default_factory=random.Random)
 
-    def _walk(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
-        self.clock.wait_until(end)
-        tokens, said = trees.to_host()[0], list[int]()
-        for seq, first, shape in zip(seqs, trees.starts, trees.topology(), strict=False):
-            right = [True]
-            for node in range(1, len(shape)):
-                here = tokens[first + node] == self._word(seq, shape.depths[node] - 1)
-                right.append(here and right[shape.parents[node]])
-            said += [self._word(seq, shape.depths[node]) if ok else OTHER for node, ok in enumerate(right)]
-        return greedy_verdict(trees, Greedy(argmax=said))
+    def busy_for(self, seconds: float) -> None:
+        SimulatedDevice.busy_for(self, seconds * max(0.8, self.rng.gauss(1.0, NOISE)))
+
+    def host_works(self, sequences: int) -> None:
+        work = self.speeds.host + self.speeds.host_row * sequences
+        self.clock.spend(work * (1.0 + SLOWER * self.rng.expovariate(1.0)))
 
 
 class RecordedHead(SimulatedHead):
     """The head of the box, with what its files say."""
 
-    def __init__(self, gpu: SimulatedGPU) -> None:
-        super().__init__(gpu)
+    def __init__(self, gpu: SimulatedDevice) -> None:
+        super().__init__(gpu, rate=0.0)
         menu = DraftMenu(read_head(BOX / "smollm2-135m-eagle3", kind="eagle3")[0].rates)
         for bucket in BUCKETS:
             for form in menu.forms:
@@ -175,7 +154,8 @@ def make(texts: Sequence[RecordedText], seed: int) -> tuple[Engine, Watched]:
     """An engine whose drafters are those of the sweep."""
     speeds, clock = CardSpeeds({rows: ms / 1e3 for rows, ms in PASSES.items()}), SimulatedClock()
     by_prompt = {tuple(text.prompt): text for text in texts}
-    gpu = RecordedGPU(clock, speeds, vocab_size=WORDS, texts=by_prompt, rng=random.Random(seed))
+    answers = RecordedAnswers(vocab_size=WORDS, texts=by_prompt)
+    gpu = NoisyDevice(clock, speeds, answers, rng=random.Random(seed))
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(gpu, frozenset([STOP]), speculative, EngineConfig(max_batch=max(BUCKETS)))
     head, pools = RecordedHead(gpu), engine.drafters

@@ -46,8 +46,7 @@ from lab.spec.document import document_of
 from lab.spec.load import Builder, Shape, load_llm
 from lab.spec.measure import Limits, Session
 from lab.spec.methods import Given, Method, every_method, find_method, given_heads
-from lab.spec.plot import draw
-from lab.spec.table import lines_of
+from lab.spec.table import draw, lines_of
 
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
 

@@ -6,7 +6,7 @@ from forerun.ray import app
 serve.run(app({"model": "smollm2", "replicas": 2}), route_prefix="/")
 """
 
-from forerun.cluster.application import app, config_of
-from forerun.cluster.settings import ClusterSettings
+from forerun.server.cluster.run import app, config_of
+from forerun.server.cluster.settings import ClusterSettings
 
 __all__ = ["ClusterSettings", "app", "config_of"]

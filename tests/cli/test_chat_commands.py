@@ -13,11 +13,10 @@ import pytest
 
 from forerun.api.llm import LLM
 from forerun.cli import loading
-from forerun.cli.chat_commands import as_command
+from forerun.cli.chat import as_command
 from forerun.cli.chat_input import is_open, join_lines, read_messages
-from forerun.cli.flags import Settings
-from forerun.cli.messages import in_chat
-from forerun.cli.write import Written
+from forerun.cli.flags import Settings, in_chat
+from forerun.cli.show import Written
 from forerun.core.types import Event
 from tests.cli.conftest import Prompts, Run, tiny_llm
 

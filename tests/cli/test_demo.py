@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.cli import demo
-from forerun.cli.demo import PROMPTS, Compared
+from forerun.cli import generate
 from forerun.cli.flags import Settings
-from forerun.cli.write import Written, write_text
+from forerun.cli.generate import PROMPTS, Compared
+from forerun.cli.show import Written, write_text
 from forerun.core.params import SamplingParams
 from forerun.models.load.catalog import known_models
 from tests.cli.conftest import Run, tiny_llm
@@ -41,7 +41,7 @@ def test_a_text_that_differs_is_said_and_ends_with_an_error(
     assert Compared(one, one).equal
     assert not Compared(one, other).equal
     assert not Compared(one, replace(one, completion=None)).equal
-    monkeypatch.setattr(demo, "_compare", lambda *given: Compared(one, other))
+    monkeypatch.setattr(generate, "_compare", lambda *given: Compared(one, other))
     ran = forerun("demo")
     assert ran.code == 1
     assert ran.out.count("TEXTS DIFFER") == 2

@@ -19,8 +19,7 @@ from forerun.api.llm import LLM
 from forerun.cli import loading
 from forerun.cli.app import make_app
 from forerun.cli.bench import print_document
-from forerun.cli.flags import Settings
-from forerun.cli.messages import in_flags
+from forerun.cli.flags import Settings, in_flags
 from tests.cli.conftest import Ran, Run, plain, tiny_llm
 
 

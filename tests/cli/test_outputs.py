@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from forerun.cli import loading, outputs
+from forerun.cli import flags, loading
 from forerun.cli.loading import unused_flag
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.plan.profile import Point, Profile
+from forerun.measure.plan.profile import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line
 
@@ -30,8 +30,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(loading._CHECKS, name, lambda name: None)
     for module, work in (
         ("measure.bench.run", "run"),
-        ("advise.run", "run_advisor"),
-        ("plan.measure", "measure"),
+        ("measure.advise.run", "run_advisor"),
+        ("measure.plan.measure", "measure"),
     ):
         monkeypatch.setattr(f"forerun.{module}.{work}", _never)
 
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_work(
         assert f"--out '{out}': '{tmp_path / 'file'}' is a file" in said
 
 
-@pytest.mark.parametrize("check", [outputs.check_file, outputs.check_folder])
+@pytest.mark.parametrize("check", [flags.check_file, flags.check_folder])
 def test_what_can_be_written_passes_and_nothing_is_created(
     check: Callable[[str, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_result_that_finds_the_disk_full_names_the_flag(tmp_path: Path) -> Non
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
     with pytest.raises(InvalidInput, match=r"cannot write '/dev/full': No space .* choose another --out"):
-        outputs.write_file("--out", Path("/dev/full"), "text")
+        flags.write_file("--out", Path("/dev/full"), "text")
 
 
 @pytest.mark.parametrize(

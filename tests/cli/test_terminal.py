@@ -57,7 +57,6 @@ def editor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     """Both ways to type a message; the second is what there is where prompt_toolkit is missing."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     if request.param == LINES:
-        monkeypatch.delitem(sys.modules, "forerun.cli.chat_editor", raising=False)
         monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     else:
         pytest.importorskip("prompt_toolkit")

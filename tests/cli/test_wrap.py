@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.cli.wrap import WordWrap
+from forerun.cli.show import WordWrap
 
 WIDTH = 20
 STORY = "The lighthouse keeper  had sailed across\nthe world, and (mostly) back again.\n\n- one\n- two words"

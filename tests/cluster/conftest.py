@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forerun.cluster.settings import ClusterSettings
+from forerun.server.cluster.settings import ClusterSettings
 
 SETTINGS = ClusterSettings(
     load={"max_batch": 4, "max_length": 1024, "threads": 1}, server={"port": 0, "drain_seconds": 20.0}
@@ -27,7 +27,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(smollm2_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     pytest.importorskip("ray.serve")
-    from forerun.cluster.run import running
+    from forerun.server.cluster.run import running
 
     folder = tmp_path_factory.mktemp("ray")
     (folder / "token").write_text(secrets.token_hex(32))

@@ -14,12 +14,11 @@ pytest.importorskip("prometheus_client")
 
 from ray.exceptions import RayError
 
-from forerun.cluster.backend import ClusterBackend
-from forerun.cluster.loads import NOTHING, Report
-from forerun.cluster.replica import Begun, Item
-from forerun.cluster.resume import StreamLost
 from forerun.core.types import Event
 from forerun.models.load.tokenizer import Tokenizer
+from forerun.server.cluster.backend import ClusterBackend, StreamLost
+from forerun.server.cluster.loads import NOTHING, Report
+from forerun.server.cluster.replica import Begun, Item
 
 FIRST, SECOND = Event(0, (1, 2), 1, "a"), Event(0, (3,), 0, "b")
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from forerun.cli.serve_replicas import cluster_settings
-from forerun.cluster.application import app, config_of
-from forerun.cluster.run import write_config
-from forerun.cluster.settings import ClusterSettings
+from forerun.cli.serve import cluster_settings
 from forerun.core.errors import InvalidInput, UnknownName
 from forerun.heads import BOX
+from forerun.server.cluster.run import app, config_of, write_config
+from forerun.server.cluster.settings import ClusterSettings
 from forerun.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from forerun.cluster.loads import Loads, ReplicaGauges, Report
-from forerun.server.backend import Load
+from forerun.server.backends.base import Load
+from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
 
 
 def report(name: str, tokens: int, running: int = 1, problem: str | None = None) -> Report:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forerun.cluster import placement
-from forerun.cluster.placement import BLOCK, Placement, blocks_of
+from forerun.server.cluster import placement
+from forerun.server.cluster.placement import BLOCK, Placement, blocks_of
 
 LONG = tuple(range(10 * BLOCK))
 OTHER = tuple(range(1000, 1000 + 10 * BLOCK))

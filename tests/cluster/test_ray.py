@@ -157,7 +157,7 @@ def test_one_metrics_page_for_all_and_counts_do_not_fall(cluster: Cluster, http:
 def test_another_drafter_is_taken_without_a_restart_and_streams_go_on(
     cluster: Cluster, http: httpx.Client, llm: LLM
 ) -> None:
-    from forerun.cluster.run import update
+    from forerun.server.cluster.run import update
 
     def drafter() -> str:
         answer = http.post("/v1/chat/completions", json=chat("tin", max_tokens=4)).json()
@@ -183,7 +183,7 @@ def test_another_drafter_is_taken_without_a_restart_and_streams_go_on(
 
 
 def test_many_workers_make_the_shards_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
-    from forerun.cluster.data import ray_writer
+    from forerun.train.data.ray_workers import ray_writer
 
     def options(name: str) -> DataOptions:
         return DataOptions(

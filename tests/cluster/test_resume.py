@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
 from forerun.core.types import Event
+from forerun.server.cluster.backend import Replay, StreamLost, can_resume, with_seed
 
 WORDS = ["The", " river", "", " runs", " down", "", "", " to the", " sea", "."]  # "" = held back, told later
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.cluster.scaling import QueueAndKV, wanted_replicas
+from forerun.server.cluster.scaling import QueueAndKV, wanted_replicas
 
 
 @pytest.mark.parametrize(

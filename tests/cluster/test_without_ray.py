@@ -18,7 +18,8 @@ def run(program: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 def test_the_package_and_the_server_are_imported_without_it() -> None:
     run(
-        "import forerun, forerun.ray, forerun.api.llm, forerun.cluster.run, forerun.cluster.data, forerun.plan.advice"
+        "import forerun, forerun.ray, forerun.api.llm, forerun.server.cluster.run\n"
+        "import forerun.train.data.ray_workers, forerun.measure.plan.advice"
     )
     pytest.importorskip("fastapi")
     run("import forerun.server.app, forerun.server.run")

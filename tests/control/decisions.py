@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forerun.control.cost import CostModel
 from forerun.core.types import Budget
-from lab.simulate.control import Make, Simulation, TextKind
+from tests.control.simulate.predictable import Make, Simulation, TextKind
 
 FILE = Path(__file__).with_name("decisions.json")
 COSTS = {

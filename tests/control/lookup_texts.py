@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lab.simulate.lookup import Text
 from tests.control import record_texts
+from tests.control.simulate.history import Text
 
 RECORDED: list[Text] = [*record_texts.read()]
 COPYING: list[Text] = [([*prompt, *answer], answer) for prompt, answer in record_texts.read()]

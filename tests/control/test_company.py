@@ -20,8 +20,8 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import PlainSeq, Request, Round
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from lab.simulate import recorded
-from lab.simulate.menu import SimulatedMenu
 from lab.simulate.recorded import BOTH, CHAINS, HEAD, NEVER, NGRAM, WIDTHS, RecordedText, make
+from lab.simulate.speeds import SimulatedMenu
 
 SUFFIX, NONE = "suffix", "none"
 LENGTH = 64

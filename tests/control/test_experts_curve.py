@@ -8,8 +8,9 @@ from forerun.control.cost import CostModel
 from forerun.core.types import Budget
 from forerun.drafters.device.eagle_plan import FORMS
 from lab.moe.passes import chance
-from lab.simulate.control import Make, Simulation, TextKind
-from lab.simulate.menu import MenuSimulation, SimulatedMenu, Trace
+from lab.simulate.speeds import SimulatedMenu
+from tests.control.simulate.menu import MenuSimulation, Trace
+from tests.control.simulate.predictable import Make, Simulation, TextKind
 from tests.control.test_following import EVEN, best_fixed
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -10,9 +10,9 @@ from forerun.control import around as around_module
 from forerun.control.allowance import Allowance
 from forerun.control.around import GAPS_KEPT, PLAIN, STALE_ROUNDS, Around
 from forerun.control.waiting import beside_plain
-from lab.simulate.follow import FollowHistory, FollowSimulation
-from lab.simulate.lookup import Text
 from tests.control.lookup_texts import RECORDED
+from tests.control.simulate.follow import FollowHistory, FollowSimulation
+from tests.control.simulate.history import Text
 from tests.control.test_lookups_alone import HOST, SMALL
 
 SLOW = 5e-3  # seconds more, of the first plain round behind a look-up
@@ -37,7 +37,7 @@ def first_texts(texts: list[Text], slow: float = 0.0) -> tuple[float, float]:
         simulation = FollowSimulation(SMALL, None, [text], HOST)
         if slow:
             _slow_first_gap(simulation, slow)
-        while simulation._text == 0:
+        while simulation.seq.id == 0:
             simulation._step()
         history: FollowHistory = simulation.history
         tokens, kinds = tokens + history.tokens[-1], kinds + history.kinds

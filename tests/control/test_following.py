@@ -14,7 +14,7 @@ from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.heads.growth import best_count
 from forerun.testing import FakeSeq
-from lab.simulate.control import Make, Simulation, TextKind
+from tests.control.simulate.predictable import Make, Simulation, TextKind
 from tests.control.test_control import FLAT, STEEP
 
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})

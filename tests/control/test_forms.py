@@ -13,7 +13,8 @@ from forerun.control.cost import CostModel
 from forerun.core.offer import Form, Offer
 from forerun.core.types import Round
 from forerun.testing import FakeSeq
-from lab.simulate.menu import MenuSimulation, SimulatedMenu, Trace, accepted_of
+from lab.simulate.speeds import SimulatedMenu, accepted_of
+from tests.control.simulate.menu import MenuSimulation, Trace
 
 FLAT = CostModel({1: 4.4, 32: 4.8, 64: 5.0, 128: 5.4, 192: 6.0, 256: 7.0, 384: 9.5, 512: 12.0, 1024: 24.0})
 LEAPS = CostModel(

@@ -13,8 +13,9 @@ from forerun.control.cost import CostModel
 from forerun.core.offer import Offer
 from forerun.core.types import Round
 from forerun.testing import FakeSeq
-from lab.simulate.menu import MenuSimulation, SimulatedMenu
+from lab.simulate.speeds import SimulatedMenu
 from tests.control.record_traces import DEPTH, FILE
+from tests.control.simulate.menu import MenuSimulation
 from tests.control.test_forms import FLAT, FORMS, HOST, LEAPS, LEAST
 
 GPU = CostModel({1: 4.4, 32: 4.8, 64: 5.0, 128: 5.4, 256: 7.0, 512: 12.0, 1024: 24.0})

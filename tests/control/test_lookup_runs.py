@@ -7,10 +7,10 @@ import pytest
 from forerun.control import round_seconds
 from forerun.control.cost import CostModel
 from forerun.measure.bench.suites import TASKS
-from lab.simulate.lookup import Text
-from lab.simulate.run import ARM, DEARER, X86, Host, RunHistory, RunSimulation
 from tests.control import record_texts
 from tests.control.lookup_texts import random_texts
+from tests.control.simulate.history import Text
+from tests.control.simulate.native_run import ARM, DEARER, X86, Host, RunHistory, RunSimulation
 
 RECORDED: list[Text] = [*record_texts.read()]
 BY_TASK = {task: RECORDED[2 * i : 2 * i + 2] for i, task in enumerate(TASKS)}

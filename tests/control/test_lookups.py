@@ -15,8 +15,9 @@ from forerun.control.lookups import SAMPLED_SEQUENCES
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from lab.simulate.lookup import H200, HostSeconds, LookupSimulation, Text
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS
+from tests.control.simulate.history import Text
+from tests.control.simulate.lookup import H200, HostSeconds, LookupSimulation
 
 LEAST = 0.985  # of plain decoding, over any 200 rounds
 HOST = HostSeconds()

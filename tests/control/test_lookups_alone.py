@@ -14,9 +14,9 @@ from forerun.core.types import PlainSeq, Round
 from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from lab.simulate.follow import FollowHistory, FollowSimulation, Host
-from lab.simulate.lookup import Text
 from tests.control.lookup_texts import COPYING, TEXTS
+from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
+from tests.control.simulate.history import Text
 from tests.control.test_waiting import LARGE
 
 SMALL = CostModel({1: 1.69e-3, 16: 1.66e-3, 32: 1.8e-3, 64: 2.25e-3, 128: 3.2e-3})  # 1.5B on an H200
@@ -73,7 +73,7 @@ def test_what_an_adversary_can_take_is_bounded(patience: int) -> None:
     book = [rng.randrange(50000) for _ in range(2000)]
     text = (book, [rng.randrange(50000) for _ in range(3000)])
     both = FollowSimulation(SMALL, None, [text], HOST)
-    whole, seq = both._whole, both.seq
+    whole, seq = both.texts.whole[both.seq.id], both.seq
     while len(seq.tokens) < len(whole) - 100 and len(both.history.kinds) < 600:
         recent, at = both.history.kinds[-patience:], len(seq.tokens)
         copies = recent.count("look-up") < patience

@@ -11,7 +11,7 @@ from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Seq
-from lab.simulate.control import Make, Simulation, TextKind
+from tests.control.simulate.predictable import Make, Simulation, TextKind
 
 COSTS = CostModel({1: 1.0, 2: 1.03, 4: 1.1, 8: 1.45, 16: 2.5})
 UNPREDICTABLE = TextKind(0.02)

@@ -11,10 +11,10 @@ from forerun.control.around import Around
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, level_rate
 from forerun.core.offer import Form
-from lab.simulate.follow import FollowHistory, FollowSimulation, Host
-from lab.simulate.lookup import Text
-from lab.simulate.menu import SimulatedMenu
+from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
+from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
+from tests.control.simulate.history import Text
 from tests.control.test_forms import FORMS
 
 SMALL = CostModel({1: 1.56e-3, 16: 1.8e-3, 32: 1.9e-3, 64: 2.4e-3, 128: 3.2e-3})  # 1.5B on an H200
@@ -85,7 +85,7 @@ class Parting:
         book = [self.rng.randrange(50000) for _ in range(2000)]
         text = (book, [self.rng.randrange(50000) for _ in range(4000)])
         both = FollowSimulation(SMALL, TREE, [text], Host(1e-3), lambda text, at: 0.6)
-        whole, seq = both._whole, both.seq
+        whole, seq = both.texts.whole[both.seq.id], both.seq
         for _ in range(rounds):
             recent, at = both.history.kinds[-self.patience :], len(seq.tokens)
             copies = recent.count("look-up") < self.patience

@@ -21,8 +21,8 @@ from forerun.drafters.lookup.suffix_table import AFTER_MISS, KEPT, MANY, STALE, 
 from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from lab.simulate.follow import FollowHistory, FollowSimulation, Host
-from lab.simulate.lookup import Text
+from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
+from tests.control.simulate.history import Text
 from tests.drafters.rounds import as_lists
 from tests.exactness.harness import SETTINGS, VERIFIERS, engine_for, run, table
 

@@ -129,7 +129,7 @@ def test_a_server_completes_and_refuses_chats(llm: LLM) -> None:
 
     from forerun.api.async_llm import AsyncLLM
     from forerun.server.app import create_app
-    from forerun.server.local_backend import LocalBackend
+    from forerun.server.backends.thread import LocalBackend
     from forerun.server.settings import ServerSettings
 
     wanted = llm.generate(TEXTS[0], max_tokens=20)

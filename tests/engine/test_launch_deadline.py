@@ -11,7 +11,7 @@ import pytest
 from forerun.core.params import SamplingParams
 from forerun.engine import round as rounds
 from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
-from lab.simulate.gpu import SimulatedGPU
+from lab.simulate.device import SimulatedDevice
 from lab.simulate.load import Answered, SimulatedServer, asks
 from tests.engine.test_driver import make
 
@@ -90,13 +90,13 @@ class Idle:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        real = SimulatedGPU.busy_for
+        real = SimulatedDevice.busy_for
 
-        def busy_for(gpu: SimulatedGPU, seconds: float) -> None:
+        def busy_for(gpu: SimulatedDevice, seconds: float) -> None:
             self.seconds += max(0.0, gpu.clock.seconds - gpu._free_at)
             real(gpu, seconds)
 
-        monkeypatch.setattr(SimulatedGPU, "busy_for", busy_for)
+        monkeypatch.setattr(SimulatedDevice, "busy_for", busy_for)
 
 
 def served(drafts: bool, clients: int) -> Answered:

@@ -16,9 +16,12 @@ from forerun.drafters.heads.hydra import HydraDrafter
 from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
 from forerun.drafters.heads.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
 from forerun.testing import FakeSeq
-from lab.inflate.block import inflate_block, inflate_block_folder
-from lab.inflate.eagle import inflate_head, inflate_head_folder
-from lab.inflate.heads import inflate_folder, inflate_heads
+from lab.inflate.heads import (
+    inflate_block,
+    inflate_folder,
+    inflate_head,
+    inflate_heads,
+)
 from lab.inflate.model import Shape
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import (
@@ -44,7 +47,7 @@ def test_an_inflated_block_drafter_drafts_the_same_trees(kind: BlockKind, tmp_pa
     config = block_config(kind, VOCAB, WIDTH, VOCAB - 4)
     weights = block_weights(config, seed=3)
     write_block(tmp_path / "small", config, weights)
-    inflate_block_folder(tmp_path / "small", SHAPE, tmp_path / "large")
+    inflate_folder(tmp_path / "small", "dflash", SHAPE, tmp_path / "large")
     assert read_block(tmp_path / "large")[0].feature_width == 3 * SHAPE.width
     larger, large_weights = inflate_block(config, weights, SHAPE, dtype=torch.float32)
     torch.manual_seed(1)
@@ -150,7 +153,7 @@ def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:
 def test_a_folder_is_inflated_into_a_folder(tmp_path: Path) -> None:
     config = eagle_config("eagle3", VOCAB, WIDTH, VOCAB - 4)
     write_head(tmp_path / "small", config, eagle_weights(config))
-    inflate_head_folder(tmp_path / "small", SHAPE, tmp_path / "large")
+    inflate_folder(tmp_path / "small", "eagle3", SHAPE, tmp_path / "large")
     larger, weights = read_head(tmp_path / "large", kind="eagle3")
     assert (larger.width, larger.draft_vocab_size, larger.layers) == (40, VOCAB - 4, config.layers)
     assert weights["lm_head.weight"].shape == (VOCAB - 4, 40)

@@ -14,7 +14,7 @@ from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
 from forerun.verify.greedy import walk_by_torch
 from lab.gpu import rounds as gpu_rounds
-from lab.gpu.plot import draw_passes
+from lab.gpu.command import draw_passes
 from lab.gpu.stand_ins import AnswerTrees, RandomWeights
 from lab.gpu.texts import parse_form
 from lab.inflate.model import Shape

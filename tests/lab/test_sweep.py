@@ -38,6 +38,23 @@ def test_every_batch_size_and_setup_has_a_row_and_all_texts_are_equal() -> None:
     assert rows[3]["ms_per_token"] == pytest.approx(2e3 / rows[3]["tokens_per_s"], rel=1e-3)
 
 
+def test_repeats_alternate_and_count_as_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, order = make_sweep(), list[str]()
+    write = sweep.write
+
+    def listen(setup: Setup, batch: int, prompts: Any, params: Any) -> Any:
+        order.append(setup.drafter if params is sweep.params else "warm-up")
+        return write(setup, batch, prompts, params)
+
+    monkeypatch.setattr(sweep, "write", listen)
+    two = dict([*SETUPS.items()][:2])
+    first, second = (setup.drafter for setup in two.values())
+    rows = sweep.measure(two, [2], lambda batch: 3, repeats=2)
+    assert order == ["none", "warm-up", first, "warm-up", second, second, first]
+    assert [(row["texts"], row["tokens"], row["differing"]) for row in rows] == [(6, 240, 0)] * 2
+    assert rows[0]["x_plain"] == 1.0
+
+
 def test_prompts_are_read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, salts = make_sweep(), list[str | None]()
     submit = sweep.engine.submit

@@ -20,11 +20,10 @@ import uvicorn
 from forerun import LLM
 from forerun.api.async_llm import AsyncLLM
 from forerun.server.app import create_app
-from forerun.server.backend import Backend
-from forerun.server.engine_process.backend import ProcessBackend
-from forerun.server.engine_process.loader import LOAD_LLM, Loader
-from forerun.server.engine_process.start import EngineProcess
-from forerun.server.local_backend import LocalBackend
+from forerun.server.backends.base import Backend
+from forerun.server.backends.process import ProcessBackend
+from forerun.server.backends.start import LOAD_LLM, EngineProcess, Loader
+from forerun.server.backends.thread import LocalBackend
 from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
 
@@ -57,7 +56,7 @@ class Running:
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}{{"))
 
 
-ENGINE = "forerun.server.engine_process"
+ENGINE = "forerun.server.backends"
 
 
 def children_of(process: int, module: str = ENGINE) -> list[int]:

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from forerun.server.engine_process.loader import Loader
+from forerun.server.backends.start import Loader
 from forerun.server.run import address_of, bind, serve
 from forerun.server.settings import ServerSettings
 

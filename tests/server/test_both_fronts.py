@@ -13,7 +13,7 @@ import pytest
 
 from forerun import LLM
 from forerun.core.params import for_schema
-from forerun.server.engine_process.loader import Loader
+from forerun.server.backends.start import Loader
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import Running, start, start_process
 from tests.server.test_connections import LONG, connect, send, wait_for

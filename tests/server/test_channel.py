@@ -18,9 +18,9 @@ from forerun.core.params import SamplingParams
 from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
 from forerun.engine.stats import RoundCounts
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.server.backend import EngineError, EngineHangs
-from forerun.server.engine_process.channel import Channel
-from forerun.server.engine_process.wire import (
+from forerun.server.backends.base import EngineError, EngineHangs
+from forerun.server.backends.channel import Channel
+from forerun.server.backends.wire import (
     has_structure,
     pack_ended,
     pack_error,

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
-from forerun.server import connection
+from forerun.server import limits
 from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
 from tests.server.test_robust import serving, stream
@@ -183,7 +183,7 @@ HEADS = {
 def test_paths_and_headers_are_bounded(llm: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With uvicorn's own parser of HTTP (`pure`), which says 400, and with httptools, where that is installed."""
     if pure:
-        monkeypatch.setattr(connection, "_Protocol", H11Protocol)
+        monkeypatch.setattr(limits, "_Protocol", H11Protocol)
     with serving(llm) as url:
         for what, (head, status) in HEADS.items():
             with connect(url) as client:

@@ -19,9 +19,8 @@ import pytest
 
 from forerun.core.errors import UnknownName
 from forerun.models.parallel.launch import Worker
-from forerun.server.engine_process.backend import ProcessBackend
-from forerun.server.engine_process.loader import LOAD_LLM, Loader
-from forerun.server.engine_process.start import EngineLost, EngineProcess
+from forerun.server.backends.process import ProcessBackend
+from forerun.server.backends.start import LOAD_LLM, EngineLost, EngineProcess, Loader
 from forerun.server.settings import ServerSettings
 from tests.readme.pages import ROOT
 from tests.server.conftest import MODEL, Running, children_of, is_there, start_process
@@ -183,8 +182,8 @@ def end_and_look(process: subprocess.Popen[Any], how: signal.Signals, engines: l
 
 WAITS = """
 import sys
-from forerun.server.engine_process.loader import Loader
-from forerun.server.engine_process.start import EngineProcess
+from forerun.server.backends.start import Loader
+from forerun.server.backends.start import EngineProcess
 EngineProcess(Loader(sys.argv[1], {sys.argv[2]: sys.argv[3]})).wait_until_ready()
 """
 

@@ -21,7 +21,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.api.async_llm import AsyncLLM
 from forerun.core.types import Request
-from forerun.server.local_backend import LocalBackend
+from forerun.server.backends.thread import LocalBackend
 from tests.readme.pages import ROOT
 from tests.server.conftest import children_of, is_there
 from tests.server.test_robust import stream

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from forerun.server.errors import ApiError
-from forerun.server.keys import Gate
+from forerun.server.limits import Gate
 from forerun.server.tools import find_calls
 from tests.server.conftest import Running
 

@@ -13,7 +13,7 @@ import httpx
 from forerun import LLM
 from forerun.models.parallel.decoder import ParallelTarget
 from forerun.models.parallel.launch import Workers
-from forerun.server.engine_process.loader import LOAD_LLM, Loader
+from forerun.server.backends.start import LOAD_LLM, Loader
 from forerun.server.settings import ServerSettings
 from tests.models.tiny_folder import make_tiny_folder
 from tests.server.conftest import children_of, is_there, start, start_process

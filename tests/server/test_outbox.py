@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.server.outbox import Attendance, ClientLeft, Outbox, connection_of, is_chunked
-from forerun.server.sse import EventStream
+from forerun.server.sse import Attendance, ClientLeft, EventStream, Outbox, connection_of, is_chunked
 
 
 class Wire:

@@ -14,11 +14,10 @@ import pytest
 
 from forerun import LLM
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server import reader_process
-from forerun.server.engine_process.channel import Channel
+from forerun.server import reading
+from forerun.server.backends.channel import Channel
 from forerun.server.errors import ApiError, as_api_error
-from forerun.server.reader_process import ReaderProcess
-from forerun.server.reading import ReaderFacts, RequestReader, What
+from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
 from forerun.server.service import QUICK
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import start
@@ -183,8 +182,6 @@ def test_what_may_take_long_never_runs_in_the_front(
         real = getattr(kind, name)
         monkeypatch.setattr(kind, name, lambda *given, **more: (done.append(name), real(*given, **more))[1])
 
-    from forerun.server import reading
-
     for kind, name in ((Tokenizer, "encode"), (Tokenizer, "chat_text")):
         seen(kind, name)
     monkeypatch.setattr(
@@ -268,7 +265,7 @@ def test_what_takes_too_long_is_given_up(
         assert process._child is not None
         os.kill(process._child[0].pid, signal.SIGSTOP)  # as if it had much to do
         with monkeypatch.context() as patch:
-            patch.setattr(reader_process, "LONGEST", 0.05)
+            patch.setattr(reading, "LONGEST", 0.05)
             with pytest.raises(ApiError, match=r"could not be read within 0.05 s") as raised:
                 await process.read("tokenize", RAW, CONTEXT)
         assert raised.value.status == 400
@@ -304,7 +301,7 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
 def test_bodies_that_wait_take_little_memory(
     llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_process, "MOST_WAITING", 40)
+    monkeypatch.setattr(reading, "MOST_WAITING", 40)
 
     async def work(process: ReaderProcess) -> None:
         asked = [asyncio.create_task(process.read("tokenize", RAW, CONTEXT)) for _ in range(4)]

@@ -21,13 +21,11 @@ from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.heads import BOX
 from forerun.heads.versions import HeadVersions
-from forerun.server.backend import Backend
-from forerun.server.engine_process.backend import ProcessBackend
-from forerun.server.engine_process.loader import LOAD_LLM, Loader
-from forerun.server.engine_process.start import EngineProcess
-from forerun.server.head_watch import HeadWatch
-from forerun.server.local_backend import LocalBackend
-from forerun.server.record import Recorder
+from forerun.server.backends.base import Backend
+from forerun.server.backends.process import ProcessBackend
+from forerun.server.backends.start import LOAD_LLM, EngineProcess, Loader
+from forerun.server.backends.thread import LocalBackend
+from forerun.server.refresh import HeadWatch, Recorder
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import start
 

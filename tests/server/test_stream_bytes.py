@@ -19,10 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.api.llm import LLM
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.server import connection
-from forerun.server.outbox import Outbox
+from forerun.server import limits
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import TextLine, as_line
+from forerun.server.sse import Outbox, TextLine, as_line
 from lab.host import HEAD, make
 from tests.server.conftest import Running, start
 
@@ -104,7 +103,7 @@ def test_characters_that_rounds_split_arrive_whole(
 ) -> None:
     """With uvicorn's own parser of HTTP (`pure`) and with httptools, where that is installed."""
     if pure:
-        monkeypatch.setattr(connection, "_Protocol", H11Protocol)
+        monkeypatch.setattr(limits, "_Protocol", H11Protocol)
     with serving(scripted) as url:
         before = scripted.engine.stats.rounds
         chunks, messages = split(ask(url, BODY))

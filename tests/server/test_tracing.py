@@ -110,7 +110,7 @@ def test_the_server_needs_no_opentelemetry() -> None:
     program = """
 import sys
 sys.modules["opentelemetry"] = None
-from forerun.server.tracing import IS_THERE, RequestSpan
+from forerun.server.metrics import IS_THERE, RequestSpan
 with RequestSpan({"traceparent": "x"}, "name", "model", "id") as span:
     assert not IS_THERE and span.headers() == {} and span.trace_id is None
 """

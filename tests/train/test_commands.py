@@ -18,51 +18,35 @@ from forerun.core.params import EngineConfig
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
-from forerun.train.commands import main
 from forerun.train.options import DataOptions
 from forerun.train.run import train
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB
 from tests.train.test_recipes import options_for
 
-
-def test_a_run_from_the_shell_without_typer_or_rich(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
-    flags = ["--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path), "--steps", "2"]
-    flags += [
-        "--batch-tokens",
-        "256",
-        "--max-length",
-        "48",
-        "--holdout",
-        "0.15",
-        "--levels",
-        "2",
-        "--no-train-head",
-    ]
-    assert main(["eagle3", *flags, "--device", "cpu"]) == 0
-    record = json.loads((tmp_path / "provenance.json").read_text())
-    assert record["arguments"]["train_head"] is False
-    assert main(["eagle3", *flags, "--device", "cpu", "--seed", "5"]) == 2  # the folder holds another run
+SMALL = "--steps 2 --batch-tokens 256 --max-length 48 --holdout 0.15 --device cpu"
 
 
 def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     words = ["train", "medusa", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path)]
-    words += [
-        "--steps",
-        "2",
-        "--batch-tokens",
-        "256",
-        "--max-length",
-        "48",
-        "--holdout",
-        "0.15",
-        "--device",
-        "cpu",
-    ]
-    ended = CliRunner().invoke(app, words)
+    ended = CliRunner().invoke(app, [*words, *SMALL.split(), "--eval-every", "1"])
     assert ended.exit_code == 0, ended.output
-    assert "tokens per round" in ended.output
+    assert "tokens per round on held-back text" in ended.stdout
     assert kind_of_head(tmp_path) == "medusa"
+    assert re.search(r"^step 1: [\d.]+ tokens per round, as simulated; at most", ended.stderr, re.MULTILINE)
+    # no terminal, so no bar: lines instead
+    assert re.search(r"^\d\d:\d\d:\d\d medusa 2/2 · loss [\d.]+ · acceptance", ended.stderr, re.MULTILINE)
+
+
+def test_a_flag_that_is_switched_off_and_a_folder_of_another_run(
+    tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    words = ["train", "eagle3", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path)]
+    words += [*SMALL.split(), "--levels", "2", "--no-train-head"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    record = json.loads((tmp_path / "provenance.json").read_text())
+    assert record["arguments"]["train_head"] is False
+    assert CliRunner().invoke(app, [*words, "--seed", "5"]).exit_code == 2  # the folder holds another run
 
 
 @pytest.mark.parametrize(
@@ -134,32 +118,22 @@ def test_a_head_that_does_not_fit_its_target_is_refused(
     )
 
 
-@pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])
-def test_both_command_lines_take_lists_alike(
-    shell: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lists_are_given_by_comma_and_by_repetition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Numbers by comma, texts one flag each; a number flag given twice adds to the list, as it did."""
     seen = list[DataOptions]()
-    monkeypatch.setattr("forerun.cli.data.check_model", lambda name: None)
+    monkeypatch.setattr("forerun.cli.train.check_model", lambda name: None)
     monkeypatch.setattr("forerun.train.data.make.make_data", lambda options, *more: seen.append(options))
     lists = ["--temperatures", "0,0.7", "--temperatures", "1", "--openings", "Write, then", "--openings", ""]
     words = ["--target", "t", "--out", str(tmp_path), *lists]
-    if shell == "forerun":
-        assert CliRunner().invoke(app, ["data", "make", *words]).exit_code == 0
-    else:
-        assert main(["data", *words]) == 0
+    assert CliRunner().invoke(app, ["data", "make", *words]).exit_code == 0
     assert [(one.temperatures, one.openings) for one in seen] == [((0.0, 0.7, 1.0), ("Write, then", ""))]
 
 
-@pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])
-def test_missing_data_is_said_before_anything_is_loaded(shell: str, tiny: Checkpoint, tmp_path: Path) -> None:
+def test_missing_data_is_said_before_anything_is_loaded(tiny: Checkpoint, tmp_path: Path) -> None:
     """Torch need not be there: the data comes first."""
     words = ["eagle3", "--target", str(tiny.path), "--data", str(tmp_path), "--out", "o", "--steps", "500"]
-    start = "main()" if shell == "forerun" else "raise SystemExit(main(sys.argv[1:]))"
-    module = "forerun.cli.app" if shell == "forerun" else "forerun.train.commands"
-    words = ["train", *words] if shell == "forerun" else words
-    code = f"import sys; sys.modules['torch'] = None; from {module} import main; {start}"
-    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    code = "import sys; sys.modules['torch'] = None; from forerun.cli.app import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, "train", *words], capture_output=True, text=True)
     said = (ended.stdout + ended.stderr).strip()
     assert ended.returncode == 2, said
     assert "holds no texts; this run wants 8.2 million tokens (500 steps of 16384" in said

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from forerun import LLM
+from forerun.cli.app import app
 from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.medusa import read_heads
 from forerun.heads.versions import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.server.record import Recorder
-from forerun.train.commands import main
+from forerun.server.refresh import Recorder
 from forerun.train.options import Method
 from forerun.train.recordings import read_recordings
 from forerun.train.refresh import _weigh, refresh
@@ -112,15 +113,15 @@ def test_unreadable_lines_and_repeats_are_left_out(tmp_path: Path) -> None:
     assert found.tokens_per_round == pytest.approx(8 / 6)
 
 
-def test_what_is_missing_is_said(target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_missing_is_said(target: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match='"record": true'):
         read_recordings(tmp_path, 64)
-    given = ["refresh", "--target", target, "--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(given) == 2
-    assert "holds no recorded texts" in caplog.text
+    given = ["train", "refresh", "--target", target, "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    ended = CliRunner().invoke(app, given)
+    assert (ended.exit_code, "holds no recorded texts" in ended.output) == (2, True)
     (tmp_path / "traffic-a.jsonl").touch()
-    assert main(given) == 2
-    assert "no head comes with the package" in caplog.text
+    ended = CliRunner().invoke(app, given)
+    assert (ended.exit_code, "no head comes with the package" in ended.output) == (2, True)
 
 
 def test_the_link_moves_in_one_step_and_only_to_versions(tmp_path: Path) -> None:

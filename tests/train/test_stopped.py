@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from forerun.cli.app import app
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.train import commands
 from forerun.train.loop import Progress
 from forerun.train.options import Method, TrainOptions
 from forerun.train.run import train
@@ -58,10 +59,13 @@ def test_nothing_is_written_where_nothing_was_saved(tiny: Checkpoint, texts: Pat
     assert not (tmp_path / "a" / "config.json").exists()
 
 
-def test_the_command_ends_with_the_code_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(values: object) -> None:
+def test_the_command_ends_with_the_code_of_an_interrupt(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "_run", interrupted)
-    words = ["mtp", "--target", "t", "--data", "d", "--out", "o"]
-    assert commands.main(words) == 130
+    monkeypatch.setattr("forerun.train.run.train", interrupted)
+    words = ["train", "mtp", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path)]
+    ended = CliRunner().invoke(app, words)
+    assert (ended.exit_code, "the same command resumes" in ended.output) == (130, True)

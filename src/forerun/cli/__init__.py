@@ -1,1 +1,1 @@
-"""The command line: one file per command. Nothing here imports torch until a command needs it."""
+"""The command line: a file per command or kind of command. Nothing here imports torch until a command needs it."""

@@ -1,20 +1,28 @@
-"""`forerun advise`: predicts whether drafting pays on your prompts, model and machine, and how to set it."""
+"""What to run: `forerun advise` predicts the gain of drafting, `diagnose` why it is low, `plan` counts replicas."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from forerun.cli.bench import DraftModel, Model, Prompts, Tasks, words
-from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile
-from forerun.cli.loading import progress_shown, short_name
-from forerun.cli.outputs import write_document
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
+from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import table_console
+from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
+from forerun.measure.plan.advice import Choice, Load, Range
+from forerun.measure.plan.advice import plan as make_plan
+from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
+from forerun.measure.report.fit import print_table
 
 Drafters = Annotated[
     str,
@@ -65,8 +73,8 @@ def advise(
         threads=threads, setups=parse_setups(words(drafters) or ["auto"]),
         batches=_batches(check, check_batches),
     )  # fmt: skip
-    from forerun.advise.answer import in_words
-    from forerun.advise.run import run_advisor
+    from forerun.measure.advise.answer import in_words
+    from forerun.measure.advise.run import run_advisor
     from forerun.measure.report.fit import print_line, print_table
 
     name = short_name(model)
@@ -107,3 +115,174 @@ def _cell(found: Mapping[str, Any]) -> str:
     from forerun.measure.bench.stats import Spread
 
     return str(Spread(found["value"], found["low"], found["high"]))
+
+
+def diagnose(
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    drafter: Annotated[
+        str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")
+    ] = "auto",
+    against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
+    prompts: Prompts = "builtin",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
+    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
+    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
+    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Find out why acceptance is low or the output different."""
+    from forerun.measure.bench.settings import DrafterSetup, Settings
+
+    setup = DrafterSetup.parse(drafter)
+    if limit is None:
+        limit = 1 if prompts == "builtin" else 0
+    settings = Settings(
+        model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
+        temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
+        setups=(setup,),
+    )  # fmt: skip
+    from forerun.measure.diagnose import run_diagnosis
+
+    with Console(stderr=True).status(f"checking {model}"):
+        found = run_diagnosis(settings, setup, DrafterSetup.parse(against))
+    if not write_document(json_file, found):
+        console = Console(highlight=False, soft_wrap=True)
+        styles = {"fine": "green", "look": "yellow", "bad": "red"}
+        for finding in found["findings"]:
+            step = f"; {finding['next_step']}" if finding["next_step"] else ""
+            mark = Text(f"{finding['verdict']:<5}", styles[finding["verdict"]])
+            console.print(mark, Text(f"{finding['about']:<12}{finding['found']}{step}"), sep="")
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
+Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
+Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
+PlanModel = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
+Price = Annotated[
+    float | None, typer.Option(help="Of one machine or GPU for an hour; default: hours are shown.")
+]
+File = Annotated[
+    Path | None, typer.Option(help="A profile of --save, or the JSON of make bench-cpu or bench-gpu.")
+]
+
+
+def plan(
+    rate: Rate,
+    prompt: Prompt,
+    answer: Answer,
+    gpu: Annotated[str | None, typer.Option(help="A GPU that was measured before: h200.")] = None,
+    which: PlanModel = None,  # not `model`: 8b is no checkpoint
+    file: File = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first.")] = False,
+    save: Annotated[Path | None, typer.Option(help="With --measure: keep what was measured there.")] = None,
+    price: Price = None,
+    first_seconds: Annotated[float, typer.Option(help="99 of 100 answers begin within.")] = 2.0,
+    token_seconds: Annotated[float, typer.Option(help="Per token of one answer, on average.")] = 0.1,
+    json_file: JsonFile = None,
+) -> None:
+    """Plan a deployment from measured times: a simulation of requests that come at random."""
+    load = Load(rate, prompt, answer, first_seconds, token_seconds)
+    if price is not None:
+        as_real("price", price, low=5e-324, limit="a number above 0")
+    if save is not None and not measure:
+        raise InvalidInput("--save keeps what --measure finds; add --measure")
+    profile = _profile(gpu, which, file, measure, save, prompt + answer)
+    choices = make_plan(profile, load)
+    document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
+                "model": profile.model, "source": profile.source, "price": price,
+                "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices]}  # fmt: skip
+    if not write_document(json_file, document):
+        _show(profile, choices, price)
+
+
+def _profile(
+    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int
+) -> Profile:
+    """The one source that was named."""
+    if sum((gpu is not None, file is not None, measured)) != 1:
+        raise InvalidInput("say where times come from: --gpu h200 --model 8b, --file FILE, or --measure")
+    if gpu is not None:
+        return built_in(gpu.lower(), (model or "8b").lower())
+    if file is not None:
+        return read_profile(file)
+    name = model or DEFAULT_MODEL
+    check_model(name)
+    with Console(stderr=True).status(f"loading {short_name(name)}") as status:
+        from forerun.api.llm import LLM
+        from forerun.measure.plan.measure import measure
+
+        llm = LLM.load(name, max_length=max(2048, length))
+        status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")
+        profile = measure(llm)
+    if save is not None:
+        write_file("--save", save, profile.to_json())
+    return profile
+
+
+def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
+    unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
+    table = Table(title=f"{profile.model} on {profile.machine}")
+    for name in (
+        "drafter",
+        "batch",
+        "replicas",
+        "tokens/s of one",
+        unit,
+        "at full load",
+        "TTFT p99",
+        "per token",
+        "used",
+    ):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for choice in choices:
+        note = "" if choice.reaches else " (too slow)"
+        table.add_row(
+            choice.setup + note, str(choice.batch), _range(choice.replicas, "{:.0f}"),
+            _range(choice.capacity, "{:.0f}"), _range(choice.gpu_hours, "{:.3g}", price or 1.0),
+            _range(choice.full_hours, "{:.3g}", price or 1.0),
+            f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
+        )  # fmt: skip
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    print_table(console, table)
+    said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
+    for line in (_verdict(choices, price), said):
+        console.print(line, soft_wrap=not console.is_terminal, markup=False)
+
+
+def _verdict(choices: list[Choice], price: float | None) -> str:
+    best, plain = choices[0], next(choice for choice in choices if choice.setup == PLAIN)
+    if not best.reaches:
+        return "No drafter reaches the times that were asked for; raise --first-seconds or --token-seconds."
+    unit = "" if price is not None else " machine hours"
+    cost, without = ((price or 1.0) * c.gpu_hours.value for c in (best, plain))
+    drafts = "no speculation" if best.setup == PLAIN else f"the drafter {best.setup}"
+    said = (
+        f"Take {_replicas(best)} with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} "
+        "for a million tokens"
+    )
+    if best.setup == PLAIN:
+        return f"{said}; no drafter serves this load with less, or as cheaply and sooner."
+    other = "as much" if cost == without else f"{_replicas(plain)} and {without:.3g}{unit}"
+    return (
+        f"{said}, an answer in {best.answer_seconds:.3g} s; without speculation {other}, and "
+        f"{plain.answer_seconds:.3g} s. With {best.batch} at once all the time, one replica writes "
+        f"{best.capacity.value / plain.capacity.value:.2f}x what plain decoding writes at its best."
+    )
+
+
+def _replicas(choice: Choice) -> str:
+    count = round(choice.replicas.value)
+    return "1 replica" if count == 1 else f"{count} replicas"
+
+
+def _range(figure: Range, form: str, times: float = 1.0) -> str:
+    value, low, high = (form.format(times * each) for each in (figure.value, figure.low, figure.high))
+    return value if low == high else f"{value} ({low}-{high})"

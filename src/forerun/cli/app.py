@@ -19,15 +19,17 @@ from typer.core import TyperGroup, TyperOption
 
 from forerun import __version__
 from forerun.build.memory_limit import as_out_of_memory, check_limit
+from forerun.cli.flags import in_flags
 from forerun.cli.loading import ModelCommand
-from forerun.cli.messages import in_flags
 from forerun.core.errors import ForerunError
 
-# In the order of `--help`. Each is a module here and a function or group of the same name in it.
-COMMANDS = (
-    "generate", "chat", "serve", "demo", "models", "drafters", "train", "data", "corpus", "layers", "bench", "compare",
-    "advise", "diagnose", "quality", "plan", "doctor",
-)  # fmt: skip
+# The module of each command, in the order of `--help`; a function or group there has the command's name.
+COMMANDS = {
+    "generate": "generate", "chat": "chat", "serve": "serve", "demo": "generate", "models": "models",
+    "drafters": "drafters", "train": "train", "data": "train", "corpus": "drafters", "layers": "drafters",
+    "bench": "bench", "compare": "bench", "advise": "advise", "diagnose": "advise", "quality": "bench",
+    "plan": "advise", "doctor": "doctor",
+}  # fmt: skip
 _WITHOUT_TORCH = ("models", "drafters", "compare", "doctor")  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
@@ -109,7 +111,7 @@ def make_app(only: str | None = None) -> typer.Typer:
     )
     made.callback()(_forerun)
     for name in COMMANDS if only is None else (only,):
-        part = getattr(import_module(f"forerun.cli.{name}"), name)
+        part = getattr(import_module(f"forerun.cli.{COMMANDS[name]}"), name)
         if isinstance(part, typer.Typer):
             made.add_typer(part, name=name)
         else:

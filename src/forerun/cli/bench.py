@@ -1,7 +1,7 @@
-"""`forerun bench`: measures drafters against plain decoding, and whether the text was equal.
+"""`forerun bench` measures drafters against plain decoding, `compare` two results, `quality` the number formats.
 
-Prints tables, then one line of JSON (docs/benchmarking.md lists its keys); `--html` writes the report
-as a page. Exit code 1 when a text that must be equal was not.
+Prints tables, then one line of JSON (docs/benchmarking.md lists its keys). Exit code 1 when a text that must be equal
+to plain decoding's was not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, TraceFile
-from forerun.cli.outputs import STDOUT, interruption, write_document
-from forerun.core.errors import InvalidInput
+from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
+from forerun.cli.show import table_console
+from forerun.core.errors import InvalidInput, UnknownName
+from forerun.measure.report.fit import print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from forerun.core.params import Dtype
     from forerun.measure.bench.settings import Settings
+
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
 Prompts = Annotated[
@@ -128,3 +135,108 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
     if not found:
         raise InvalidInput(f"--{flag} is empty; write --{flag} 0,1")
     return found
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A result that `forerun bench --json` wrote.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Show what changed between two results, and whether it is more than noise."""
+    from forerun.measure.bench import compare as comparing
+    from forerun.measure.bench.schema import read_result
+
+    found = comparing.compare(read_result(before), read_result(after))
+    if write_document(json_file, found):
+        return
+    console = table_console()
+    for table in comparing.tables(found):
+        print_table(console, table)
+    for side, names in (("before", found["only_before"]), ("after", found["only_after"])):
+        if names:
+            console.print(f"only {side}: {', '.join(names)}")
+    for side, equal in zip(("before", "after"), found["equal"], strict=True):
+        if not equal:
+            console.print(f"{side}: a text differed from plain decoding", style="red")
+
+
+_FORMATS: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")  # that our kernels have on a CPU
+
+
+def quality(
+    model: Model = DEFAULT_MODEL,
+    dtypes: Annotated[
+        str, typer.Option(help=f"Number formats, by comma: {', '.join(_FORMATS)}.")
+    ] = "gguf,q8,bfloat16,float32",
+    text: Annotated[
+        Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
+    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    skip_memory: Annotated[
+        bool, typer.Option("--skip-memory", help="Do not load each format once more in a fresh process.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure each number format against float32 on a text, and what it takes in memory."""
+    names = [_known(name) for name in words(dtypes)]
+    if not names:
+        raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
+    document = measure_formats(model, names, text, window, threads, skip_memory)
+    if json_file != STDOUT:
+        _show(document)
+    print_document(document, json_file)
+
+
+def measure_formats(
+    model: str, names: Sequence[Dtype], text: Path | None, window: int, threads: int | None, skip_memory: bool
+) -> dict[str, Any]:
+    """Everything, as one document."""
+    import torch
+
+    from forerun.measure.machine import cores, machine_facts
+    from forerun.measure.memory import resident
+    from forerun.measure.quality import measure_quality, read_text
+
+    torch.set_num_threads(threads or cores())
+    with Console(stderr=True).status("loading") as status:
+        found = measure_quality(
+            model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
+        )
+        for name, figures in found["modes"].items():
+            if not skip_memory and "why_not" not in figures:
+                status.update(f"{name}: memory of a fresh process")
+                figures["memory"] = resident(model, name, threads)
+    about = {"model": model, "text": "ours" if text is None else str(text), **machine_facts()}
+    return {"benchmark": "quality", **found, "conditions": about}
+
+
+def _known(name: str) -> Dtype:
+    for known in _FORMATS:
+        if name == known:
+            return known
+    raise UnknownName(f"unknown number format {name!r}; known: {', '.join(_FORMATS)}")
+
+
+def _show(document: dict[str, Any]) -> None:
+    console = table_console()
+    title = f"{document['tokens']} tokens, {document['window']} at a time, against float32"
+    table = Table(title=title, box=None, title_justify="left")
+    table.add_column("")
+    for column in (
+        "perplexity",
+        "same likeliest token",
+        "mean KL, nats",
+        "MB above torch",
+        "MB of the model",
+    ):
+        table.add_column(column, justify="right")
+    for name, figures in document["modes"].items():
+        if "why_not" in figures:
+            console.print(f"{name} left out: {figures['why_not']}", soft_wrap=True, markup=False)
+            continue
+        memory = figures.get("memory")
+        held = [f"{memory[key]:.0f}" for key in ("above_torch_mb", "model_mb")] if memory else ["-", "-"]
+        row = (f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}")
+        table.add_row(name, *row, *held)
+    print_table(console, table)

@@ -1,4 +1,4 @@
-"""Read the messages of `forerun chat`: an editor with history on a terminal, else lines.
+"""Reads the messages of `forerun chat`: an editor with history on a terminal, else lines.
 
 A message is a line. A line that ends with a backslash goes on in the next; three double quotes begin a message of
 several lines and end it; what is pasted into a terminal is one message, however many lines it has.
@@ -10,8 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forerun.models.load.catalog import cache_folder
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 Read = Callable[[], str]  # one message; EOFError at the end of input, KeyboardInterrupt for Ctrl-C
 _FIRST, _NEXT = "> ", ". "
@@ -65,12 +69,57 @@ def _reader() -> Read:
         return lambda: join_lines(_line_asked_on_stderr)
     if os.environ.get("TERM", "dumb") != "dumb":
         try:
-            from forerun.cli.chat_editor import make_editor
+            return _editor()
         except ImportError:  # prompt_toolkit is not installed
             pass
-        else:
-            return make_editor(_FIRST, _NEXT, _history_file())
     return _with_readline()
+
+
+def _editor() -> Read:
+    """History, several lines, pastes in one piece. Raises ImportError where prompt_toolkit is not installed."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+    history = _history_file()
+    kept: History = InMemoryHistory() if history is None else FileHistory(history)
+    session: PromptSession[str] = PromptSession(
+        _FIRST,
+        multiline=True,  # Enter is ours: it sends
+        prompt_continuation=_NEXT,
+        key_bindings=_keys(),
+        history=kept,
+        enable_history_search=True,
+    )
+    return lambda: unquoted(session.prompt())
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            longer = next_line(buffer.text)
+            buffer.set_document(Document(longer, len(longer)))
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")  # Alt-Enter
+    def break_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def clear_or_leave(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()  # as a shell does: the line is dropped, nothing is sent
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
 
 
 def join_lines(line: Callable[[str], str]) -> str:

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun import __version__
-from forerun.cli.flags import DEFAULT_MODEL, JsonFile
+from forerun.cli.flags import DEFAULT_MODEL, JsonFile, write_document
 from forerun.cli.models import in_units
-from forerun.cli.outputs import write_document
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.heads import heads_in_the_box

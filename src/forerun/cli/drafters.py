@@ -1,23 +1,30 @@
-"""`forerun drafters`: lists the drafters, checks trained heads, and exchanges them with other engines."""
+"""`forerun drafters` (lists, checks and exchanges heads), `layers` for layer_skip, `corpus` for suffix."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.flags import DEFAULT_MODEL, JsonFile
-from forerun.cli.outputs import write_document
+from forerun.cli.bench import Model, Prompts
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, check_file, write_document
+from forerun.cli.loading import check_model, short_name
 from forerun.cli.show import table_console
 from forerun.core import registry
 from forerun.core.registry import DrafterSpec
 from forerun.heads import heads_in_the_box
+
+if TYPE_CHECKING:
+    from forerun.measure.bench.settings import Settings
+
 
 drafters = typer.Typer(invoke_without_command=True)
 
@@ -139,3 +146,126 @@ def first_line(where: str) -> str:
         return "from another package"
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0]
+
+
+layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
+Limit = Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")]
+MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
+Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
+Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
+
+
+@layers.callback()
+def _layers() -> None:
+    """Layers of a model that draft for it (layer_skip)."""
+
+
+@layers.command()
+def search(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the plan goes.", show_default=False)],
+    prompts: Prompts = "builtin",
+    model: Model = DEFAULT_MODEL,
+    seconds: Annotated[float, typer.Option(help="How long to search, texts not counted.")] = 120.0,
+    limit: Limit = 2,
+    max_tokens: MaxTokens = 48,
+    seed: Annotated[int, typer.Option(help="Of the random exchanges.")] = 0,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+) -> None:
+    """Search on your prompts; --drafter layer_skip --draft-layers PLAN then drafts with what was found."""
+    check_model(model)
+    check_file("--out", out)
+    settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
+    with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
+        from forerun.drafters.model.layer_skip import write_plan
+        from forerun.measure.advise.layer_search import count_layers, run_search
+
+        plan = run_search(settings, seconds)
+        write_plan(out, plan, count_layers(model))
+    left_out = (
+        f"{len(plan.layers.without_attention)} attentions and {len(plan.layers.without_mlp)} MLPs left out"
+    )
+    what = left_out if plan.layers.skips else "whole"
+    print(f"{out}: the first {plan.layers.end} layers, {what}; {plan.notes['candidates']} candidates")
+    print(_in_words(plan.notes))
+
+
+@layers.command()
+def measure(
+    draft_layers: Annotated[
+        str, typer.Argument(help="A plan, or a number of first layers.", show_default=False)
+    ],
+    prompts: Prompts = "builtin",
+    model: Model = DEFAULT_MODEL,
+    limit: Limit = 2,
+    max_tokens: MaxTokens = 48,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Say how much of what a plan drafts would be accepted, and what that would gain."""
+    check_model(model)
+    settings = _settings(model, prompts, limit, max_tokens, dtype, threads, 0)
+    with Console(stderr=True).status(f"measuring layers of {model}"):
+        from forerun.measure.advise.layer_search import run_measure
+
+        found = run_measure(settings, draft_layers)
+    if not write_document(json_file, found):
+        print(_in_words(found))
+
+
+def _settings(
+    model: str, prompts: str, limit: int, max_tokens: int, dtype: str, threads: int | None, seed: int
+) -> Settings:
+    from forerun.measure.bench.settings import Settings, parse_setups
+
+    return Settings(
+        model=model, suite=prompts, limit=limit or None, max_tokens=max_tokens, dtype=dtype, threads=threads,
+        device="cpu", setups=parse_setups(["none"]), seed=seed,
+    )  # fmt: skip
+
+
+def _in_words(found: Mapping[str, Any]) -> str:
+    accepted = ", ".join(f"{share:.2f}" for share in found["accepted"])
+    gain = found["predicted_speedup"]
+    pays = "" if gain > 1.0 else ": plain decoding is faster here"
+    return (
+        f"accepted up to depth 1, 2, ...: {accepted} ({found['windows']} places in {found['prompts']} texts); "
+        f"{found['tokens_per_round']:.2f} tokens per round with {found['depth']} drafted, predicted {gain:.2f}x{pays}"
+    )
+
+
+corpus = typer.Typer(no_args_is_help=True, help="Texts that the drafter suffix looks up.")
+
+
+@corpus.callback()
+def _corpus() -> None:
+    """Texts that the drafter suffix looks up."""
+
+
+@corpus.command()
+def build(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Texts: one per file, or one per line of a .jsonl.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the index goes.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", "-m", help=HELP["model"])] = DEFAULT_MODEL,
+) -> None:
+    """Index texts in the tokens of a model; --corpus FILE then looks them up."""
+    check_model(model)
+    check_file("--out", out)
+    with Console(stderr=True).status("indexing"):
+        from forerun.drafters.lookup.suffix_corpus import read_documents, write_corpus
+        from forerun.models.load.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(model)
+        tokenizer = checkpoint.tokenizer()
+        started = perf_counter()
+        documents = (tokenizer.encode(text, add_special=False) for text in read_documents(files))
+        count = write_corpus(out, documents, tokenizer.vocab_size, checkpoint.name)
+    print(f"{count} tokens of {_files(len(files))} are in {out} ({perf_counter() - started:.1f} s)")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"

@@ -1,14 +1,21 @@
-"""Command-line flags made from the fields of the settings classes: type, default and limits are defined once.
+"""Flags, their names in error messages, and the files that they name.
 
-A field becomes a flag by having its line in `HELP`; `max_tokens` becomes `--max-tokens`. A flag that is not
-given stays None and the class's own default holds, which is why nothing here repeats a default.
+Flags are made from the fields of the settings classes, so type, default and limits are defined once: a field becomes a
+flag by having its line in `HELP`. A flag that is not given stays None, and the class's own default holds. The library
+names settings as Python does; error messages of the command line name the flag: `max_tokens=0` becomes
+`--max-tokens 0`. Files to be written are checked first: a run of minutes must not end without a place for its result.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import re
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import wraps
@@ -16,11 +23,71 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
-from forerun.cli.outputs import check_json
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+
+STDOUT = Path("-")  # of --json: standard output
+
+
+def check_file(flag: str, file: Path) -> None:
+    """Raise where this file cannot be written; nothing is created, and whether the disk has room shows only later."""
+    if file.is_dir():
+        raise InvalidInput(f"{flag} {str(file)!r} is a folder; name a file in it")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInput(f"{flag} {str(file)!r}: there is no folder {str(file.parent)!r}; make it first")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise InvalidInput(f"{flag} {str(file)!r} may not be written; choose another file")
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raise where this folder can be neither written to nor made."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise InvalidInput(f"{flag} {str(folder)!r}: {str(there)!r} is a file; choose another folder")
+    if not os.access(there, os.W_OK):
+        raise InvalidInput(
+            f"{flag} {str(folder)!r}: {str(there)!r} may not be written; choose another folder"
+        )
+
+
+def write_file(flag: str, file: Path, text: str) -> None:
+    """Write a result; where that fails, say which flag named the file."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"cannot write {str(file)!r}: {error.strerror}; choose another {flag}") from None
+
+
+def check_json(file: Path | None) -> Path | None:
+    """The same for --json, when the command line is read."""
+    if file is not None and file != STDOUT:
+        check_file("--json", file)
+    return file
+
+
+def write_document(file: Path | None, document: object, *, escape: bool = True) -> bool:
+    """Write a result where --json says, if it was given; True = to standard output, which then holds nothing else."""
+    if file is not None:
+        line = json.dumps(document, ensure_ascii=escape)
+        if file == STDOUT:
+            print(line)
+        else:
+            write_file("--json", file, line + "\n")
+    return file == STDOUT
+
+
+@contextmanager
+def interruption(folder: str | Path) -> Iterator[None]:
+    """Say where Ctrl-C leaves what was done, for commands that resume from a folder."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command resumes from what is in {folder}", file=sys.stderr)
+        raise
+
 
 DEFAULT_MODEL = "smollm2"
 TraceFile = Annotated[
@@ -70,6 +137,9 @@ HELP: Mapping[str, str] = {
     "max_length": "Prompt and output together, in tokens.",
     "tensor_parallel_size": "Processes that the model is split over, each on a GPU of its own.",
 }
+# settings whose flag may be called otherwise: as vLLM calls it, or because it is a limit there
+_CALLED = {"max_batch": "--max-num-seqs", "budget": "--max-budget", "suite": "--prompts"}
+_SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)'\".])")
 _DEFAULTS_IN_WORDS = {
     "budget": "what pays",
     "width": "what pays",
@@ -177,3 +247,38 @@ def _default_in_words(field: Field[Any]) -> str | None:
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
+
+
+def in_flags(message: str, command: Any) -> str:
+    """The message, with the flags of `command` in place of the settings that they set."""
+    return _with_flags(message, set(_flags(command)))
+
+
+def in_chat(message: str) -> str:
+    """The message in the words of a chat: its own commands, and flags for the next start."""
+    said = _with_flags(message, {"--" + name.replace("_", "-") for name in HELP})
+    said = re.sub(r"--(drafter|system|temperature)\b", r"/\1", said)
+    return re.sub(r"\b(?:add|give|pass|use) (?=--)", "start the chat with ", said)
+
+
+def _with_flags(message: str, known: Collection[str]) -> str:
+    """The message, with these flags in place of the settings that they set."""
+
+    def spelt(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip("'")
+        flag = "--" + name.replace("_", "-")
+        flag = flag if flag in known else _CALLED.get(name, f"{flag}s")  # one of several values
+        if flag not in known:
+            return found[0]
+        return flag if value == "True" else f"{flag} {value}"
+
+    return _SETTING.sub(spelt, message)
+
+
+def _flags(command: Any) -> Iterator[str]:
+    """The flags of a command, or of all commands of a group."""
+    for parameter in command.params:
+        yield from (option for option in parameter.opts if option.startswith("--"))
+    if isinstance(command, TyperGroup):
+        for part in command.commands.values():
+            yield from _flags(part)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from forerun.cli.outputs import check_file, check_folder
+from forerun.cli.flags import check_file, check_folder
 from forerun.core import registry
 from forerun.core.errors import UnknownName
 from forerun.models.load.collector import without_collector

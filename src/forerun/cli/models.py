@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forerun.cli.flags import JsonFile
-from forerun.cli.outputs import write_document
+from forerun.cli.flags import JsonFile, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models

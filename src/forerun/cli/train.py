@@ -1,30 +1,35 @@
-"""`forerun train`: trains a drafter for a target, on texts that the target wrote."""
+"""`forerun data make` has a target write texts, `forerun train` trains a drafter for the target on them."""
 
 from __future__ import annotations
 
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from pathlib import Path
+from time import monotonic, strftime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.cli.flags import check_folder, interruption
 from forerun.cli.loading import check_model, short_name
-from forerun.cli.outputs import interruption
 from forerun.train.data.folder import require_recordings, require_texts
-from forerun.train.options import METHODS, TrainOptions, as_method, in_tuple
+from forerun.train.options import METHODS, DataOptions, TrainOptions, as_method, in_tuple
 
 if TYPE_CHECKING:
+    from forerun.train.data.make import DataProgress, Write
     from forerun.train.loop import Progress as TrainProgress
     from forerun.train.loop import Report
 
 T = TypeVar("T")
+SAY_EVERY = 5.0  # seconds between two lines where there is no bar
 
-HELP: Mapping[str, str] = {
+TRAIN_HELP: Mapping[str, str] = {
     "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
     "data": "A folder that `forerun data make` filled.",
     "out": "Where the drafter goes; an interrupted run resumes there.",
@@ -69,6 +74,25 @@ HELP: Mapping[str, str] = {
 }
 
 
+DATA_HELP: Mapping[str, str] = {
+    "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
+    "out": "Where the shards go; an interrupted run resumes there.",
+    "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
+    "passages": "A folder filled earlier, whose answers long prompts are made of; may be given several times.",
+    "wrapped": "How many prompts to make of passages at most (0: one of each).",
+    "own_prompts": "How many prompts the target is asked to write itself.",
+    "openings": "How these begin, in turn; may be given several times; default: the target's choice.",
+    "temperatures": "Each prompt is answered once at each, by comma; default: 0,0.7,1.",
+    "max_prompt": "Tokens of a prompt at most, template included; 0 is 160, or half of --max-length if that is less.",
+    "max_length": "Tokens of prompt and answer at most.",
+    "max_answer": "Tokens of an answer at most; 0 is what --max-length leaves.",
+    "batch": "Sequences written at once.",
+    "shard_tokens": "Tokens per shard.",
+    "seed": "Seed of all random draws.",
+    "device": "auto, cpu, cuda or one of several: cuda:1.",
+}
+
+
 def with_options(
     owner: type[Any], words: Mapping[str, str]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,12 +122,8 @@ def with_options(
 
 def _flag(name: str, hint: Any, default: Any, words: str) -> inspect.Parameter:
     spelt = "--" + name.replace("_", "-")
-    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool)
-    help_text = (
-        f"{words.removesuffix('.')}; default: {default:g}."
-        if shown and not isinstance(default, str)
-        else words
-    )
+    shown = isinstance(default, (int, float)) and not isinstance(default, bool)
+    help_text = f"{words.removesuffix('.')}; default: {default:g}." if shown else words
     if get_origin(hint) is types.UnionType:
         hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
@@ -123,7 +143,7 @@ def _choice(name: str, choices: Sequence[str]) -> Any:
     return Enum(name, {choice: choice for choice in choices}, type=str)
 
 
-@with_options(TrainOptions, HELP)
+@with_options(TrainOptions, TRAIN_HELP)
 def train(
     given: Mapping[str, Any],
     method: Annotated[str, typer.Argument(help=f"{', '.join(METHODS)}, or refresh.", show_default=False)],
@@ -152,25 +172,87 @@ def train(
 
 
 def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
-    """Do it with a progress bar."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=steps)
+    """What `work` returns, which reports its steps."""
+    with ProgressShown(console) as progress:
 
         def show(at: TrainProgress) -> None:
             if at.tokens_per_round is not None:  # a line of its own: beside the bar it would be cut off
-                simulated = f"{at.tokens_per_round:.2f} tokens per round, as simulated"
-                bar.console.print(
-                    f"step {at.step}: {simulated}; at most {at.tree_tokens_per_round:.2f} with trees",
-                    highlight=False,
-                )
-            speed = f"{at.tokens_per_second:,.0f} tokens/s"
-            words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}"
-            bar.update(task, completed=at.step, description=words)
+                said = f"step {at.step}: {at.tokens_per_round:.2f} tokens per round, as simulated"
+                walked = at.walked_tokens_per_round
+                other = "" if walked is None else f"; {walked:.3f} through other texts"
+                progress.say(f"{said}; at most {at.tree_tokens_per_round:.2f} with trees{other}")
+            words = (
+                f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {at.tokens_per_second:,.0f} tokens/s"
+            )
+            progress.update(name, at.step, steps, words)
 
-        return work(show, bar.console.print)
+        return work(show, progress.say)
+
+
+class ProgressShown:
+    """Stages of a long run on stderr: a bar for each on a terminal, else a line every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._tasks, self._said = dict[str, Any](), monotonic()
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def say(self, line: str) -> None:
+        self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def update(self, stage: str, done: int, total: int, words: str) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total)
+        self._bars.update(self._tasks[stage], completed=done, description=words)
+        if self._bars.disable and (done == total or monotonic() - self._said >= SAY_EVERY):
+            self._said = monotonic()
+            self.say(f"{strftime('%H:%M:%S')} {stage} {done}/{total} · {words}")
+
+
+data = typer.Typer(no_args_is_help=True, help="Texts to train drafters on.")
+OnRay = Annotated[bool, typer.Option("--ray", help="Write with workers on a Ray cluster: the same shards.")]
+Workers = Annotated[int, typer.Option(help="With --ray: workers, each with the target in memory.")]
+Gpus = Annotated[float, typer.Option(help="With --ray: GPUs of a worker.")]
+
+
+@data.callback()
+def _data() -> None:
+    """Texts to train drafters on."""
+
+
+@data.command()
+@with_options(DataOptions, DATA_HELP)
+def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpus: Gpus = 0.0) -> None:
+    """Have the target write prompts and answer them at several temperatures."""
+    options = DataOptions(**given)
+    check_model(options.target)
+    check_folder("--out", Path(options.out))
+    console = Console(stderr=True)
+    with console.status(f"loading {short_name(options.target)}"):
+        from forerun.train.data.make import make_data
+    with ProgressShown(console) as progress:
+
+        def show(at: DataProgress) -> None:
+            progress.update(at.stage, at.done, at.total, f"{at.stage} · {at.tokens} tokens")
+
+        with _many(options, workers, gpus) if ray else nullcontext() as write, interruption(options.out):
+            folder = make_data(options, show, progress.say, write)
+    print(f"texts are in {folder}")
+
+
+def _many(options: DataOptions, workers: int, gpus: float) -> AbstractContextManager[Write]:
+    from forerun.train.data.ray_workers import ray_writer
+
+    return ray_writer(options, workers, gpus)

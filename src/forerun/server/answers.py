@@ -1,21 +1,21 @@
-"""Answers of chats and completions, whole or in chunks: what the OpenAI API sends, and our figures beside it."""
+"""Answers of chats and completions in the OpenAI API's shapes, whole or in chunks, and our figures beside them."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any, Literal
 
-from forerun.api.completion import Completion, Spells
+from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
-from forerun.server.logprobs import as_json, for_chat, for_completion
+from forerun.server.metrics import RequestSpan
 from forerun.server.schemas import Generation
-from forerun.server.sse import PLACE, TextLine, as_line
+from forerun.server.sse import PLACE, TextLine, as_line, encode
 from forerun.server.tools import ToolCall
-from forerun.server.tracing import RequestSpan
 
 Kind = Literal["chat.completion", "text_completion"]
 Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it
@@ -200,3 +200,51 @@ def _error_of(done: Completion) -> dict[str, Any]:
 
 def reason_of(done: Completion, called: bool = False) -> str:
     return "tool_calls" if called else _REASONS[done.finish_reason]
+
+
+LOWEST = -9999.0  # JSON has no -inf
+SLICE = 8  # tokens whose log-probabilities are written at once: with 64 others each, 3 to 5 ms
+
+
+def for_chat(entries: Sequence[TokenLogprob], tokenizer: Spells) -> dict[str, Any]:
+    """`choices[].logprobs` of a chat."""
+    content = [
+        {**_entry(each), "top_logprobs": [_entry(one) for one in each.top]}
+        for each in spelt(entries, tokenizer)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def for_completion(entries: Sequence[TokenLogprob], tokenizer: Spells, offset: int = 0) -> dict[str, Any]:
+    """`choices[].logprobs` of a completion; `offset` is where the first token starts in the text."""
+    entries = spelt(entries, tokenizer)
+    offsets, at = [], offset
+    for each in entries:
+        offsets.append(at)
+        at += len(each.text)
+    return {
+        "tokens": [each.text for each in entries],
+        "token_logprobs": [max(each.logprob, LOWEST) for each in entries],
+        "top_logprobs": [{one.text: max(one.logprob, LOWEST) for one in each.top} for each in entries],
+        "text_offset": offsets,
+    }
+
+
+async def as_json(entries: Sequence[TokenLogprob], tokenizer: Spells, of_chat: bool) -> str:
+    """Either shape as JSON. Of a long text it is made in slices, between which others are served."""
+    shape = for_chat((), tokenizer) if of_chat else for_completion((), tokenizer)
+    columns: dict[str, list[str]] = {name: [] for name, value in shape.items() if value is not None}
+    offset = 0
+    for start in range(0, len(entries), SLICE):
+        some = entries[start : start + SLICE]
+        found = for_chat(some, tokenizer) if of_chat else for_completion(some, tokenizer, offset)
+        offset += sum(map(len, found.get("tokens", ())))
+        for name, pieces in columns.items():
+            pieces.append(encode(found[name])[1:-1])
+        await asyncio.sleep(0)
+    texts = {name: f"[{','.join(columns[name])}]" if name in columns else "null" for name in shape}
+    return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
+
+
+def _entry(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.text, "logprob": max(one.logprob, LOWEST), "bytes": list(one.bytes)}

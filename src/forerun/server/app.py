@@ -19,18 +19,16 @@ from forerun import __version__
 from forerun.server.answers import Answer, Kind
 from forerun.server.errors import NO_OBJECT, RESPONSES, ApiError, add_error_handlers, as_api_error
 from forerun.server.generation import salted
-from forerun.server.guard import Guard
-from forerun.server.keys import Gate
-from forerun.server.outbox import ClientLeft, connection_of
+from forerun.server.limits import Gate, Guard
+from forerun.server.metrics import RequestSpan
 from forerun.server.reading import BODIES, What
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import EventStream
-from forerun.server.tracing import RequestSpan
+from forerun.server.sse import ClientLeft, EventStream, connection_of
 
 if TYPE_CHECKING:
-    from forerun.server.backend import Backend
+    from forerun.server.backends.base import Backend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

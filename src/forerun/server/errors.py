@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from forerun.core.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
-from forerun.server.backend import kind_of
+from forerun.server.backends.base import kind_of
 from forerun.server.schemas import FieldError, Speculative
 
 log = logging.getLogger(__name__)

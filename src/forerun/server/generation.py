@@ -26,7 +26,7 @@ from forerun.server.schemas import (
 )
 
 if TYPE_CHECKING:
-    from forerun.server.backend import Backend
+    from forerun.server.backends.base import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed")  # fmt: skip

@@ -1,13 +1,22 @@
 """From the bytes of a request to what its answer needs: JSON, fields, prompts, token ids.
 
-The front reads small bodies itself, and has `forerun.server.reader_process` read the others: what a client sends may
-take seconds, in which no stream would go on. A prompt that cannot fit the context is refused before it is tokenised.
+The front reads small bodies itself. Larger ones, which may take seconds, are read by `ReaderProcess`: one at a time, in
+a process with a low priority (`python -m forerun.server.reading FD`) that the first large body starts. A body that
+takes too long is given up and its process ended. A prompt that cannot fit the context is refused before tokenisation.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import logging
+import os
+import pickle
+import sys
+from heapq import heappop, heappush
+from itertools import count
+from subprocess import Popen
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
@@ -15,7 +24,11 @@ from pydantic_core import from_json
 from forerun.api.prompts import as_messages, as_token_list, check_text
 from forerun.core.errors import PromptTooLong
 from forerun.core.params import for_schema
-from forerun.server.errors import ApiError, from_validation
+from forerun.models.load.tokenizer import Tokenizer, TokenizerParts
+from forerun.server.backends.channel import Channel
+from forerun.server.backends.child import take_channel
+from forerun.server.backends.start import start_child
+from forerun.server.errors import ApiError, as_api_error, from_validation
 from forerun.server.generation import Job, check_number, make_jobs
 from forerun.server.schemas import (
     ChatRequest,
@@ -24,10 +37,8 @@ from forerun.server.schemas import (
     Generation,
     TokenizeRequest,
 )
+from forerun.server.settings import LOG_FORMAT
 from forerun.server.tools import must_call, schema_of_calls
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
 
 What = Literal["chat", "completion", "tokenize", "detokenize"]
 BODIES: dict[str, type[BaseModel]] = {
@@ -37,11 +48,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "detokenize": DetokenizeRequest,
 }
 SHORT = 8192  # characters of a text whose number of tokens is not worth an estimate
-_OWN_VARIABLES = (
-    "messages",
-    "add_generation_prompt",
-    "self",
-)  # what a template gets from the request's other fields
+# what a template gets from the request's other fields
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 
 
 class ReaderFacts(NamedTuple):
@@ -195,3 +203,119 @@ def as_body(what: What, raw: bytes) -> Any:
 
 def _as_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+log = logging.getLogger(__name__)
+LONGEST = 60.0  # seconds that a body may take
+MOST_WAITING = 64 << 20  # bytes of bodies
+NICENESS = 5  # a third of the time that a thread of the engine gets on the same core
+
+
+class ReaderProcess:
+    """The front's side. To be used inside one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: ReaderFacts) -> None:
+        self._tokenizer, self._facts = tokenizer, facts
+        self._child: tuple[Popen[bytes], Channel] | None = None
+        self._numbers = count()
+        # a heap: the smallest is read next
+        self._waiting: list[tuple[int, int, Any, asyncio.Future[Any]]] = []
+        self._reading: tuple[asyncio.Future[Any], asyncio.TimerHandle] | None = None
+
+    async def read(self, what: What, raw: bytes, context: int) -> Any:
+        """As `RequestReader.read` does; nothing is read for a caller that has stopped waiting by then."""
+        waiting = sum(size for size, _, _, reply in self._waiting if not reply.done())
+        if waiting + len(raw) > MOST_WAITING:
+            said = "too many large requests wait to be read; try again soon"
+            raise ApiError(429, said, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
+        reply = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (len(raw), next(self._numbers), (what, raw, context), reply))
+        self._read_next()
+        return await reply
+
+    def close(self) -> None:
+        """End the process; whoever waits gets an error."""
+        waiting, self._waiting = self._waiting, []
+        leaving = ApiError(503, "the server is shutting down", "server_error")
+        for *_, reply in waiting:
+            _settle(reply, leaving)
+        self._end(leaving)
+
+    def _read_next(self) -> None:
+        while self._reading is None and self._waiting:
+            *_, order, reply = heappop(self._waiting)
+            if not reply.done():
+                self._channel().send(order)
+                late = ApiError(400, f"the request could not be read within {LONGEST:g} s; shorten it")
+                self._reading = reply, asyncio.get_running_loop().call_later(LONGEST, self._end, late)
+
+    def _channel(self) -> Channel:
+        if self._child is None:
+            self._child = start_child(__name__)
+            channel = self._child[1]
+            channel.send((tuple(self._tokenizer.parts()), tuple(self._facts), log.getEffectiveLevel()))
+            asyncio.get_running_loop().add_reader(channel.fileno(), self._take, channel)
+        return self._child[1]
+
+    def _take(self, channel: Channel) -> None:
+        """Called by the event loop when the process has sent something, or is gone."""
+        messages = channel.receive_ready()
+        if messages is None:
+            log.error("the process that reads large requests has ended")
+            self._end(ApiError(500, "the process that reads large requests has ended", "server_error"))
+        for answer in messages or ():
+            self._settle_current(pickle.loads(answer))
+            self._read_next()
+
+    def _end(self, why: ApiError) -> None:
+        """End the process, and the request that it reads."""
+        if self._child is not None:
+            process, channel = self._child
+            self._child = None
+            asyncio.get_running_loop().remove_reader(channel.fileno())
+            process.kill()
+            process.wait()
+            channel.release()
+        self._settle_current(why)
+        self._read_next()
+
+    def _settle_current(self, found: Any) -> None:
+        if self._reading is not None:
+            (reply, timer), self._reading = self._reading, None
+            timer.cancel()
+            _settle(reply, found)
+
+
+def _settle(reply: asyncio.Future[Any], found: Any) -> None:
+    """Answer a call, unless the caller has stopped waiting."""
+    if reply.done():
+        return
+    if isinstance(found, ApiError):
+        reply.set_exception(found)
+    else:
+        reply.set_result(found)
+
+
+def main(number: int) -> int:
+    """The whole life of the process; `number` is the socket that the front has left open for it."""
+    channel = take_channel(number)
+    orders = channel.receive()
+    first = next(orders, None)
+    if first is None:
+        return 0
+    parts, facts, level = first
+    logging.basicConfig(level=level, format=LOG_FORMAT)
+    reader = RequestReader(TokenizerParts(*parts).tokenizer(), ReaderFacts(*facts))
+    os.nice(NICENESS)  # from here on: the first request waits for the imports
+    for what, raw, context in orders:
+        try:
+            found = reader.read(what, raw, context)
+        except Exception as error:
+            found = as_api_error(error)
+        channel.send(pickle.dumps(found))
+        found = raw = None  # nothing is kept while it waits
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -3,7 +3,7 @@
 After SIGTERM or Ctrl-C it still listens: `/ready` says no, new requests get status 503, and those that run have
 `drain_seconds` to end; what is left then ends with an error. A second signal ends everything at once.
 
-The engine has a process of its own (`forerun.server.engine_process`), or with `front="thread"` a thread of this one,
+The engine has a process of its own (`forerun.server.backends`), or with `front="thread"` a thread of this one,
 where a pass that hangs cannot be ended. With `restart` the process then replaces itself by a new one with the same
 command line, which inherits the listening socket: clients that come meanwhile wait until the model is loaded.
 """
@@ -27,8 +27,8 @@ from forerun.models.load.collector import without_collector
 from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
 if TYPE_CHECKING:
-    from forerun.server.backend import Backend
-    from forerun.server.engine_process.loader import Loader
+    from forerun.server.backends.base import Backend
+    from forerun.server.backends.start import Loader
 
     MakeBackend = Callable[[], Backend]
     Answer = Callable[[MakeBackend], int | None]
@@ -87,13 +87,13 @@ def serve(
 
 def _beside_a_process(loader: Loader, trace: Path | None, answer: Answer) -> int | None:
     """The engine in a process of its own, which loads its model while this one imports the web framework."""
-    from forerun.server.engine_process.start import EngineProcess
+    from forerun.server.backends.start import EngineProcess
 
     engine = EngineProcess(loader, trace)
     try:
         with without_collector():
             import_application()
-            from forerun.server.engine_process.backend import ProcessBackend
+            from forerun.server.backends.process import ProcessBackend
 
             facts = engine.wait_until_ready()
             tokenizer = facts.tokenizer.tokenizer()
@@ -109,7 +109,7 @@ def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int 
         import_application()
     from forerun.api.async_llm import AsyncLLM
     from forerun.engine.stats import traced
-    from forerun.server.local_backend import LocalBackend
+    from forerun.server.backends.thread import LocalBackend
 
     with traced(llm.engine.stats, trace):
         return answer(lambda: LocalBackend(AsyncLLM(llm, max_requests=1 << 16)))
@@ -196,8 +196,7 @@ async def _answer_with(
 
 def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
     """How connections are kept, and the protocol class that cuts off clients that do not read."""
-    from forerun.server.connection import connection_class
-    from forerun.server.guard import HEAD_BYTES
+    from forerun.server.limits import HEAD_BYTES, connection_class
 
     return {
         "http": connection_class(settings.client_seconds),

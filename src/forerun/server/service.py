@@ -16,18 +16,16 @@ from forerun.core.request import Event
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all
-from forerun.server.head_watch import HeadWatch
 from forerun.server.metrics import Metrics
-from forerun.server.reader_process import ReaderProcess
-from forerun.server.reading import ReaderFacts, RequestReader, What
-from forerun.server.record import Recorder
+from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
+from forerun.server.refresh import HeadWatch, Recorder
 from forerun.server.schemas import ChatRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import as_line, encoded
 from forerun.server.tools import find_calls
 
 if TYPE_CHECKING:
-    from forerun.server.backend import Backend
+    from forerun.server.backends.base import Backend
 
 log = logging.getLogger(__name__)
 QUICK = 8192  # bytes of a body that is read in a few milliseconds

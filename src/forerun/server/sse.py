@@ -1,24 +1,26 @@
-"""Server-sent events: one JSON object a message, `[DONE]` last, errors in the middle of a stream as an object too.
+"""Server-sent events, one JSON object a message with `[DONE]` last, and how a connection of ours writes them.
 
-Under load most of the front's time goes into messages of one token. Where the server is our own (`Connection` in
-connection.py) they are handed to the connection at once: the layers of the framework take three times as long.
+Under load most of the front's time goes into messages of one token. Where the server is our own (`connection_class` in
+limits.py) messages go to the connection at once: the layers of the framework take three times as long. All messages
+that came for a connection within one turn of the event loop are one chunk of HTTP and one write. Work whose client has
+left is ended here, too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from itertools import zip_longest
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from forerun.server.errors import as_api_error
-from forerun.server.outbox import ClientLeft, OwnConnection, connection_of, is_chunked
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -93,3 +95,109 @@ class TextLine:
 
 def _quoted(text: str) -> bytes:
     return encode_basestring(text).encode()
+
+
+T = TypeVar("T")
+CONNECTION = "connection"  # where a request's state has it
+
+
+class ClientLeft(Exception):
+    """The client of a request has closed its connection."""
+
+
+class OwnConnection(Protocol):
+    """A connection of our own server, as requests see it."""
+
+    async def send_body(self, lines: AsyncGenerator[bytes]) -> None:
+        """Send a body in chunked encoding, between the start and the end that the framework sends.
+
+        Waits while the client reads too slowly.
+        """
+        ...
+
+    async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await some work; where the client leaves, it is cancelled and ClientLeft raised."""
+        ...
+
+
+def connection_of(scope: Mapping[str, Any]) -> OwnConnection | None:
+    """The connection of a request; None under another server."""
+    found: OwnConnection | None = scope.get("state", {}).get(CONNECTION)
+    return found
+
+
+def is_chunked(scope: Mapping[str, Any]) -> bool:
+    """Is an answer of unknown length sent in chunked encoding?"""
+    return bool(scope["http_version"] == "1.1" and scope["method"] != "HEAD")
+
+
+class Flow(Protocol):
+    """Whether a connection's buffer is full."""
+
+    write_paused: bool
+
+    async def drain(self) -> None: ...
+
+
+class Outbox:
+    """What waits to be written, by connection."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.WriteTransport, list[bytes]] = {}
+
+    async def send(self, lines: AsyncGenerator[bytes], transport: asyncio.WriteTransport, flow: Flow) -> None:
+        """Everything that comes; all of it is written when this returns."""
+        loop, waiting = asyncio.get_running_loop(), self._waiting
+        try:
+            async for line in lines:
+                if flow.write_paused:
+                    await flow.drain()
+                if transport in waiting:
+                    waiting[transport].append(line)
+                    continue
+                if not waiting:
+                    loop.call_soon(self._write_all)
+                waiting[transport] = [line]
+        finally:
+            self._write(transport, waiting.pop(transport, []))
+
+    def _write_all(self) -> None:
+        waiting = list(self._waiting.items())
+        self._waiting.clear()
+        for transport, lines in waiting:
+            self._write(transport, lines)
+
+    def _write(self, transport: asyncio.WriteTransport, lines: list[bytes]) -> None:
+        if lines and not transport.is_closing():
+            body = b"".join(lines)
+            transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class Attendance:
+    """Whether the client of a connection is there, and the task that works for it."""
+
+    def __init__(self) -> None:
+        self._left = asyncio.Event()
+        self._works: asyncio.Task[Any] | None = None
+
+    def end(self) -> None:
+        """The client has left."""
+        self._left.set()
+        if self._works is not None:
+            self._works.cancel()
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await some work, unless the client leaves."""
+        if self._left.is_set():
+            work.close()
+            raise ClientLeft
+        task = self._works = asyncio.current_task()
+        assert task is not None
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._left.is_set() and task.uncancel() == 0:  # nobody else has cancelled it
+                raise ClientLeft from None
+            raise
+        finally:
+            self._works = None

@@ -17,7 +17,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
-from forerun.measure.bench.alternate import first_difference
+from forerun.measure.bench.alternate import first_difference, in_turn
 from forerun.measure.bench.stats import t_quantile
 
 PLAIN = "plain"
@@ -44,6 +44,17 @@ class Call:
     marks: list[tuple[float, int]] = field(default_factory=list)  # after each step: when, and new tokens
     rounds: int = 0  # of single sequences
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a round
+
+    @classmethod
+    def joined(cls, calls: Sequence[Call]) -> Call:
+        """Several as one, each right behind the other."""
+        whole, end = cls([], 0.0), 0.0
+        for call in calls:
+            whole.texts += call.texts
+            whole.marks += [(end + at - call.started, new) for at, new in call.marks]
+            whole.rounds, end = whole.rounds + call.rounds, end + call.seconds
+            whole.parts = {part: whole.parts.get(part, 0.0) + spent for part, spent in call.parts.items()}
+        return whole
 
     @property
     def tokens(self) -> int:
@@ -99,20 +110,29 @@ class Sweep:
         batches: Sequence[int],
         least: Callable[[int], int],
         say: Callable[[dict[str, Any]], None] = lambda row: None,
+        repeats: int = 1,
     ) -> list[dict[str, Any]]:
-        """A row for every batch size and setup; `least` is how many texts a batch size gets. The first is plain."""
+        """A row for every batch size and setup, which alternate; `least` is how many texts a batch size gets.
+
+        The first setup is plain, and the others are compared with it.
+        """
         self.write_plainly()
         rows: list[dict[str, Any]] = []
         for batch in batches:
             prompts = self.prompts_for(least(batch))
-            base: Call | None = None
-            for label, setup in setups.items():
-                self.write(setup, batch, prompts[: 2 * batch], self.short)
-                gc.collect()
-                gc.freeze()  # as where a model is loaded: a full collection would stop one call and not another
-                call = self.write(setup, batch, prompts, self.params)
-                base = base or call
-                rows.append({"batch": batch, "setup": label, **self._row(call, base, batch, prompts)})
+            calls: dict[str, list[Call]] = {label: [] for label in setups}
+            for repeat in range(repeats):
+                for label in in_turn([*setups], repeat):
+                    if repeat == 0:
+                        self.write(setups[label], batch, prompts[: 2 * batch], self.short)
+                    gc.collect()
+                    gc.freeze()  # as where a model is loaded: a full collection would stop one call and not another
+                    calls[label].append(self.write(setups[label], batch, prompts, self.params))
+            found = {label: Call.joined(some) for label, some in calls.items()}
+            base = next(iter(found.values()))
+            for label, call in found.items():
+                row = self._row(call, base, batch, prompts * repeats)
+                rows.append({"batch": batch, "setup": label, **row})
                 say(rows[-1])
         return rows
 

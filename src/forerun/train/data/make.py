@@ -74,7 +74,7 @@ def make_data(
 ) -> Path:
     """Prompts and answers into `options.out`; `say` is told what was dropped and what was written.
 
-    `write` writes the texts, in any order, instead of this process: `forerun.cluster.data` has one for many workers.
+    `write` writes the texts, in any order, instead of this process: `ray_workers` has one for many workers.
     """
     checkpoint = open_checkpoint(options.target)
     tokenizer = _tokenizer(checkpoint, options)

@@ -1,0 +1,91 @@
+"""SimulatedHead: a drafter whose trees the simulated device grows, each draft and reading in the device's own time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.core.offer import Form, Offer
+from forerun.core.types import Budget, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.drafters.device.eagle_plan import ROOM, bucket_of, forms_for
+from lab.simulate.device import SimulatedDevice, listed_form
+from lab.simulate.speeds import SimulatedForms
+
+
+class SimulatedHead(BaseDrafter):
+    """Trees that the simulated device grows, behind unread ones too."""
+
+    follows_undrafted = True
+
+    def __init__(self, gpu: SimulatedDevice, rate: float) -> None:
+        self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, rate)
+        self._offer = Offer(menu=self.menu)
+        self._unread: dict[int, int] = {}  # rows of prompts by sequence
+        self._waits: dict[int, int] = {}  # and for how many rounds
+
+    def offer(self, seq: Seq) -> Offer:
+        return self._offer
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        most = max(budgets, key=lambda one: (one.nodes, one.depth))  # others were cut because a sequence ends
+        if not most.nodes:
+            return lone_roots(seqs)
+        self._read(seqs)
+        listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
+        return self._grow(max(listed), len(seqs), None)
+
+    def follow(
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        assert trees.form is not None
+        return self._behind(going, listed_form(trees.form))
+
+    @property
+    def switcher(self) -> SimulatedHead:
+        return self
+
+    def switch(
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
+    ) -> TreeBatch | None:
+        return self._behind(going, Form(budget.nodes, budget.depth, budget.width))
+
+    def rest(self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+        """It keeps no rows."""
+
+    def _behind(self, going: Sequence[tuple[Any, int]], form: Form) -> TreeBatch | None:
+        if form not in forms_for(bucket_of(len(going))):
+            return None
+        self._read([seq for seq, _ in going])
+        return self._grow(form, len(going), tuple(tree for _, tree in going))
+
+    def _grow(self, form: Form, count: int, follows: tuple[int, ...] | None) -> TreeBatch:
+        bucket = bucket_of(count)
+        seconds = self.gpu.speeds.of_draft(form, bucket)
+        self.gpu.busy_for(seconds)
+        trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
+        rows = torch.zeros(count * trees.nodes, dtype=torch.long)
+        starts, timed = trees.starts(count), lambda: seconds
+        return TreeBatch(rows, rows, starts, form=trees, device_seconds=timed, grower=self, follows=follows)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Prompts are read before the first draft behind them, or when a sequence has no places for more rows."""
+        if scores.logits is None:
+            for seq, rows in zip(seqs, trees.sizes(), strict=True):
+                self._unread[seq.id], self._waits[seq.id] = self._unread.get(seq.id, 0) + rows, 0
+            return
+        waiting = [seq for seq in seqs if seq.id in self._unread]
+        for seq in waiting:
+            self._waits[seq.id] += 1
+        if any(self._waits[seq.id] > ROOM for seq in waiting):
+            self._read(waiting)
+
+    def _read(self, seqs: Sequence[Seq]) -> None:
+        rows = sum(self._unread.pop(seq.id, 0) for seq in seqs)
+        self.gpu.busy_for(self.gpu.speeds.of_reading(rows))
+
+    def forget(self, seq: Seq) -> None:
+        self._unread.pop(seq.id, None)

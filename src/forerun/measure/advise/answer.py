@@ -1,0 +1,205 @@
+"""The answer of `forerun advise`: a JSON document with the evidence, and the same in sentences.
+
+It says which drafter, from which load on to stop, whether training a head would pay, what to type, here and in vLLM,
+and whether the default (`auto`) would do the same. "Do not draft" and "cannot tell" are answers like any other
+(forerun.measure.advise.decide).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from forerun.build.engine import needs_head
+from forerun.measure.advise.commands import Setup, forerun_command, vllm_config
+from forerun.measure.advise.decide import Decision, decide, judge
+from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, accepted, prospects, spread
+from forerun.measure.advise.head import head_in_words, head_prospect
+from forerun.measure.bench.figures import acceptance_document
+from forerun.measure.bench.stats import Spread
+from forerun.measure.report.summary import busy_warning
+from forerun.models.base import Target
+
+LEAVE_OUT = "Leave --speculative-config out."
+UNTIL_SURE = "Leave --speculative-config out until a drafter is known to pay."
+
+
+def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]:
+    """Everything that is known and what follows from it, as plain JSON values."""
+    by_batch = {batch: prospects(evidence, batch) for batch in BATCHES}
+    made = decide(by_batch, setup.auto)
+    config, note = _for_vllm(evidence, setup, made, by_batch[1])
+    recommended = _recommended(made)
+    return {
+        "model": setup.model,
+        "verdict": made.verdict,
+        "recommended": recommended,
+        "equals": [one.drafter for one in made.equals],
+        "pays": {"draft": True, "do not draft": False, "cannot tell": None}[made.verdict],
+        "off_from_batch": made.off_from,
+        "verdict_by_batch": {str(batch): verdict for batch, verdict in (made.by_batch or {}).items()},
+        "auto": compare_with_auto(setup, made, by_batch[1]),
+        "by_batch": {str(batch): _by_drafter(found) for batch, found in by_batch.items()},
+        **_acceptance(evidence),
+        "head": head_prospect(evidence, made.best or next(iter(by_batch[1]), None), target),
+        "t": {str(size): round(seconds, 6) for size, seconds in evidence.costs.target.seconds.items()},
+        "plain_tokens_per_second": round(1.0 / evidence.costs.plain_round(1), 3),
+        "texts": len(evidence.texts),
+        "tokens": sum(len(text.tokens) for text in evidence.texts),
+        "forerun": forerun_command(setup, recommended["drafter"], recommended["budget"]),
+        "vllm": config,
+        "vllm_note": note,
+    }
+
+
+def _recommended(made: Decision) -> dict[str, Any]:
+    """A drafter and its budget; no drafter where nobody can tell: then nothing is set."""
+    if made.best is not None:
+        return {"drafter": made.best.drafter, "budget": made.best.budget}
+    return (
+        {"drafter": "none", "budget": 0}
+        if made.verdict == "do not draft"
+        else {"drafter": None, "budget": None}
+    )
+
+
+def _for_vllm(
+    evidence: Evidence, setup: Setup, made: Decision, found: list[Prospect]
+) -> tuple[dict[str, Any] | None, str]:
+    """The recommendation in vLLM; where it has no such drafter, the next best that it has, if that pays."""
+    if made.best is None:
+        return None, LEAVE_OUT if made.verdict == "do not draft" else UNTIL_SURE
+    config, note = vllm_config(evidence, setup, made.best.drafter, made.off_from)
+    if config is not None:
+        return config, note
+    for other in found:
+        if judge(other) != "draft":
+            continue
+        nearest = vllm_config(evidence, setup, other.drafter, made.off_from)
+        if nearest[0] is not None:
+            said = (
+                f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
+            )
+            return nearest[0], f"{said} {nearest[1]}".rstrip()
+    return None, note
+
+
+def compare_with_auto(setup: Setup, made: Decision, found: list[Prospect]) -> dict[str, Any]:
+    """Would a user who sets nothing get what is recommended? If not, why."""
+    known = next((prospect for prospect in found if prospect.drafter == setup.auto), None)
+    here = None if known is None else spread(known.speedup)
+    agrees = made.best is not None and made.best.drafter == setup.auto
+    return {"drafter": setup.auto, "agrees": agrees, "speedup": here, "why": _why(setup, made, known)}
+
+
+def _why(setup: Setup, made: Decision, known: Prospect | None) -> str:
+    predicted = "" if known is None else f", predicted at {_times(spread(known.speedup))}"
+    default = f"The default (auto) would draft with {setup.auto}{predicted}"
+    careful = "Its controller drafts only what should pay, so leaving it on costs almost nothing"
+    if made.best is None:
+        not_yet = "none is recommended because no gain of 5% is predicted."
+        return f"{default}. {careful}{'.' if made.verdict == 'cannot tell' else f'; {not_yet}'}"
+    name = made.best.drafter
+    if name == setup.auto:
+        return f"The default (auto) drafts with {name} too: nothing needs to be set."
+    if known is None:
+        return f"{default}, which was not measured here; name it in --drafters too to compare."
+    if setup.device == "cpu" and (needs_head(name) or needs_head(setup.auto)):
+        return (
+            f"{default}: on a CPU it goes by what passes and the head's levels cost and by the acceptance that the "
+            f"head's file names. On these prompts {name} is predicted to be faster."
+        )
+    by = "which checkpoints are there, and without a head by what a plain pass takes,"
+    return f"{default}: it chooses by {by} not by prompts. On these prompts {name} is predicted to be faster."
+
+
+def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
+    return {
+        prospect.drafter: {
+            "speedup": spread(prospect.speedup),
+            "budget": prospect.budget,
+            "tokens_per_round": round(prospect.tokens_per_round, 3),
+            "worst_prompt": round(prospect.worst, 4),
+        }
+        for prospect in found
+    }
+
+
+def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """Acceptance by position of every drafter, and the counts."""
+    rows = {name: acceptance_document(accepted(evidence, name)) for name in evidence.draftings}
+    keys = ("accepted_per_position", "accepted_counts")
+    return {key: {name: row[key] for name, row in rows.items()} for key in keys}
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """The answer, one paragraph a line."""
+    warning = busy_warning(found.get("conditions", {}))
+    said = [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
+    return said if warning is None else [f"Warning: {warning}", *said]
+
+
+def _recommendation(found: Mapping[str, Any]) -> Iterator[str]:
+    first, name = found["by_batch"]["1"], found["recommended"]["drafter"]
+    tried = ", ".join(f"{drafter} {_times(row['speedup'])}" for drafter, row in first.items())
+    if found["verdict"] == "draft":
+        here = first[name]["speedup"]
+        yield f"Draft with {name}: expect {_times(here)} the speed of plain decoding on prompts like these."
+        if found["equals"]:
+            yield f"Not to be told from it on these prompts: {', '.join(found['equals'])}."
+        yield _loads(found)
+    elif found["verdict"] == "cannot tell":
+        yield f"Cannot tell whether drafting pays here; measure longer. Over plain decoding: {tried}."
+        if found["equals"]:
+            yield f"Faster than plain, and not to be told from the default: {', '.join(found['equals'])}."
+        yield (
+            "An answer needs an interval that is wholly above 1.00, or below 1.05: "
+            "give more prompts (--limit), longer texts (--max-tokens), or an idle machine."
+        )
+    else:
+        yield f"Do not draft: no drafter tried here gains 5%. Over plain decoding: {tried}."
+    read = found.get("prompts")
+    if read is not None and read["read"] < read["given"]:
+        yield f"Read {read['read']} of the {read['given']} prompts; --limit 0 reads all."
+    if found["texts"] == 1:
+        yield "This rests on one prompt, which gives no interval: give more prompts."
+    yield found["auto"]["why"]
+
+
+def _loads(found: Mapping[str, Any]) -> str:
+    """From how many sequences at once on it is not recommended."""
+    off, verdicts = found["off_from_batch"], found["verdict_by_batch"]
+    if off is None:
+        return f"It pays at every batch size looked at, up to {max(map(int, verdicts))}."
+    unsure = [batch for batch, verdict in verdicts.items() if verdict == "cannot tell"]
+    if not unsure:
+        return f"From {off} sequences at once on it no longer pays; the adaptive controller stops by itself."
+    which = f"with {' or '.join(unsure)} it cannot be told whether it pays"
+    return f"Sure with fewer than {off} sequences at once; {which}. The adaptive controller stops by itself."
+
+
+def _what_to_type(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Here: {found['forerun']}"
+    if found["vllm"] is not None:
+        yield f"vLLM: --speculative-config '{json.dumps(found['vllm'])}'"
+    if found["vllm_note"]:
+        yield f"In vLLM: {found['vllm_note']}"
+
+
+def _checked(found: Mapping[str, Any]) -> Iterator[str]:
+    for batch, check in found.get("check", {}).get("by_batch", {}).items():
+        size = "" if batch == "1" else f", {batch} at once, {check['drafter']}"
+        yield (
+            f"Checked on {_prompts(check['prompts'])} held back{size}: predicted {check['predicted']['value']:.2f}, "
+            f"measured {_times(check['measured'])}; {100 * check['error']:+.0f}%."
+        )
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count} prompts"
+
+
+def _times(found: Mapping[str, Any]) -> str:
+    known = Spread(found["value"], found["low"], found["high"])
+    return f"{known.value:.2f}x ({known.interval or 'one prompt, no interval'})"

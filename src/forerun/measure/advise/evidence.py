@@ -1,0 +1,344 @@
+"""Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
+
+The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
+Every drafter writes them once more, right beside it (`writing`): look-ups, heads and hybrids as the
+controller has them, the others drafting as much as they may. For one at a time that is the answer. For more at once,
+look-ups are replayed on the texts under the price list of the batch size, others are cut, and t(n) says what it costs.
+
+Both prompts and the machine's noise move a figure. So the evidence is also kept without each prompt, costs included,
+and intervals come from how much a figure changes then (forerun.measure.bench.stats.jackknife).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from forerun.api.llm import LLM
+from forerun.build.engine import build_drafter
+from forerun.control.adaptive import MOST_WIDTH
+from forerun.control.allocate import deepest
+from forerun.control.cost import CostModel
+from forerun.core import registry
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import SpeculativeConfig
+from forerun.core.types import Budget
+from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.lookup.suffix import SuffixDrafter
+from forerun.drafters.lookup.suffix_table import Successors
+from forerun.measure.advise.predict import Costs, Drafting, estimate, worst_prompt
+from forerun.measure.advise.replay import Text, can_replay, replay
+from forerun.measure.advise.writing import Runs, write_in_turn
+from forerun.measure.bench.alternate import Group, Prompt, Run
+from forerun.measure.bench.contenders import own_contender
+from forerun.measure.bench.figures import Accepted, interval_of
+from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
+from forerun.measure.bench.stats import Spread, jackknife
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+HOPELESS = 0.85  # a drafter that would write no faster than this on the first prompts writes no others
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+LONGEST = 24  # nodes of a chain that a controller would have drafted
+_One = TypeVar("_One")
+_SHORTEST = (1, 2, 3, 4)  # matches that n-gram may use, where its budget is fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What one drafter would do at one batch size."""
+
+    drafter: str
+    budget: int | None  # None = the controller decides; 0 = nothing pays
+    speedup: Spread
+    tokens_per_round: float
+    worst: float = 1.0  # the speed-up on the prompt that gains least
+    left_out: tuple[float, ...] = ()  # the speed-up without each prompt
+
+    @property
+    def rests(self) -> bool:
+        """Would nothing be drafted? Then it is plain decoding."""
+        return self.budget == 0
+
+    def over(self, other: Prospect) -> Spread:
+        """How many times as fast as another drafter, prompt by prompt: much surer than the two intervals."""
+        ratios = [one / same for one, same in zip(self.left_out, other.left_out, strict=True)]
+        return jackknife(self.speedup.value / other.speedup.value, ratios)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The best fixed number of drafted tokens by batch size, and what it would gain."""
+
+    lengths: Mapping[int, int]
+    gains: Mapping[int, float]
+    shortest: int = 1  # match that an n-gram lookup may use
+
+    @property
+    def budgets(self) -> dict[int, int]:
+        """The same with 0 where not even the best gains."""
+        return {batch: length if self.gains[batch] > 1.0 else 0 for batch, length in self.lengths.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was measured."""
+
+    texts: list[Text]
+    costs: Costs
+    prompt_rate: float  # tokens per second of passes over prompts
+    draftings: Mapping[str, Drafting]  # of every drafter
+    free: tuple[str, ...]  # the drafters that can be replayed
+    nodes: int
+    speculative: SpeculativeConfig
+    successors: Successors | None = None  # what suffix fills trees with, on a GPU: there look-ups draft trees
+    left_out: tuple[Evidence, ...] = ()  # the same without each prompt; empty = there was one
+
+
+def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings) -> Evidence:
+    """Write the prompts: plainly, and with every drafter that is there."""
+    cell = Cell(temperature=settings.temperatures[0])
+    groups = [Group.of([prompt]) for prompt in prompts]
+    plain = own_contender(llm, settings, cell, DrafterSetup(PLAIN, "none"))
+    drafters = _available(llm, [one.drafter for one in settings.setups if one.drafter is not None])
+    contenders = []
+    free = tuple(name for name, drafter in drafters.items() if can_replay(drafter))
+    for name in drafters:
+        budget = None if name in free or knows_its_confidence(name) else settings.nodes
+        contenders.append(own_contender(llm, settings, cell, DrafterSetup(name, name, budget)))
+    stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
+
+    def goes_on(name: str, runs: Runs) -> bool:
+        texts = _texts(prompts, runs[PLAIN], settings.max_tokens, stops)
+        return has_hope(cost, texts, runs[PLAIN], runs[name], settings.nodes)
+
+    runs = write_in_turn(plain, contenders, groups, settings.max_tokens, goes_on)
+    texts = _texts(prompts, runs[PLAIN], settings.max_tokens, stops)
+    suffix = drafters.get("suffix")
+    table = suffix.successors if isinstance(suffix, SuffixDrafter) else None
+    return conclude_from(texts, runs, cost, free, settings.nodes, table)
+
+
+def _texts(prompts: Sequence[Prompt], runs: Sequence[Run], most: int, stops: frozenset[int]) -> list[Text]:
+    return [
+        Text(prompt.ids, run.texts[0], run.seconds - (run.decode_seconds or 0.0), most, stops)
+        for prompt, run in zip(prompts, runs, strict=False)
+    ]
+
+
+def conclude_from(
+    texts: list[Text],
+    runs: Runs,
+    cost: CostModel,
+    free: tuple[str, ...],
+    nodes: int,
+    successors: Successors | None = None,
+) -> Evidence:
+    """What runs over these texts show, and what they show without each of them."""
+
+    def of(some: list[Text], kept: Runs) -> Evidence:
+        drafted = {name: mine for name, mine in kept.items() if name != PLAIN}
+        costs = calibrate(cost, kept[PLAIN], [run for mine in drafted.values() for run in mine])
+        draftings = {name: _drafting(mine, costs) for name, mine in drafted.items()}
+        spent = sum(text.prompt_seconds for text in some)
+        rate = sum(len(text.prompt) for text in some) / spent if spent else 0.0
+        return Evidence(
+            some, costs, rate, draftings, free, nodes, SpeculativeConfig(budget=nodes), successors
+        )
+
+    whole = of(texts, runs)
+    if sum([bool(run.passes) for run in runs[PLAIN]]) < 2:
+        return whole
+    places = range(len(texts))
+    without = [
+        of(_without(texts, i), {name: _without(mine, i) for name, mine in runs.items()}) for i in places
+    ]
+    return replace(whole, left_out=tuple(without))
+
+
+def _without(items: Sequence[_One], place: int) -> list[_One]:
+    return [*items[:place], *items[place + 1 :]]
+
+
+def has_hope(
+    cost: CostModel, texts: Sequence[Text], plain: Sequence[Run], runs: Sequence[Run], nodes: int
+) -> bool:
+    """Could a drafter pay on other prompts, by the first few? At the length that is best for it."""
+    costs = calibrate(cost, plain, runs)
+    drafting = _drafting(runs, costs)
+    options = [drafting, *(drafting.cut(length) for length in _LENGTHS if length <= nodes)]
+    return max(estimate(option, texts, costs, 1) for option in options) >= HOPELESS
+
+
+def _available(llm: LLM, wanted: Sequence[str]) -> dict[str, Drafter]:
+    """The drafters asked for; else all that can be built around this engine with the files that were given."""
+    if wanted:
+        return {name: llm.engine.drafters.get(name) for name in wanted}
+    found: dict[str, Drafter] = {}
+    specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
+    for name in dict.fromkeys(name for spec in specs for name in (spec.name, spec.best)):
+        if name == "none":
+            continue
+        with suppress(ForerunError):
+            found[name] = llm.engine.drafters.get(name)
+    return found
+
+
+def knows_its_confidence(name: str) -> bool:
+    """Does this drafter cost something and still cut its own trees? Then only the controller sets its budget."""
+    spec = registry.drafters.spec(name)
+    return spec.needs == "head" or bool(spec.members)
+
+
+def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> Costs:
+    """t(n) scaled to real rounds, and the host's share of a plain one.
+
+    A curve measured in a quiet moment is too low for both kinds of rounds, and not by the same factor: t(1) is what
+    plain rounds took, and passes over more nodes are scaled by what those of the drafters took. `cost` may be the
+    controller's, which has been learning from these very rounds: what counts is the curve as it was measured.
+    """
+    curve = CostModel(cost.seconds)
+    passes = [one for run in plain for one in run.passes]
+    if not passes:
+        raise InvalidInput("the prompts gave no text to measure; give prompts that are answered")
+    target = sum(one.get("pass", 0.0) for one in passes) / len(passes)
+    host = sum(sum(one.values()) - one.get("prompt", 0.0) for one in passes) / len(passes) - target
+    took = expected = 0.0
+    for run in drafted:
+        for one, (nodes, _, _) in zip(run.passes, run.drafts[0], strict=True):
+            if nodes:
+                took += one.get("pass", 0.0)
+                expected += curve.pass_seconds(1 + nodes)
+    one_node = target / curve.pass_seconds(1)
+    several = took / expected if expected else one_node
+    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in curve.seconds.items()}
+    return Costs(CostModel(scaled), host)
+
+
+def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
+    passes = [one for run in runs for one in run.passes]
+    rounds = tuple(run.drafts[0] for run in runs)
+    levels = sum(depth for text in rounds for _, depth, _ in text)
+    drafting = sum(one.get("draft", 0.0) for one in passes)
+    host = sum(one.get("verdict", 0.0) + one.get("host", 0.0) for one in passes) / max(1, len(passes))
+    took = sum(one.get("pass", 0.0) for one in passes)
+    known = sum(costs.target.pass_seconds(1 + nodes) for text in rounds for nodes, _, _ in text)
+    return Drafting(
+        rounds, drafting / max(1, levels), max(0.0, host - costs.host), took / known if took else 1.0
+    )
+
+
+# of evidence that lacks a prompt, and which one: what a drafter does there
+Making = Callable[[Evidence, int | None], Drafting]
+
+
+def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
+    """Every drafter at one batch size, each at its best."""
+    found = [_prospect(evidence, name, batch) for name in evidence.draftings]
+    return sorted(found, key=lambda prospect: -prospect.speedup.value)
+
+
+def _prospect(evidence: Evidence, name: str, batch: int) -> Prospect:
+    """The budget that gains most; one at a time, what the controller did is what it does."""
+    controlled = name in evidence.free or knows_its_confidence(name)
+    options: list[tuple[int | None, Making]]
+    if name in evidence.free and batch > 1:
+        options = [(None, priced(evidence, name, batch))]
+    else:
+        options = [(None if controlled else evidence.nodes, lambda some, _: some.draftings[name])]
+    if name not in evidence.free and not (controlled and batch == 1):
+        lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+        options += [(None if controlled else length, _cut(name, length)) for length in lengths]
+    values = [_estimate(evidence, None, make, batch) for _, make in options]
+    value = max(values)
+    budget, make = options[values.index(value)]
+    if batch > 1 and value <= 1.0:  # then the controller drafts nothing, which is plain decoding
+        return Prospect(name, 0, Spread(1.0), 1.0, 1.0, (1.0,) * len(evidence.left_out))
+    left_out = tuple(_estimate(some, i, make, batch) for i, some in enumerate(evidence.left_out))
+    drafting = make(evidence, None)
+    worst = worst_prompt(drafting, evidence.texts, evidence.costs, batch)
+    return Prospect(name, budget, jackknife(value, left_out), drafting.tokens_per_round(), worst, left_out)
+
+
+def _cut(name: str, length: int) -> Making:
+    return lambda some, _: some.draftings[name].cut(length)
+
+
+def _estimate(evidence: Evidence, without: int | None, make: Making, batch: int) -> float:
+    return estimate(make(evidence, without), evidence.texts, evidence.costs, batch)
+
+
+def fixed_chain(evidence: Evidence, name: str) -> Fixed:
+    """The best fixed chain of a drafter by batch size: for engines that do not weigh costs."""
+    drafting = evidence.draftings[name]
+    tried = {length: drafting.cut(length) for length in _LENGTHS if length <= evidence.nodes}
+    return _best_fixed(evidence, tried)
+
+
+def accepted(evidence: Evidence, name: str) -> list[Accepted]:
+    """Acceptance by depth, with counts, drafting whatever there is to draft."""
+    if name in evidence.free:
+        return _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes)).accepted()
+    return evidence.draftings[name].accepted()
+
+
+def priced(evidence: Evidence, name: str, batch: int) -> Making:
+    """A drafter that cuts its own trees by the price list of this batch size, and of how fast it then writes."""
+    rate, drafting = 1.0, Drafting(())
+    for _ in range(2):
+        price = evidence.costs.target.price(LONGEST, batch - 1, rate)
+        depth = max(1, deepest(price))
+        width = 1 if evidence.successors is None else MOST_WIDTH
+        drafting = _replayed(evidence, name, Budget(depth, depth, width, price[: depth + 1]))
+        rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
+    return lambda some, without: drafting if without is None else drafting.without(without)
+
+
+def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) -> Drafting:
+    speculative = SpeculativeConfig(
+        budget=evidence.nodes,
+        prompt_lookup_max=evidence.speculative.prompt_lookup_max,
+        prompt_lookup_min=shortest,
+    )
+    parts = Parts(None, None, speculative)  # type: ignore[arg-type]  # it reads nothing of the target
+    drafter = build_drafter(registry.drafters.spec(name), parts)
+    if isinstance(drafter, SuffixDrafter):
+        drafter = SuffixDrafter(drafter.longest, drafter.shortest, successors=evidence.successors)
+    done = replay(drafter, evidence.texts, budget)
+    return Drafting(done.rounds, 0.0, done.seconds_per_round)
+
+
+def fixed_lookup(evidence: Evidence, name: str) -> Fixed:
+    """The best fixed budget by batch size, and the shortest match: for engines that do not weigh costs."""
+    lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+    found = [
+        replace(
+            _best_fixed(
+                evidence,
+                {length: _replayed(evidence, name, Budget(length, length), shortest) for length in lengths},
+            ),
+            shortest=shortest,
+        )
+        for shortest in _SHORTEST
+    ]
+    return max(found, key=lambda fixed: fixed.gains[1])
+
+
+def _best_fixed(evidence: Evidence, tried: Mapping[int, Drafting]) -> Fixed:
+    """Of what was tried by length, the best at every batch size."""
+    lengths, gains = {}, {}
+    for batch in BATCHES:
+        found = {
+            length: estimate(drafting, evidence.texts, evidence.costs, batch)
+            for length, drafting in tried.items()
+        }
+        lengths[batch] = max(found, key=found.__getitem__)
+        gains[batch] = found[lengths[batch]]
+    return Fixed(lengths, gains)
+
+
+def spread(found: Spread) -> dict[str, float | None]:
+    """A figure and its interval as plain JSON values; null where there is no interval."""
+    low, high = interval_of(found) or (None, None)
+    return {"value": round(found.value, 4), "low": low, "high": high}

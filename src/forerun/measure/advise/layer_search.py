@@ -1,0 +1,199 @@
+"""`forerun layers search`: which layers of a model draft best for it on a user's prompts.
+
+Early exits are tried first, up to fifteen. Then each attention and each MLP is left out alone, which ranks them; the
+least missed are left out together, more and more of them; and from the best of these, single ones are exchanged at
+random until the time is up. Candidates are compared by the speed that they would have here: what would be accepted
+(`layer_windows`) and what passes cost. (Draft & Verify searches skip sets by Bayesian optimisation, SWIFT
+online.)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from forerun.api.llm import LLM
+from forerun.control.cost import CostModel
+from forerun.core.errors import InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.drafters.model.layer_skip import LayerPlan, draft_part, read_plan
+from forerun.measure.advise.layer_windows import Shares, Window, cut_windows, gains, release, survivals
+from forerun.measure.bench.contenders import load
+from forerun.measure.bench.run import tokenise
+from forerun.measure.bench.settings import Settings
+from forerun.measure.bench.suites import load_suite
+from forerun.measure.machine import machine_facts
+from forerun.models.base import Target
+from forerun.models.layer_subset import LayerSubset
+
+FEW = 24  # windows that rank single sublayers
+MOST = 96  # windows that candidates are compared on
+STEPS = 15  # sizes of skip sets, and early exits, that are tried
+
+Sublayer = tuple[str, int]  # "attention" or "mlp", and the layer
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A subset and what it would do."""
+
+    layers: LayerSubset
+    survivals: tuple[float, ...]
+    gains: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        return max(self.gains)
+
+    @property
+    def depth(self) -> int:
+        return 1 + self.gains.index(self.gain)
+
+    def as_document(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "accepted": [round(share, 4) for share in self.survivals],
+            "depth": self.depth,
+            "tokens_per_round": round(1.0 + sum(self.survivals[: self.depth]), 3),
+            "predicted_speedup": round(self.gain, 3),
+        }
+
+
+class Judge:
+    """Measures candidates on windows, each once."""
+
+    def __init__(self, target: Target, windows: Sequence[Window], cost: CostModel) -> None:
+        shared = target.shared()
+        if shared is None or shared.config is None or shared.partial is None:
+            raise InvalidInput("the layers of this target cannot run apart; `layer_skip` cannot draft for it")
+        self.target, self.windows, self.cost = target, windows, cost
+        self.shares, self.layers = Shares.of(shared.config), shared.config.layers
+        self.tried: dict[LayerSubset, Candidate] = {}
+
+    def measure(self, plan: LayerPlan, windows: Sequence[Window] | None = None) -> Candidate:
+        reached = survivals(draft_part(self.target, plan), self.windows if windows is None else windows)
+        return Candidate(plan.layers, reached, gains(plan.layers, reached, self.shares, self.cost))
+
+    def judge(self, layers: LayerSubset) -> Candidate:
+        if layers not in self.tried:
+            self.tried[layers] = self.measure(LayerPlan(layers))
+        return self.tried[layers]
+
+    def best(self) -> Candidate:
+        """Of those that leave something out: the whole target drafts all right, and at the target's own cost."""
+        parts = [one for one in self.tried.values() if one.layers.sublayers < 2 * self.layers]
+        return max(parts, key=lambda candidate: candidate.gain)
+
+
+def search(judge: Judge, seconds: float, seed: int = 0) -> Candidate:
+    """The best candidate that was found in about so many seconds; early exits are tried in any case."""
+    started, rng = perf_counter(), random.Random(seed)
+
+    def has_time() -> bool:
+        return perf_counter() - started < seconds
+
+    for end in sizes(judge.layers):
+        judge.judge(LayerSubset(end))
+    ranked = rank(judge, has_time)
+    for size in sizes(len(ranked)):
+        if not has_time():
+            break
+        judge.judge(without(judge.layers, ranked[:size]))
+    while has_time():
+        judge.judge(neighbour(judge.best().layers, judge.layers, rng))
+    return judge.best()
+
+
+def rank(judge: Judge, has_time: Callable[[], bool]) -> list[Sublayer]:
+    """Sublayers, those that are missed least first; those that there was no time for come last."""
+    missed: dict[Sublayer, float] = {}
+    for sublayer in sublayers(judge.layers):
+        if not has_time():
+            break
+        alone = without(judge.layers, [sublayer])
+        few = judge.measure(LayerPlan(alone), judge.windows[:: max(1, len(judge.windows) // FEW)])
+        missed[sublayer] = -sum(few.survivals)
+    return sorted(sublayers(judge.layers), key=lambda one: missed.get(one, 1.0))
+
+
+def sublayers(layers: int) -> Iterator[Sublayer]:
+    for layer in range(layers):
+        yield "attention", layer
+        yield "mlp", layer
+
+
+def sizes(count: int) -> list[int]:
+    """How many of these to try: from few to nearly all, evenly."""
+    return sorted({min(count - 1, max(1, round(count * i / (STEPS + 1)))) for i in range(1, STEPS + 1)})
+
+
+def without(layers: int, some: Sequence[Sublayer]) -> LayerSubset:
+    """All layers but for some sublayers."""
+    kinds = ("attention", "mlp")
+    attentions, mlps = (frozenset(layer for kind, layer in some if kind == name) for name in kinds)
+    return LayerSubset(layers, without_attention=attentions, without_mlp=mlps)
+
+
+def neighbour(layers: LayerSubset, count: int, rng: random.Random) -> LayerSubset:
+    """The same with one sublayer more, one less, or one exchanged for another; an early exit becomes a skip set."""
+    skipped = {("attention", i) for i in layers.without_attention} | {("mlp", i) for i in layers.without_mlp}
+    skipped |= {one for one in sublayers(count) if one[1] >= layers.end}
+    run = sorted(set(sublayers(count)) - skipped)
+    move = rng.choice(("more", "less", "other"))
+    if move != "less" and len(run) > 1:
+        skipped.add(rng.choice(run))
+    if move != "more" and skipped:
+        skipped.discard(rng.choice(sorted(skipped)))
+    return without(count, sorted(skipped))
+
+
+def run_search(settings: Settings, seconds: float) -> LayerPlan:
+    """Search on a model and prompts; what was measured goes with the plan."""
+    judge, facts = _prepare(settings)
+    found = search(judge, seconds, settings.seed)
+    release(judge.target, judge.windows)
+    notes = {**facts, "candidates": len(judge.tried), **found.as_document()}
+    return LayerPlan(found.layers, notes=notes)
+
+
+def run_measure(settings: Settings, given: str) -> dict[str, Any]:
+    """What a plan, or the first so many layers, would do on a model and prompts."""
+    judge, facts = _prepare(settings)
+    found = judge.measure(read_plan(given, judge.layers))
+    release(judge.target, judge.windows)
+    return {**facts, "draft_layers": given, **found.as_document()}
+
+
+def count_layers(model: str) -> int:
+    """Of a checkpoint, without loading it."""
+    from forerun.models.config import DecoderConfig
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    return DecoderConfig.from_hf(open_checkpoint(model).config).layers
+
+
+def _prepare(settings: Settings) -> tuple[Judge, dict[str, Any]]:
+    """Load, write the prompts greedily, and cut windows from the texts."""
+    items = load_suite(settings.suite, settings.tasks, settings.limit)
+    llm, cost = load(settings)
+    texts = _write(llm, settings, [prompt.ids for prompt in tokenise(llm, items, settings)])
+    windows = cut_windows(llm.engine.target, texts, MOST)
+    if not windows:
+        raise InvalidInput("the texts are too short to look at; give other prompts, or raise --max-tokens")
+    machine = machine_facts()
+    facts = {
+        "model": settings.model, "prompts": len(items), "windows": len(windows),
+        **{key: machine[key] for key in ("date", "commit", "cpu")},
+    }  # fmt: skip
+    return Judge(llm.engine.target, windows, cost), facts
+
+
+def _write(
+    llm: LLM, settings: Settings, prompts: Sequence[Sequence[int]]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    params = SamplingParams(max_tokens=settings.max_tokens)
+    done = llm.generate([list(ids) for ids in prompts], params, drafter="none")
+    return [(ids, one.token_ids) for ids, one in zip(prompts, done, strict=True)]

@@ -1,0 +1,83 @@
+"""Measure a profile on this machine: a short batch sweep of the real engine, plain and with its drafter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from statistics import fmean
+
+from forerun.api.llm import LLM
+from forerun.core.params import SamplingParams
+from forerun.measure.bench.batches import PLAIN, Call, Setup, Sweep, Text
+from forerun.measure.bench.suites import load_suite
+from forerun.measure.machine import is_busy, load_average, machine_facts
+from forerun.measure.plan.contention import Contention
+from forerun.measure.plan.profile import Point, Profile, points_of
+
+PROMPTS = 8
+PER_PLACE = 2  # texts for each place in a batch
+
+
+def setups_for(llm: LLM) -> dict[str, Setup]:
+    """Plain, and the default drafter as the controller has it."""
+    name = llm.engine.default_drafter
+    return {PLAIN: Setup("none"), f"{name}, adaptive": Setup(name)}
+
+
+class QuietSweep(Sweep):
+    """A batch sweep in the time that it would take with the cores to itself, where the system tells that."""
+
+    def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
+        contention = Contention()
+        call = super().write(setup, batch, prompts, params)
+        slower = contention.slowdown()
+        call.marks = [(call.started + (at - call.started) / slower, new) for at, new in call.marks]
+        call.parts = {part: spent / slower for part, spent in call.parts.items()}
+        return call
+
+
+def measure(
+    llm: LLM,
+    *,
+    batches: Sequence[int] = (1, 2, 4, 8),
+    max_tokens: int = 48,
+    repeats: int = 1,
+) -> Profile:
+    """Times of this model, here and now; about a minute on a small model and a quiet machine."""
+    busy = is_busy(load_average(), 1)
+    sweep = QuietSweep(llm.engine, prompts_of(llm), max_tokens)
+    size, found = llm.engine.max_batch, list[tuple[Point, ...]]()
+    try:
+        for _ in range(repeats):
+            rows = sweep.measure(setups_for(llm), batches, lambda batch: max(PROMPTS, PER_PLACE * batch))
+            found.append(points_of(rows))
+    finally:
+        llm.engine.max_batch = size
+    facts = machine_facts()
+    machine = str(facts.get("gpu") or facts.get("cpu") or "this machine")
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    waits = ", in which threads' waits for a core are taken out" if busy else ""
+    source = (
+        f"measured here, {when}, commit {facts.get('commit')}, {'busy' if busy else 'quiet'} machine{waits}"
+    )
+    return Profile(machine, llm.name, source, tuple(map(_mean, *found)) if repeats > 1 else found[0])
+
+
+def _mean(*same: Point) -> Point:
+    """Several measurements of one point as one."""
+    return replace(
+        same[0],
+        decode_seconds=fmean(point.decode_seconds for point in same),
+        prompt_seconds=fmean(point.prompt_seconds for point in same),
+        tokens_per_round=fmean(point.tokens_per_round for point in same),
+        error=max(point.error for point in same) / math.sqrt(len(same)),
+    )
+
+
+def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
+    """Prompts of all tasks of the default suite, as tokens."""
+    items = load_suite(None)
+    chosen = [items[i * len(items) // count] for i in range(min(count, len(items)))]
+    return [tuple(llm.tokenizer.chat_ids(list(item.messages), True)) for item in chosen]

@@ -1,0 +1,184 @@
+"""The model behind a server, wherever its engine runs: texts as they grow, how busy it is, whether it still works.
+
+`thread` has the engine in this process, `process` in one of its own, `forerun.server.cluster` in many. No torch here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal
+
+from forerun.api.completion import Completion
+from forerun.core import registry
+from forerun.core.errors import ForerunError
+from forerun.core.request import Event
+from forerun.engine.stats import Form
+from forerun.heads import heads_in_the_box
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
+
+
+Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
+CLOSING = 2.0  # seconds that a round may still take when its engine is to end
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is doing now, and what it has done since it was started."""
+
+    running: int
+    waiting: int
+    used_slots: int
+    cached_slots: int
+    slots: int | None  # that there can be; None = no limit
+    read: int  # tokens of prompts
+    reused: int  # of these, found in the prefix cache
+    preemptions: int
+    rounds: int  # of the engine; `forms` has those of its sequences
+    tokens: int
+    drafted: int
+    accepted: int
+    forms: Mapping[Form, int]
+    reached: Sequence[int]  # rounds of sequences whose draft reached depth 1, 2, ...
+    kept: Sequence[int]  # of these, those whose accepted path did
+    seconds: Mapping[str, float]  # by part of a round
+
+    @property
+    def sequence_rounds(self) -> int:
+        return sum(self.forms.values())
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=False) if reached]
+
+
+class EngineHangs(ForerunError):
+    """There was work, and the engine made no progress."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine makes no progress; the request was given up")
+
+
+class EngineError(Exception):
+    """An unexpected error in an engine of another process: its kind and its message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an error's class, wherever it was raised."""
+    return error.kind if isinstance(error, EngineError) else type(error).__name__
+
+
+class ProgressWatch:
+    """Sees whether an engine that has work gets on with it."""
+
+    def __init__(self) -> None:
+        self._seen, self._since, self._had_work = (-1, 0), monotonic(), False
+
+    def stands_still(self, progress: tuple[int, int], has_work: bool, patience: float) -> bool:
+        """Was there work but no progress for so many seconds? To be called often."""
+        if progress != self._seen or not (has_work and self._had_work):
+            self._seen, self._since = progress, monotonic()
+        self._had_work = has_work
+        return monotonic() - self._since > patience
+
+
+class Backend(ABC):
+    """A model that writes texts. Made inside the event loop that uses it."""
+
+    tokenizer: Tokenizer
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def has_encoder(self) -> bool:
+        """Is a prompt what an encoder reads? Then it takes no room in the context of the text."""
+
+    @property
+    @abstractmethod
+    def max_batch(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def drafter(self) -> str: ...
+
+    @cached_property
+    def drafters(self) -> list[str]:
+        """What a request may name without a checkpoint of its own: the server's first."""
+        plain = [spec.name for spec in registry.drafters.specs() if spec.needs == "nothing"]
+        heads = [head.drafter for head in heads_in_the_box() if head.vocab_size in (None, self.vocab_size)]
+        return list(dict.fromkeys([self.drafter, *heads, *plain]))
+
+    @abstractmethod
+    def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
+        """An Event per round as the text grows, then its Completion; leaving it early aborts it.
+
+        Without `every_round` only the event of the first round comes before the Completion, at the least.
+        """
+
+    @abstractmethod
+    async def refresh(self) -> None:
+        """Have `load`, `cpu_seconds` and what is known of its health be as of now, as far as it answers."""
+
+    @abstractmethod
+    def load(self) -> Load: ...
+
+    @abstractmethod
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far, by thread; asked by the front's."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it runs."""
+
+    @property
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Why the engine cannot answer; None while it can."""
+
+    @property
+    @abstractmethod
+    def lost_process(self) -> str | None:
+        """Which of the processes that the model is split over has ended; None where all run, or there is but one."""
+
+    @abstractmethod
+    def looks_hung(self, patience: float) -> bool:
+        """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """All waiting requests get an error, and no new ones are served."""
+
+    @abstractmethod
+    async def swap_head(self, folder: Path) -> None:
+        """Draft with the head in this folder from now on; raises, and changes nothing, where it cannot be used."""
+
+    @abstractmethod
+    async def restart(self) -> Restarted:
+        """Start a new engine in place of one that has ended."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine; all waiting requests get an error."""
+
+
+def why_ended(failure: BaseException) -> str:
+    """What `/health` says of an engine that has ended: of unexpected errors only their kind."""
+    return f"the engine ended: {failure if isinstance(failure, ForerunError) else kind_of(failure)}"

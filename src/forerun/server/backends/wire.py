@@ -1,0 +1,161 @@
+"""Requests, events, endings and errors as plain values that a Channel carries, and back. No torch here.
+
+What an engine made is turned into Python's own numbers: they may be a library's, which would arrive as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, astuple, dataclass, fields
+from typing import Any, NamedTuple
+
+from forerun.api.completion import Completion, Ended
+from forerun.core import errors
+from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.params import SamplingParams
+from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
+from forerun.engine.stats import RoundCounts
+from forerun.models.load.tokenizer import TokenizerParts
+from forerun.server.backends.base import EngineError, Load
+
+Packed = tuple[Any, ...]
+_DEFAULTS = {
+    each.name: each.default if each.default_factory is MISSING else each.default_factory()
+    for each in fields(SamplingParams)
+}
+
+
+def pack_request(request: Request) -> Packed:
+    """Of its parameters those that are not the default."""
+    params = {
+        name: value
+        for name, default in _DEFAULTS.items()
+        if (value := getattr(request.params, name)) != default
+    }
+    if "processors" in params:
+        raise InvalidInput("processors cannot leave this process; serve from a thread (--front thread)")
+    budget = None if request.budget is None else astuple(request.budget)
+    rest = request.drafter, request.verifier, budget, request.shows_rejected, request.cache_salt
+    return (request.prompt, params, *rest)
+
+
+def unpack_request(packed: Packed) -> Request:
+    prompt, params, drafter, verifier, budget, shows_rejected, cache_salt = packed
+    own = None if budget is None else Budget(*budget)
+    return Request(prompt, SamplingParams(**params), drafter, verifier, own, shows_rejected, cache_salt)
+
+
+def has_structure(packed: Packed) -> bool:
+    """Must a grammar be compiled for it?"""
+    return "response_format" in packed[1]
+
+
+def pack_event(event: Event) -> Packed:
+    """All but whose it is, and its error, which ends the text and comes by itself."""
+    entries = _pack_logprobs(event.logprobs) if event.logprobs else ()
+    branches = tuple(map(_pack_branch, event.rejected)) if event.rejected else ()
+    return (*map(int, event.tokens),), int(event.accepted), event.text, event.finished, entries, branches
+
+
+def unpack_event(key: int, packed: Packed) -> Event:
+    tokens, accepted, text, finished, entries, branches = packed
+    if not entries and not branches:
+        return Event(key, tokens, accepted, text, (), finished)
+    rejected = tuple(Branch(*each) for each in branches)
+    return Event(key, tokens, accepted, text, tuple(_logprobs(entries)), finished, None, rejected)
+
+
+def pack_ended(ended: Ended) -> Packed:
+    """All but its log-probabilities: the events have them, and for a long text they are many."""
+    plain = ended._asdict()
+    plain["token_ids"] = [*map(int, ended.token_ids)]
+    plain["rounds"] = [(*map(int, counts[:4]), counts.seconds) for counts in ended.rounds]
+    plain["logprobs"] = []
+    return tuple(plain.values())
+
+
+def unpack_ended(packed: Packed, logprobs: Sequence[TokenLogprob] = ()) -> Completion:
+    """`logprobs` are those of the text's events."""
+    ended = Ended(*packed)
+    rounds = [RoundCounts(*each) for each in ended.rounds]
+    return ended._replace(rounds=rounds, logprobs=[*logprobs]).completion()
+
+
+def _pack_branch(branch: Branch) -> Packed:
+    return int(branch.after), (*map(int, branch.tokens),)
+
+
+def _pack_logprobs(entries: Iterable[TokenLogprob]) -> Packed:
+    return tuple(
+        (
+            int(each.token),
+            float(each.logprob),
+            tuple((int(one.token), float(one.logprob)) for one in each.top),
+        )
+        for each in entries
+    )
+
+
+def _logprobs(packed: Iterable[Any]) -> Iterable[TokenLogprob]:
+    return (
+        TokenLogprob(token, logprob, tuple(TokenLogprob(*one) for one in top))
+        for token, logprob, top in packed
+    )
+
+
+def pack_error(error: BaseException) -> Packed:
+    """Our own errors by class; others by name: the class may be of a library that the front has not loaded."""
+    if isinstance(error, ForerunError):
+        ours = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return ours.__name__, str(error), True
+    if isinstance(error, TypeError | ValueError):  # options that no engine takes
+        return InvalidInput.__name__, str(error), True
+    return type(error).__name__, str(error), False
+
+
+def unpack_error(packed: Packed) -> Exception:
+    name, message, is_ours = packed
+    known = vars(errors).get(name) if is_ours else None
+    if isinstance(known, type) and issubclass(known, ForerunError):
+        return known(message)
+    return EngineError(name, message)
+
+
+class Report(NamedTuple):
+    """What an engine's process says of itself when it is asked."""
+
+    load: Load
+    engine_seconds: float  # CPU time of the engine's thread
+    process_seconds: float  # and of the whole process
+    progress: tuple[int, int]
+    drafter: str
+    lost_process: str | None
+
+    def packed(self) -> Packed:
+        return (astuple(self.load), *self[1:])
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Report:
+        return cls(Load(*packed[0]), *packed[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while an engine's process runs."""
+
+    vocab_size: int
+    max_length: int
+    max_batch: int
+    has_encoder: bool
+    tokenizer: TokenizerParts
+    report: Report
+
+    def packed(self) -> Packed:
+        plain = self.vocab_size, self.max_length, self.max_batch, self.has_encoder
+        return *plain, tuple(self.tokenizer), self.report.packed()
+
+    @classmethod
+    def unpacked(cls, packed: Packed) -> Facts:
+        vocab_size, max_length, max_batch, has_encoder, tokenizer, report = packed
+        parts = TokenizerParts(*tokenizer)
+        return cls(vocab_size, max_length, max_batch, has_encoder, parts, Report.unpacked(report))

@@ -1,0 +1,1 @@
+"""The server over several replicas, as a Ray Serve application."""

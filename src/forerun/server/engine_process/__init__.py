@@ -1,8 +1,0 @@
-"""The engine of a server in a process of its own, so that HTTP and rounds do not share an interpreter.
-
-    forerun serve                                 the front: HTTP, tokenizer, answers; the process to signal
-    └── python -m forerun.server.engine_process   the engine: model, KV cache, rounds; ends with the front
-
-Between them is a pair of sockets. The front sends what came within one turn of its event loop (texts to write, texts to
-drop) as one message, the engine sends what one round added to all texts as one message.
-"""
