@@ -26,10 +26,6 @@ MODULES = sorted([*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")])
 CROWDED = {
     "src/forerun/cli": 32,
     "src/forerun/control": 26,
-    "src/forerun/models": 21,
-    "src/forerun/models/cuda": 36,
-    "src/forerun/models/load": 24,
-    "src/forerun/models/native/c": 39,
     "src/forerun/server": 24,
     "src/forerun/train": 23,
 }

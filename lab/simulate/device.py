@@ -14,8 +14,8 @@ from time import perf_counter, sleep
 import torch
 
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.base import SharedWeights
+from forerun.models.slots import UnpagedTarget
 from forerun.verify.greedy import greedy_verdict
 
 NEVER_COMES = 0  # what the target would say behind a draft that is wrong

@@ -2,7 +2,7 @@
 
 Passes take t(rows), rounded up to the sizes that passes have there; drafts and the head's reading of prompts take their
 own time in the same stream; the host's work takes time too, and is hidden while the device is busy. What goes into a
-pass is decided by the code that decides it on a GPU (forerun.models.cuda.chunks), and rounds are launched before the
+pass is decided by the code that decides it on a GPU (forerun.models.cuda.plan), and rounds are launched before the
 last was read by the real engine (forerun.engine.engine). How many tokens of a tree are accepted is drawn.
 """
 
@@ -30,9 +30,8 @@ from forerun.core.types import (
 )
 from forerun.drafters.base import BaseDrafter, lone_roots
 from forerun.drafters.device.eagle_plan import FORMS, ROOM, bucket_of, forms_for
-from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
-from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.shared import SharedWeights
+from forerun.models.base import SharedWeights
+from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from lab.simulate.device import CountedTokens, next_roots
 from lab.simulate.menu import level_rate
 from lab.simulate.speeds import SimulatedForms, Speeds

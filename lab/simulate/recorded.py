@@ -30,7 +30,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
 from forerun.models.base import ON_GPU
-from forerun.models.cuda.chunks import beside_trees
+from forerun.models.cuda.plan import beside_trees
 from forerun.verify.greedy import greedy_verdict
 from lab.simulate.gpu import SimulatedClock, SimulatedGPU, SimulatedHead
 from lab.simulate.speeds import Speeds

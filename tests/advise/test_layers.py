@@ -20,8 +20,8 @@ from forerun.control.cost import CostModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import LayerPlan, read_plan
+from forerun.models.base import LayerSubset
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from tests.exactness.harness import run
 from tests.measure.conftest import Letters
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
