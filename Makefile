@@ -82,7 +82,7 @@ LISTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["pr
 
 # the package is built while the others are fetched and unpacked, which is work for one core; pip alone would build it
 # after it has resolved them all
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*.[ch] src/forerun/models/native/c/*/*.[ch])
 	@echo "setting up $(VENV): torch, the other packages and the C kernels; this takes minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c '$(LISTS); print(*project["dependencies"], *extras["serve"], sep="\n")' > $(VENV)/needed.txt

@@ -48,8 +48,9 @@ setup(
     ext_modules=[
         Extension(
             "forerun.models.native._native",
-            sources=sorted(str(file) for file in NATIVE.glob("*.c")),
-            depends=sorted(str(file) for file in NATIVE.glob("*.h")),
+            sources=sorted(str(file) for file in NATIVE.rglob("*.c")),
+            include_dirs=[str(NATIVE)],
+            depends=sorted(str(file) for file in NATIVE.rglob("*.h")),
             extra_compile_args=[
                 "-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread",
             ],

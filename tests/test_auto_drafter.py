@@ -22,7 +22,7 @@ from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.engine.engine import Engine
 from forerun.models.base import ON_GPU
-from forerun.models.load.opening import opening_of
+from forerun.models.load.tokenizer import opening_of
 from forerun.testing import FakeSeq, TableLM
 from tests.gpu.test_hybrid_following import counting_target
 

@@ -15,7 +15,7 @@ NOT_OURS = {
     "models/hf/check.py": 3,
     "models/hf/target.py": 6,
     "models/load/gguf.py": 1,
-    "models/native/cores.py": 1,
+    "models/native/library.py": 1,
     "params.py": 1,
     "prompts.py": 3,
     "train/provenance.py": 1,

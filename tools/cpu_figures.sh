@@ -41,7 +41,7 @@ machine() {
 
 siblings() { cat "/sys/devices/system/cpu/cpu$1/topology/thread_siblings_list" 2>/dev/null || echo "$1"; }
 
-compile() { # what setup.py does, by hand: all of *.c into one library
+compile() { # what setup.py does, by hand: all C files into one library
   local objects=() flags=(-O3 -g0 -std=gnu11 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -fPIC)
   local folder pids=() pid
   if "$PYTHON" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$PWD/$LIBRARY" 2>/dev/null &&
@@ -50,9 +50,9 @@ compile() { # what setup.py does, by hand: all of *.c into one library
     return
   fi
   folder=$(mktemp -d)
-  for source in src/forerun/models/native/c/*.c; do
+  for source in src/forerun/models/native/c/{,*/}*.c; do
     objects+=("$folder/$(basename "$source").o")
-    "${CC:-gcc}" "${flags[@]}" -c "$source" -o "${objects[-1]}" & pids+=($!)
+    "${CC:-gcc}" "${flags[@]}" -I src/forerun/models/native/c -c "$source" -o "${objects[-1]}" & pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || return 1; done
   "${CC:-gcc}" -shared -pthread "${objects[@]}" -lm -o "$LIBRARY.new" && mv "$LIBRARY.new" "$LIBRARY" && ls -l "$LIBRARY"

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from forerun.core.errors import UnsupportedModel
-from forerun.models.config import DecoderConfig
-from forerun.models.config_defaults import FAMILIES
+from forerun.models.config import FAMILIES, DecoderConfig
 from forerun.models.cuda.network import check_supported
-from forerun.models.cuda.packed import _LARGEST
+from forerun.models.cuda.weights import _LARGEST
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native.target import NativeDecoder
 from forerun.train.network import is_plain

@@ -19,8 +19,7 @@ from forerun.core import registry
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
-from forerun.models.config import DecoderConfig
-from forerun.models.config_defaults import FAMILIES
+from forerun.models.config import FAMILIES, DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.load import gguf_families
 from forerun.models.load.catalog import known_models

@@ -24,9 +24,9 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.measure.bench.batches import SIZES, parse_batches
 from forerun.measure.report.plots import load_pyplot
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plan import ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from lab.batch_report import read_rival, show_batches

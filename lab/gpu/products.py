@@ -2,7 +2,7 @@
 
 A product is timed with everything fused into it (norms, residuals, rotary positions, the write to the KV cache),
 over the weights of several layers in turn, so that none is found in the cache. `sweep` tries other tiles than the
-ones in `models/cuda/wide.py`.
+ones in `models/cuda/steps/wide.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.fused import FusedSteps
 from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES, Size
+from forerun.models.cuda.steps.fused import FusedSteps
+from forerun.models.cuda.steps.wide import WideTile, choose_wide
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.wide import WideTile, choose_wide
 from lab.gpu.rounds import seconds_of
 
 LAYERS = 4  # whose weights are read in turn

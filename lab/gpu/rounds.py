@@ -23,8 +23,8 @@ from forerun.drafters.device.eagle_plan import DraftMenu
 from forerun.drafters.device.fusion import make_net
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, expected_shapes
 from forerun.drafters.heads.formats import DraftVocabulary
-from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.testing import FakeSeq
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import greedy_verdict

@@ -242,7 +242,7 @@ def inflate(
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write a Hugging Face folder with the checkpoint's function at a larger shape; `progress` counts weights."""
-    from forerun.models.load.tensor_file import write_tensors
+    from forerun.models.load.weights import write_tensors
 
     weights = InflatedWeights(checkpoint.config, checkpoint.weights, shape, dtype=dtype)
     folder.mkdir(parents=True, exist_ok=True)

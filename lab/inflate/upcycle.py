@@ -18,10 +18,10 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.types import Needs, PlainSeq
+from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import rms_norm
 
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight")

@@ -20,10 +20,9 @@ from torch import Tensor
 from forerun.core.offer import Form
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
 from forerun.drafters.device.eagle_plan import FORMS
-from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
-from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.base import SharedWeights
+from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
+from forerun.models.slots import UnpagedTarget
 from forerun.verify.greedy import greedy_verdict
 from lab.simulate.speeds import Speeds, draw_accepted
 

@@ -38,7 +38,7 @@ from forerun.measure.bench.settings import Cell, Settings
 from forerun.measure.bench.suites import TASKS, Item, load_suite
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.models.load.opening import opening_of
+from forerun.models.load.tokenizer import opening_of
 from lab.inflate.loading import INFLATED, OWN
 from lab.inflate.model import PRESETS
 from lab.runner import Document, Run, picture, share

@@ -27,7 +27,7 @@ from forerun.drafters.device.eagle_plan import (
     plan_draft,
 )
 from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
 from forerun.models.paged import Ints
 

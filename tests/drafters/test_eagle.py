@@ -15,7 +15,7 @@ from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
-from forerun.models.shared import SharedWeights
+from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.eagle_network import EagleModule
 from forerun.train.recipes.scaling import Sizes, fold

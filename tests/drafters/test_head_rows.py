@@ -24,7 +24,7 @@ from forerun.drafters.heads.base import (
 from forerun.drafters.heads.eagle_head import HeadCache
 from forerun.drafters.heads.hydra import HydraDrafter
 from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
-from forerun.models.shared import SharedWeights
+from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from tests.drafters.rounds import observe_prompts
 from tests.drafters.tiny_heads import eagle_config, heads_config, heads_weights

@@ -15,8 +15,8 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, default_plan, read_plan, write_plan
 from forerun.engine.engine import Engine
+from forerun.models.base import LayerSubset
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from forerun.testing import TableLM
 from tests.exactness.harness import Letters, run
 from tests.models.test_partial import KINDS, LAYERS, SKIPPED, decoder_of

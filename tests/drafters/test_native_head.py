@@ -18,10 +18,10 @@ from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
 from forerun.drafters.heads.eagle_native import Bits, NativeHead, NativeRunner, NativeSteps
+from forerun.models.base import SharedWeights
 from forerun.models.native import head_library
 from forerun.models.native import library as native
 from forerun.models.native.packing import unpack_rows
-from forerun.models.shared import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights

@@ -18,8 +18,7 @@ from forerun.drafters.heads.growth import grow
 from forerun.drafters.lookup import suffix_table as successors
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import AFTER_MISS, KEPT, MANY, STALE, TREE, Fill, Successors
-from forerun.models.load.opening import opening_of, tokens_before_an_answer
-from forerun.models.load.tokenizer import Tokenizer
+from forerun.models.load.tokenizer import Tokenizer, opening_of, tokens_before_an_answer
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
 from tests.control.simulate.history import Text

@@ -56,7 +56,7 @@ def test_spaces_bytes_and_ends_correspond_however_they_are_spelt() -> None:
 
 
 def test_every_byte_has_a_spelling_and_no_two_the_same() -> None:
-    from forerun.models.load.token_bytes import _byte_of
+    from forerun.models.load.tokenizer import _byte_of
 
     assert sorted(_byte_of().values()) == list(range(256))
     assert _byte_of()[SPACE] == 0x20

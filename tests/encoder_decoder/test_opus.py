@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.models.load.catalog import cache_folder
-from forerun.models.load.known_folders import find_folder
+from forerun.models.load.catalog import cache_folder, find_folder
 from lab.translate import OWN, PEER, alternate, our_contender, peer_contender
 
 pytestmark = [pytest.mark.extra, pytest.mark.slow]

@@ -173,7 +173,7 @@ def layer_skip_scene(folder: Path) -> Scene:
     return Scene(
         engine,
         lambda: not_free(target) + len(target.begun) + len(drafter.draft._chains),
-        ("forerun.drafters", "forerun.models.partial", "forerun.models.begun", "forerun.models.decoder"),
+        ("forerun.drafters", "forerun.models.partial", "forerun.models.partial", "forerun.models.decoder"),
         unbounded(target),
     )
 

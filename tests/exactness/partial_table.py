@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
-from forerun.models.layer_subset import LayerSubset
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.base import LayerSubset, SharedWeights
+from forerun.models.slots import UnpagedTarget
 from forerun.testing.doubles import TableLM, path_to, tree_of
 
 LAYERS = 6

@@ -13,9 +13,9 @@ from forerun.engine.round import Timeline
 from forerun.engine.routing import DrafterPool
 from forerun.models.cuda import target as target_module
 from forerun.models.cuda.after_pass import AfterPass
-from forerun.models.cuda.chunks import rows_of
-from forerun.models.cuda.grown import GrownBuffers
+from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.plain_rounds import PlainResults
+from forerun.models.cuda.plan import rows_of
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import PagedKV
 from forerun.models.pages import PagePool

@@ -16,8 +16,8 @@ from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDraf
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind
 from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import eagle_config, eagle_weights, mtp_weights
 

@@ -15,7 +15,7 @@ from forerun.core.tree import topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
-from forerun.models.cuda.sharing import Sharing, programs_for
+from forerun.models.cuda.steps.tiles import Sharing, programs_for
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from tests.gpu.tiny import where_kernels_run
@@ -126,7 +126,7 @@ def attend(
     plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, exact: Size | None = None
 ) -> Tensor:
     """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
-    from forerun.models.cuda.attention import Attention
+    from forerun.models.cuda.steps.attention import Attention
 
     device, reach = queries.device, split_start(plan.size.splits) - MAX_ROWS - 1
     config = DecoderConfig.from_hf(

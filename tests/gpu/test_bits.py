@@ -98,7 +98,7 @@ def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch
 def test_wide_products_have_the_bits_of_narrow_ones(name: str) -> None:
     """And would not have them in another order of sums."""
     need_cuda()
-    from forerun.models.cuda.fused import FusedSteps
+    from forerun.models.cuda.steps.fused import FusedSteps
     from lab.gpu.products import NAMES, count_differing, fill
 
     target = make_target(name, "cuda", torch.bfloat16, "triton")

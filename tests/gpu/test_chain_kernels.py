@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.core.noise import mixed_seed
 from forerun.core.types import Needs
 from forerun.drafters.device.model_graphs import PADDING, ChainGraphs, Lane
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from tests.gpu.test_following import dtype_on

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.device.model_graphs import PADDING, Lane, complete, plan_chain
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.plan import MAX_ROWS
 
 DEPTH, VOCAB = 4, 50

@@ -21,9 +21,9 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.models.cuda import compiling
-from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.network import one_of_each_kind
+from forerun.models.cuda.steps import compiling
+from forerun.models.cuda.steps.compiling import compile_together
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
 
@@ -58,7 +58,7 @@ class Offline:
         self.compiled[threading.current_thread().name.partition("_")[0]] += 1
 
     def launch(self, width: int = 64, programs: int = 1, up: int | None = None) -> None:
-        from forerun.models.cuda.kernels_rows import normalise
+        from forerun.models.cuda.kernels.rows import normalise
 
         rows = torch.zeros(4, width)
         normalise[(programs,)](rows, rows, rows, 1e-5, WIDTH=width, UP=up or width, PDL=False)
@@ -68,7 +68,7 @@ class Offline:
 def standing_in(cache: Path) -> Iterator[Offline]:
     """The driver without a device in place of the real one, which finds Triton afterwards as it was."""
     knobs, limit = import_module("triton.knobs"), import_module("triton.compiler.compiler").max_shared_mem
-    from forerun.models.cuda.kernels_rows import normalise
+    from forerun.models.cuda.kernels.rows import normalise
 
     found = Offline()
     with pytest.MonkeyPatch.context() as patch:

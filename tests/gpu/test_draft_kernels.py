@@ -34,7 +34,7 @@ from forerun.drafters.device.growth import (
 )
 from forerun.drafters.device.head import append_decided, pick_fused, pick_plainly
 from forerun.models.cuda.after_pass import AfterPass
-from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
 from forerun.testing import FakeSeq
 from tests.drafters.rounds import as_lists

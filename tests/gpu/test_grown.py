@@ -10,7 +10,7 @@ import torch
 from forerun.core.noise import Noise
 from forerun.core.tree import trace
 from forerun.core.types import Needs, Prompts, TreeBatch, TreeForm
-from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
+from forerun.models.cuda.device_trees import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
@@ -144,7 +144,7 @@ def test_ways_lead_from_the_root() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_kernels_do_what_torch_does(seed: int) -> None:
     device = where_kernels_run()
-    from forerun.verify.kernels_greedy import walk_by_kernel
+    from forerun.verify.kernels import walk_by_kernel
 
     rng = random.Random(seed)
     form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, chain=True)

@@ -17,11 +17,11 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, write_plan
 from forerun.engine.engine import Engine
+from forerun.models.base import LayerSubset
 from forerun.models.cuda import graphs
 from forerun.models.cuda.part import CudaPart
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.layer_subset import LayerSubset
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import Letters, run
@@ -222,7 +222,7 @@ def test_kernels_in_the_interpreter_say_what_torch_says(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     processors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
-    from forerun.models.cuda.fused import FusedSteps
+    from forerun.models.cuda.steps.fused import FusedSteps
 
     found = []
     for kernels in (True, False):

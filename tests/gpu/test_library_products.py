@@ -11,14 +11,14 @@ from torch import Tensor
 from tests.gpu.tiny import make_target, need_cuda
 
 if TYPE_CHECKING:
-    from forerun.models.cuda.fused import FusedSteps
+    from forerun.models.cuda.steps.fused import FusedSteps
 
 pytestmark = pytest.mark.gpu
 
 
 def _steps() -> FusedSteps:
     need_cuda()
-    from forerun.models.cuda.fused import FusedSteps
+    from forerun.models.cuda.steps.fused import FusedSteps
 
     steps = make_target("wide-split", "cuda", torch.bfloat16, "triton").passes.steps
     assert isinstance(steps, FusedSteps)

@@ -20,7 +20,7 @@ QKV, RESIDUAL = 0, 2
 
 def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tensor]:
     device = where_kernels_run()
-    from forerun.models.cuda.kernels_linear import linear
+    from forerun.models.cuda.kernels.linear import linear
 
     numbers = torch.Generator().manual_seed(outputs + mode)
 

@@ -20,11 +20,11 @@ from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.cuda.network import Run, check_supported
-from forerun.models.cuda.packed import WeightKind, pack, times
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.moe import route
+from forerun.models.cuda.weights import WeightKind, pack, times
+from forerun.models.layers import route
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run
@@ -228,7 +228,7 @@ def _where() -> torch.device:
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) -> None:
     device, width = _where(), 48
-    from forerun.models.cuda import kernels_experts as kernels
+    from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(rows)
     x, norm = torch.randn(rows, width, device=device), torch.rand(width, device=device) + 0.5
@@ -284,7 +284,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     device = _where()
-    from forerun.models.cuda import kernels_experts as kernels
+    from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(3)
     experts, each, rows, outputs, depth = 4, 2 if gated else 1, 21, 32, 48
@@ -317,7 +317,7 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
 
 def test_combining_kernel() -> None:
     device, width, rows, each, tile = _where(), 48, 6, 3, 16
-    from forerun.models.cuda import kernels_experts as kernels
+    from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(4)
     found, x = torch.randn(rows * each, width, device=device), torch.randn(rows, width, device=device)
@@ -346,7 +346,7 @@ def test_combining_kernel() -> None:
 def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
     """Several threads hold each column of a narrow row; one that read it late added the experts a second time."""
     need_cuda()
-    from forerun.models.cuda import kernels_experts as kernels
+    from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(4)
     rows, each, tile, up = 1024, 2, 16, width
@@ -371,7 +371,7 @@ def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
 def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     """All launches of a layer with experts, padding included."""
     device = _where()
-    from forerun.models.cuda.experts_fused import ExpertBuffers, Left
+    from forerun.models.cuda.steps.experts import ExpertBuffers, Left
 
     rows, tile, dtype = 6, 16, torch.float32 if INTERPRETED else torch.bfloat16
     plain = make_target(name, str(device), dtype, "torch")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun.core.types import Needs, TreeBatch
-from forerun.models.cuda.pass_clock import LAST, PassClock
+from forerun.models.cuda.graphs import LAST, PassClock
 from forerun.testing import FakeSeq
 from tests.gpu.tiny import DEVICES, make_target, need_cuda
 

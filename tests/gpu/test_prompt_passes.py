@@ -15,10 +15,9 @@ from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
-from forerun.models.cuda import chunks
+from forerun.models.cuda import plan as chunks
 from forerun.models.cuda import target as target_module
-from forerun.models.cuda.chunks import beside_trees, fitting_rows
-from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, beside_trees, fitting_rows
 from forerun.models.cuda.target import CudaDecoder
 from tests.gpu.test_following import Forms, make, willing_target
 from tests.gpu.tiny import VOCAB

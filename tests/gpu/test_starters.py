@@ -13,8 +13,7 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.engine.engine import Engine
-from forerun.models.cuda.chunks import beside_trees
-from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.plan import MAX_ROWS, beside_trees
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda

@@ -18,7 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda import graphs
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from tests.gpu.test_following import (
     CHAIN,
     TREE,

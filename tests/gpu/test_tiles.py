@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.models.cuda.tiles import (
+from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     SHARED,
     Tile,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
-from forerun.models.cuda.sharing import Sharing, shared_out, sharing_for
+from forerun.models.cuda.steps.tiles import Sharing, shared_out, sharing_for
 from forerun.testing import random_tree
 from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, attend, found_by_hand, random_numbers
 from tests.gpu.tiny import where_kernels_run
@@ -111,7 +111,7 @@ def test_trees_leave_parts_beside_chunks_that_are_walked(window: int) -> None:
 def test_rows_of_trees_are_found_by_adding_up_parts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the tests above would show a row that nobody finished, and one that was added up from parts without need."""
     where_kernels_run()
-    from forerun.models.cuda.attention import Attention
+    from forerun.models.cuda.steps.attention import Attention
 
     monkeypatch.setattr(Attention, "_combine", lambda *given: None)
     spans = _beside_trees()

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 

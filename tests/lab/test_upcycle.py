@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun.core.errors import InvalidInput, UnsupportedModel
-from forerun.models.moe import Experts
+from forerun.models.layers import Experts
 from lab.inflate.upcycle import UpcycledWeights, make_routers, upcycled_config
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save, score_chain
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, TreeBatch
+from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from forerun.testing import FakeSeq
 from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
 

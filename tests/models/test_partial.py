@@ -10,9 +10,9 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
+from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.native.target import NativeDecoder
 from forerun.models.partial import PartialTarget
 from forerun.testing import FakeSeq

@@ -9,13 +9,12 @@ import torch
 
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.types import Needs, TreeBatch
-from forerun.models.base import Target
+from forerun.models.base import SharedWeights, Target
 from forerun.models.decoder import Decoder
 from forerun.models.hf.target import HFTarget
 from forerun.models.layers import rms_norm
 from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder
-from forerun.models.shared import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from tests.gpu.tiny import VOCAB, make_reference, make_target, weights_of
 

@@ -10,8 +10,8 @@ import tokenizers
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.models.load.catalog import known_models
 from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.gguf import Metadata
 from forerun.models.load.gguf_tokenizer import build_tokenizer
-from forerun.models.load.metadata import Metadata
 from forerun.models.load.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

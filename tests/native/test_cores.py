@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.models.native import cores
+from forerun.models.native import library as cores
 
 
 @pytest.fixture

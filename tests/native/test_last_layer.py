@@ -14,8 +14,8 @@ from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, Scores, TreeBatch
 from forerun.models import decoder as decoder_module
+from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq, random_tree

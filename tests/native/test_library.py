@@ -163,7 +163,7 @@ def test_a_forked_child_starts_its_own_threads() -> None:
 
 
 def _build(compiler: str, flags: list[str], into: Path) -> bool:
-    sources = [str(file) for file in (*CHECKS, *sorted(NATIVE.glob("*.c")))]
+    sources = [str(file) for file in (*CHECKS, *sorted(NATIVE.rglob("*.c")))]
     command = [compiler, *FLAGS, *flags, *sources, "-lm", "-o", str(into)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -8,7 +8,7 @@ import pytest
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.gguf import GgufFile
-from forerun.models.native import memory
+from forerun.models.native import packing as memory
 from forerun.models.native.target import NativeDecoder
 from tests.native.blocks import needs_native
 

@@ -29,14 +29,14 @@ from forerun.core.tree import trace
 from forerun.core.types import Laws, PlainSeq, TreeBatch, Verdict
 from forerun.testing import path_to
 from forerun.verify import sampled
-from forerun.verify.at_once import decide_at_once, drawn_tokens, is_worth_it
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import walk_by_torch
-from forerun.verify.sampled import AT_ONCE, Kinds, SampledTokens, decides_alike, kinds_of
+from forerun.verify.sampled import CHUNK_ENTRIES, Kinds, SampledTokens, decides_alike, kinds_of
 from forerun.verify.typical import TypicalVerifier
+from forerun.verify.walk import decide_at_once, drawn_tokens, is_worth_it
 from forerun.verify.warp import warp
 from tests.verify.trees import make_tree
 
@@ -190,7 +190,7 @@ def test_verdicts_found_at_once_are_those_of_walks(
         assert found == verifier.verify(TreeBatch.trees(shapes), on_host, noise).to_host()
         longest = max(longest, *map(len, found[0]))
         with monkeypatch.context() as patch:
-            patch.setattr("forerun.verify.at_once.AT_ONCE", 4 * 3)
+            patch.setattr("forerun.verify.walk.CHUNK_ENTRIES", 4 * 3)
             assert decide_at_once(trees, laws, noise, coupled).to_host() == found
         assert decide_at_once(trees, laws, noise, not coupled).to_host() != found or trees.nodes < 30
     assert longest > 1
@@ -218,8 +218,8 @@ def test_tokens_do_not_depend_on_company_or_on_how_rows_are_cut(monkeypatch: pyt
     rows = logits.view(6, 7, -1)
     alone = [by_device([seq], trees.select([b]), rows[b], 3, kinds)[0] for b, seq in enumerate(seqs)]
     assert alone == together
-    monkeypatch.setattr("forerun.verify.sampled.AT_ONCE", 7 * 97 * 2)
-    assert AT_ONCE > 7 * 97 * 2
+    monkeypatch.setattr("forerun.verify.sampled.CHUNK_ENTRIES", 7 * 97 * 2)
+    assert CHUNK_ENTRIES > 7 * 97 * 2
     assert by_device(seqs, trees, logits, 3) == together
 
 
@@ -308,7 +308,7 @@ def test_the_kernels_tokens_are_those_of_torch(vocab: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
         pytest.skip("needs a GPU, or Triton's interpreter")
-    from forerun.verify.kernels_tokens import coupled_by_kernels
+    from forerun.verify.kernels import coupled_by_kernels
 
     seqs = [
         PlainSeq(i, [1], params=SamplingParams(temperature=hot), seed=seed, shares_noise=True)

@@ -35,7 +35,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.base import Target
 from forerun.models.kv_budget import usual_batch
-from forerun.models.load.opening import opening_of
+from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
 
@@ -239,8 +239,8 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 return native
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
-            from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
+            from forerun.models.cuda.weights import WeightKind
             from forerun.verify.greedy import device_walk
             from forerun.verify.sampled import SampledTokens
 

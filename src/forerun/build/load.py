@@ -42,7 +42,7 @@ from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
 from forerun.models.base import Target
-from forerun.models.load.opening import opening_of
+from forerun.models.load.tokenizer import opening_of
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint

@@ -1,16 +1,25 @@
-"""The Target protocol: a model that scores trees and keeps the KV cache of accepted tokens."""
+"""The Target protocol: a model that scores trees and keeps the KV cache of accepted tokens.
+
+Beside it is what drafters may read of a target: its abilities, its weights (`SharedWeights`), and some of its layers
+(`LayerSubset`) as a draft model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.request import SourceRules
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
-from forerun.models.shared import SharedWeights
+from forerun.models.config import DecoderConfig
+from forerun.models.layers import Rotations
+from forerun.models.load.quants import Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +213,90 @@ class ServedByProcesses(Protocol):
     def close(self) -> None:
         """End the other processes; later passes raise. A second call changes nothing."""
         ...
+
+
+class MakesPartial(Protocol):
+    """Makes a draft model of some of a target's layers, which reads the target's own KV cache."""
+
+    def __call__(self, layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None) -> Target:
+        """`leave` turns what leaves the last of them [M, D] into what the LM head reads; None = the final norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """Tables are read row by row: a target may hold neither as one tensor."""
+
+    embed: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] rows of the embedding
+    head_rows: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] rows of the LM head
+    vocab_size: int
+    width: int
+    dtype: torch.dtype  # of rows: weights may be held in fewer bits
+    table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
+    head_table: Tensor | Blocks | None = None  # [V, D] what `head_rows` reads
+    layers: Sequence[object] = ()  # one per layer, in the target's own form: Block, Layer, C struct or module
+    final_norm: Tensor | None = None  # [D] in front of the LM head, where it is a plain RMS norm
+    rotations: Sequence[Rotations] = ()  # rotary tables, one per kind of rope; () = inside the layers
+    config: DecoderConfig | None = None  # the target's shape; None where it is not one of our families
+    partial: MakesPartial | None = None  # some of `layers` as a draft model; None where they cannot run apart
+
+    @classmethod
+    def of(cls, embedding: Tensor, head: Tensor) -> SharedWeights:
+        """From whole tables [V, D]."""
+        size, width = embedding.shape
+        return cls(
+            lambda ids: F.embedding(ids, embedding),
+            lambda ids: head[ids],
+            size,
+            width,
+            embedding.dtype,
+            embedding,
+        )
+
+    def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
+        """Raise unless a head of this width and vocabulary can use what is shared."""
+        other = f"it was trained for another target ({trained_for or 'unnamed'})"
+        if self.width != width:
+            raise InvalidInput(f"the head is {width} wide and the target {self.width}: {other}")
+        if self.vocab_size < vocab_size:
+            raise VocabularyMismatch(
+                f"the head knows a vocabulary of {vocab_size} and the target one of {self.vocab_size}: {other}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSubset:
+    """Layers `first` to `end`, without the attention of some and without the MLP of some; counted from 0."""
+
+    end: int
+    first: int = 0
+    without_attention: frozenset[int] = frozenset()
+    without_mlp: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        inside = range(self.first, self.end)
+        if self.first > self.end or any(
+            i not in inside for i in (*self.without_attention, *self.without_mlp)
+        ):
+            raise InvalidInput(f"a skipped layer is not one of layers {self.first} to {self.end}")
+
+    @property
+    def is_prefix(self) -> bool:
+        """Does it run the first layers whole? Then their keys and values are those of the whole model."""
+        return self.first == 0 and not self.skips
+
+    @property
+    def skips(self) -> bool:
+        """Does it leave out a part of a layer that it runs?"""
+        return bool(self.without_attention or self.without_mlp)
+
+    def output_is_in(self, hidden: Container[int]) -> bool:
+        """Does somebody read what leaves the last of them, of every row? Else rows without logits end with its keys."""
+        return self.end in hidden or -1 in hidden
+
+    @property
+    def sublayers(self) -> int:
+        """Attentions and MLPs that are run."""
+        inside = range(self.first, self.end)
+        left_out = sum(i in some for some in (self.without_attention, self.without_mlp) for i in inside)
+        return 2 * len(inside) - left_out

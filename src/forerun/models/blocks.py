@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import DecoderConfig
-from forerun.models.layers import pair_up
+from forerun.models.layers import Experts, Mlp, pair_up
 from forerun.models.load.weights import GgufWeights, missing_weight, wrong_shape
-from forerun.models.moe import Experts, Mlp
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 

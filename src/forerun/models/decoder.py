@@ -18,15 +18,22 @@ from torch import Tensor
 from forerun.core.tree import chain_of
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
 from forerun.models.attention import Span, attend, views_of, write_keys
-from forerun.models.begun import Begun, start_rows, usable
+from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.finite import check_numbers
-from forerun.models.layer_subset import LayerSubset
-from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
-from forerun.models.moe import Experts, mix
-from forerun.models.partial import PartialTarget
-from forerun.models.shared import SharedWeights
+from forerun.models.layers import (
+    Experts,
+    Rotations,
+    add_linear_,
+    check_numbers,
+    gate,
+    linear,
+    mix,
+    rms_norm,
+    rotate_,
+    softcap_,
+)
+from forerun.models.partial import Begun, PartialTarget, start_rows, usable
 from forerun.models.slots import Piece, SlotTarget
 
 CHUNK = 512  # rows of prompts per pass

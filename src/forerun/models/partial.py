@@ -1,28 +1,31 @@
 """PartialTarget: some of a target's own layers as a draft model, over the target's own KV cache.
 
 It reads the keys and values that the target has cached of the committed tokens, so it has no cache of its own and no
-prompt to read. What it drafts is written behind them, where the target's pass writes the tree's nodes anyway. Where it
-runs the first layers whole, a CPU's next pass over the drafted chain starts behind them (forerun.models.begun); a GPU's
-pass starts from the tokens (forerun.models.cuda.part says why).
+prompt to read. Drafted tokens are written behind them, where the target's pass writes the nodes of the tree anyway.
+
+Where it runs the first layers whole, a CPU's pass over the drafted chain need not run them again: their keys and values
+are in place, and `Begun` keeps the rows that enter the next layer. A GPU's pass starts from the tokens
+(models/cuda/part.py says why).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import Span
-from forerun.models.base import Abilities
-from forerun.models.begun import Begun
-from forerun.models.layer_subset import LayerSubset
-from forerun.models.paged import PagedKV, slots_of
+from forerun.models.base import Abilities, LayerSubset
+from forerun.models.paged import Extent, PagedKV, slots_of
 
 if TYPE_CHECKING:
-    from forerun.models.shared import SharedWeights
+    from forerun.models.base import SharedWeights
+
 
 # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
 Leave = Callable[[Tensor], Tensor]
@@ -193,3 +196,65 @@ class PartialTarget:
 
 def _slot(pages: Sequence[int], position: int) -> int:
     return slots_of(pages, position, position + 1)[0]
+
+
+@dataclass(slots=True)
+class Begun:
+    """A chain behind the committed tokens of one sequence, and what leaves the first `end` layers for each token."""
+
+    extent: Extent
+    length: int  # committed positions before it
+    end: int
+    intact: bool = True  # no other part of the target has written where its keys and values are
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)  # [D] each
+
+    def is_behind(self, extent: Extent) -> bool:
+        """Is it still what lies behind the committed tokens of this extent?"""
+        return self.extent is extent and self.length == extent.length
+
+    def agreeing(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, are its own."""
+        pairs = enumerate(zip(self.tokens, tokens, strict=False))
+        return next((i for i, (own, token) in pairs if own != token), min(len(self.tokens), len(tokens)))
+
+
+def usable(begun: Mapping[int, Begun], tokens: Sequence[int], spans: Sequence[Span]) -> dict[int, int]:
+    """Of these chains by span: how many nodes of each span need not go through the first layers again."""
+    found = {}
+    for i, chain in begun.items():
+        span = spans[i]
+        if span.shape.is_chain and (count := chain.agreeing(tokens[span.first : span.end])):
+            found[i] = count
+    return found
+
+
+def start_rows(
+    begun: Mapping[int, Begun],
+    done: Mapping[int, int],
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    seqs: Sequence[Seq],
+    run: Callable[[Sequence[int], Sequence[Span], Sequence[Seq], LayerSubset], Tensor],
+) -> Tensor:
+    """[M, D] what leaves the first layers for every row of a pass; those that are `done` are not run again."""
+    fresh, left, owners, places = list[int](), list[Span](), list[Seq](), list[int]()
+    for i, (span, seq) in enumerate(zip(spans, seqs, strict=True)):
+        have = done.get(i, 0)
+        if have == span.nodes:
+            continue
+        shape = chain_of(span.nodes - have) if have else span.shape
+        start = len(places)
+        places += range(span.first + have, span.end)
+        left.append(Span(start, len(places), span.pages, span.length + have, shape))
+        owners.append(seq)
+        fresh += tokens[span.first + have : span.end]
+    kept = [(span, begun[i].rows[: done[i]]) for i, span in enumerate(spans) if i in done]
+    sample = kept[0][1][0]
+    rows = sample.new_empty(len(tokens), len(sample))
+    for span, some in kept:
+        rows[span.first : span.first + len(some)] = torch.stack(some)
+    if places:
+        end = begun[next(iter(done))].end
+        rows[torch.tensor(places, device=rows.device)] = run(fresh, left, owners, LayerSubset(end))
+    return rows

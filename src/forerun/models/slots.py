@@ -1,12 +1,13 @@
-"""SlotTarget: the part of our own decoders that manages KV pages: admission, prefill passes, commit, release.
+"""What targets have in common about KV memory: SlotTarget for our own decoders, UnpagedTarget for others.
 
-A sequence starts with the pages that are cached of its tokens, takes more as it grows and gives all back when it is
-released; prompts are cut into passes, and a verdict says which slots move where. How a pass is run is left to the
-decoders.
+SlotTarget manages KV pages: a sequence starts with the pages that are cached of its tokens, takes more as it grows and
+gives all back when it is released; prompts are cut into passes, and a verdict says which slots move where. How a pass
+is run is left to the decoders. UnpagedTarget counts slots, shares none and keeps none.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -261,3 +262,46 @@ class SlotTarget:
     def _empty_rows(self, count: int) -> Tensor:
         """[count, D] where hidden rows will go."""
         return torch.empty(count, self.config.width, dtype=self._dtype, device=self._device)
+
+
+class UnpagedTarget(ABC):
+    """The part of forerun.models.base.Target that is about room, where a token cached is a slot used."""
+
+    slots: int | None
+    _promised: int  # slots for the trees of the coming round; 0 again once they are committed
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def used_slots(self) -> int: ...
+
+    @property
+    def can(self) -> Abilities:
+        return Abilities.of(self.device)
+
+    @property
+    def cached_slots(self) -> int:
+        return 0
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        return None
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return 0
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """There is nothing to prepare."""
+        return
+
+    def has_room(self, *lengths: int) -> bool:
+        return self.slots is None or self.used_slots + self._promised + sum(lengths) <= self.slots
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        self._promised = 0
+        fits = self.has_room(*rows)
+        self._promised = sum(rows) if fits else 0
+        return fits

@@ -29,8 +29,8 @@ from forerun.core.types import (
     Verdict,
     first_rows,
 )
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.base import SharedWeights
+from forerun.models.slots import UnpagedTarget
 
 Law = Callable[[Sequence[int]], Tensor]  # tokens so far -> [V], sums to 1
 Script = Callable[[Seq, Budget], tuple[Sequence[int], Sequence[int]]]  # -> tokens and parents, root included

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from forerun.core.errors import DamagedFile, InvalidInput, brief
-from forerun.models.load.tensor_file import write_tensors
+from forerun.models.load.weights import write_tensors
 from forerun.train.muon import MOMENT
 from forerun.train.options import TrainOptions
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.moe import Mlp
+from forerun.models.layers import Mlp
 from forerun.models.rope import frequencies
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer

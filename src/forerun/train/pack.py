@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelNotFound
-from forerun.models.load.tensor_file import write_tensors
+from forerun.models.load.weights import write_tensors
 
 log = logging.getLogger("forerun.train")
 _CHECKPOINT = "checkpoint"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from forerun.core.noise import BLOCK, Noise
 from forerun.core.types import Laws, TreeBatch, Verdict
-from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.exact import walk_exactly
 from forerun.verify.walk import TreeView, decide
 
@@ -25,9 +24,7 @@ class BlockVerifier:
     shares_noise = False
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
-        if is_worth_it(trees, laws):
-            return decide_at_once(trees, laws, noise, coupled=False)
-        return decide(trees, laws, noise, walk_block)
+        return decide(trees, laws, noise, walk_block, coupled=False)
 
 
 def walk_block(view: TreeView) -> tuple[list[int], int]:

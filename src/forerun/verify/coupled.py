@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from forerun.core.noise import Noise
 from forerun.core.types import Laws, TreeBatch, Verdict
-from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.greedy import follow
 from forerun.verify.walk import TreeView, decide, follow_argmax
 from forerun.verify.warp import coupled_token
@@ -25,9 +24,7 @@ class CoupledVerifier:
     shares_noise = True
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
-        if is_worth_it(trees, laws):
-            return decide_at_once(trees, laws, noise, coupled=True)
-        return decide(trees, laws, noise, walk_coupled)
+        return decide(trees, laws, noise, walk_coupled, coupled=True)
 
 
 def walk_coupled(view: TreeView) -> tuple[list[int], int]:

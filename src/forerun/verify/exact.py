@@ -28,7 +28,6 @@ from torch import Tensor
 
 from forerun.core.noise import ACCEPT, Noise
 from forerun.core.types import Laws, TreeBatch, Verdict
-from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.walk import TreeView, decide, follow_argmax
 
 _TINY = torch.finfo(torch.float64).tiny  # an empty support stays empty
@@ -41,9 +40,7 @@ class ExactVerifier:
     shares_noise = False
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
-        if is_worth_it(trees, laws):
-            return decide_at_once(trees, laws, noise, coupled=False)
-        return decide(trees, laws, noise, walk_exactly)
+        return decide(trees, laws, noise, walk_exactly, coupled=False)
 
 
 def walk_exactly(view: TreeView) -> tuple[list[int], int]:

@@ -2,7 +2,7 @@
 
 Where the law is a point mass, every exact verifier comes to this one verdict. The host form walks one tree at a time;
 the device form walks all trees of a round at once, for targets that score trees grown on the device: by torch anywhere,
-by one Triton kernel on a GPU (kernels_greedy.py). `build` passes the device form to such targets, and the tests compare
+by one Triton kernel on a GPU (kernels.py). `build` passes the device form to such targets, and the tests compare
 all three.
 """
 
@@ -69,7 +69,7 @@ def device_walk(device: torch.device) -> GreedyWalk:
     """The device form of the rule for tensors on this device."""
     if device.type != "cuda" or find_spec("triton") is None:
         return walk_by_torch
-    from forerun.verify.kernels_greedy import walk_by_kernel
+    from forerun.verify.kernels import walk_by_kernel
 
     return walk_by_kernel
 

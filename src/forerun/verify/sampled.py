@@ -21,11 +21,11 @@ from torch import Tensor
 
 from forerun.core.noise import DRAW, device_uniform, mixed_seed
 from forerun.core.types import Seq
-from forerun.verify.at_once import AT_ONCE, coupled_tokens, drawn_tokens, noise_of
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
 from forerun.verify.exact import ExactVerifier
+from forerun.verify.walk import CHUNK_ENTRIES, coupled_tokens, drawn_tokens, noise_of
 from forerun.verify.warp import adjusts, truncate
 
 MOST_TRUNCATIONS = 4  # different ones in a batch: each is computed for all rows
@@ -96,11 +96,11 @@ class SampledTokens:
         The first node of a tree is its root; no node is more than `depth` positions further.
         """
         if logits.device.type == "cuda" and _has_kernels(kinds):
-            from forerun.verify.kernels_tokens import coupled_by_kernels
+            from forerun.verify.kernels import coupled_by_kernels
 
             return coupled_by_kernels(logits, positions, table, COUPLED)  # type: ignore[no-any-return]
         trees, nodes, vocab = logits.shape
-        step = max(1, AT_ONCE // (nodes * vocab))
+        step = max(1, CHUNK_ENTRIES // (nodes * vocab))
         parts = [
             _tokens(
                 logits[b : b + step], positions[b : b + step].long(), table[:, b : b + step], kinds, depth

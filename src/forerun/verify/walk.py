@@ -2,7 +2,9 @@
 
 A verifier decides one tree at a time: a walk takes a `TreeView` to the nodes it accepts and the bonus.
 Tokens, parents and the argmax of greedy trees are read from the device once for the whole batch; the rows of
-laws only at nodes that a walk reaches.
+laws only at nodes that a walk reaches. On a GPU that means several reads for each node. Where tokens were chosen, not
+drawn, the token after a node depends on nothing but its law and its position: so there the tokens after all nodes are
+found together, read once, and the walk goes along them (`_decide_together`).
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.noise import DRAW, Noise, draw
+from forerun.core.noise import DRAW, Noise, device_uniform, device_uniforms, draw, mixed_seed
 from forerun.core.types import Draws, Laws, TreeBatch, Verdict
-from forerun.verify.greedy import walk_argmax
+from forerun.verify.greedy import greedy_walks, walk_argmax
 from forerun.verify.warp import argmax_rows
 
 
@@ -62,8 +65,11 @@ class TreeView:
 Walk = Callable[[TreeView], tuple[list[int], int]]  # -> accepted nodes below the root, bonus
 
 
-def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk) -> Verdict:
-    """Walk every tree of the batch."""
+def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk, *, coupled: bool | None = None) -> Verdict:
+    """Walk every tree of the batch; exact rules say whether they are `coupled`, so that a GPU is read once."""
+    on_gpu = laws.log_weights.device.type != "cpu"
+    if coupled is not None and on_gpu and trees.drawn_from is None and not all(laws.greedy):
+        return _decide_together(trees, laws, noise, coupled)
     walks = [walk(view) for view in _views(trees, laws, noise)]
     return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.device)
 
@@ -95,3 +101,48 @@ def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
         for node, top in zip(nodes.tolist(), argmax_rows(laws.log_weights[nodes]), strict=True):
             argmax[node] = top
     return argmax
+
+
+CHUNK_ENTRIES = 1 << 24  # entries of rows that are computed together: temporary memory is a few times that
+
+
+def _decide_together(trees: TreeBatch, laws: Laws, noise: Noise, coupled: bool) -> Verdict:
+    """The verdict of coupled or of exact verification on trees of chosen tokens, with one read."""
+    rows = laws.log_weights
+    owners = [b for b, size in enumerate(trees.sizes()) for _ in range(size)]
+    seeds = [mixed_seed(seed) for seed in noise.seeds]
+    at = [noise.positions[b] + depth for b, depth in zip(owners, trees.host_depths(), strict=True)]
+    sent = torch.tensor([[seeds[b] for b in owners], at, [laws.greedy[b] for b in owners]]).to(rows.device)
+    step = max(1, CHUNK_ENTRIES // rows.shape[1])
+    parts = [_tokens(rows[i : i + step], sent[:, i : i + step], coupled) for i in range(0, trees.nodes, step)]
+    return greedy_walks(trees, torch.cat(parts).tolist())
+
+
+def _tokens(rows: Tensor, sent: Tensor, coupled: bool) -> Tensor:
+    """[n] after nodes, of which were sent: mixed seeds, positions of their tokens, whether they are greedy."""
+    seeds, positions, greedy = sent
+    if coupled:
+        tokens = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+        found = coupled_tokens(rows, noise_of(seeds, positions, tokens))
+    else:
+        found = drawn_tokens(rows.softmax(-1), device_uniform(seeds, positions, DRAW))
+    return torch.where(greedy > 0, rows.argmax(-1), found)
+
+
+def noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """[..., V] standard exponentials E = -log(1 - u) of mixed seeds and positions [...]."""
+    return device_uniforms(seeds, positions, tokens).neg_().log1p_().neg_()
+
+
+def coupled_tokens(log_weights: Tensor, noise: Tensor) -> Tensor:
+    """argmin(E / p) of laws [..., V]: what `forerun.verify.warp.coupled_token` gives for each."""
+    weights = (log_weights - log_weights.amax(-1, keepdim=True)).exp_()
+    return (noise / weights).argmin(-1)
+
+
+def drawn_tokens(laws: Tensor, u: Tensor) -> Tensor:
+    """The tokens at quantiles u [...] of laws [..., V]: what `forerun.core.noise.draw` gives for each."""
+    cdf = laws.double().cumsum(-1)
+    found = torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0]
+    last = laws.shape[-1] - 1 - (laws > 0).flip(-1).to(torch.int8).argmax(-1)  # of those that are possible
+    return torch.minimum(found, last)

@@ -20,8 +20,8 @@ from forerun.drafters.model.layer_skip import LayerPlan, read_plan
 from forerun.measure.advise import layer_search
 from forerun.measure.advise.layer_search import Judge, neighbour, rank, search, sizes, sublayers, without
 from forerun.measure.advise.layer_windows import DEPTH, Shares, cut_windows, gains, release, survivals
+from forerun.models.base import LayerSubset
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
 from tests.exactness.harness import run
 from tests.measure.conftest import Letters
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save

@@ -48,11 +48,9 @@ from forerun.drafters.device.growth import (
     grow_level,
 )
 from forerun.drafters.device.head import HeadNet
-from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.integers import SentInts
-from forerun.models.cuda.last_round import STEPS, LastRound
-from forerun.models.cuda.pass_clock import seconds_of
-from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.graphs import Replays, seconds_of
+from forerun.models.cuda.plan import MAX_ROWS, SentInts
 from forerun.models.pages import TREE_MARGIN
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences

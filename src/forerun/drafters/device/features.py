@@ -39,15 +39,15 @@ from forerun.drafters.device.eagle_plan import PLACES, ROOM, Lane
 from forerun.drafters.device.fusion import FeatureFusion
 from forerun.drafters.device.growth import Settings, settings_of
 from forerun.drafters.device.head import HeadNet, append_decided, copy_rows
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.integers import SentInts
-from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import (
     MAX_ROWS,
     Need,
     Plan,
     Rows,
+    SentInts,
     Size,
     Span,
     padding,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from forerun.drafters.device import kernels
 from forerun.drafters.device.head import HeadModel, ResidualStart, pick_fused
-from forerun.models.cuda.fused import LOGITS, QKV, RESIDUAL, FusedSteps
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.tiles import power_of_two
+from forerun.models.cuda.steps.fused import LOGITS, QKV, RESIDUAL, FusedSteps
+from forerun.models.cuda.steps.tiles import power_of_two
 
 STARTS: dict[ResidualStart, int] = {"features": 0, "normed": 1, "nothing": 2}  # as in kernels
 

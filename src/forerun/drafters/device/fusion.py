@@ -14,10 +14,10 @@ from forerun.drafters.device.head import HeadModel, HeadNet, HeadWeights, LayerW
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.network import HEAD_DIMS
-from forerun.models.cuda.packed import WeightKind, interleaved
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind, interleaved
 from forerun.models.layers import pair_up
 from forerun.models.pages import TREE_MARGIN
 

@@ -32,10 +32,9 @@ from forerun.core.noise import device_uniforms, mixed_seed
 from forerun.core.types import Seq
 from forerun.drafters.device.eagle_plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
 from forerun.drafters.model.draft_law import Noised, factor_of, has_noise
-from forerun.models.cuda.early_start import starts_early
-from forerun.models.cuda.integers import SentInts
-from forerun.models.cuda.last_round import STEPS, LastRound
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_at
+from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SentInts, splits_at
+from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.pages import PAGE
 
 CHUNK = 2048  # logits that one program looks through

@@ -35,12 +35,12 @@ from torch import Tensor
 from forerun.core.types import TreeForm
 from forerun.drafters.device.eagle_plan import ROOM
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.early_start import starts_early
-from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
-from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
-from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
+from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.steps.plain import PlainSteps
+from forerun.models.cuda.weights import Packed, Weight, WeightKind, pack, times, whole
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held

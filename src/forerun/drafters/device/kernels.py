@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 
 from forerun.core.noise_kernel import log_exponential
-from forerun.models.cuda.kernels_after import copy_row
-from forerun.models.cuda.kernels_grown import FIELDS, PAGE, split_at, write_group
-from forerun.models.cuda.kernels_linear import put_rows
+from forerun.models.cuda.kernels.linear import put_rows
+from forerun.models.cuda.kernels.trees import FIELDS, PAGE, copy_row, split_at, write_group
 
 # mypy: ignore-errors
 # The bodies are Triton's language, not Python: types and operators mean something else there.

@@ -41,7 +41,7 @@ from forerun.drafters.device.model_graphs import (
 )
 from forerun.drafters.model.draft_law import has_noise
 from forerun.models.base import Target
-from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.plan import MAX_ROWS, round_up
 from forerun.models.cuda.target import CudaDecoder
 from forerun.verify.warp import adjusts

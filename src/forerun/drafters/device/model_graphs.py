@@ -31,12 +31,10 @@ from torch import Tensor
 from forerun.core.offer import Form
 from forerun.drafters.device.eagle_plan import aligned
 from forerun.drafters.device.growth import DraftNoise, Settings
-from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.integers import SentInts
-from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.network import Run, run_pass
-from forerun.models.cuda.pass_clock import seconds_of
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, round_up, splits_at, splits_to
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, round_up, splits_at, splits_to
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE

@@ -27,9 +27,8 @@ from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
-from forerun.models.base import Abilities, Target
+from forerun.models.base import Abilities, SharedWeights, Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
-from forerun.models.shared import SharedWeights
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter

@@ -39,9 +39,9 @@ from forerun.drafters.heads.formats import (
     write_shards,
 )
 from forerun.heads import kind_of
+from forerun.models.base import SharedWeights
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
-from forerun.models.shared import SharedWeights
 
 BlockKind = Literal["dflash", "dspark"]
 NAMES: Mapping[str, str] = {"dflash": "DFlash", "dspark": "DSpark"}

@@ -48,9 +48,9 @@ from forerun.drafters.heads.formats import (
     write_shards,
 )
 from forerun.heads import kind_of
+from forerun.models.base import SharedWeights
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
-from forerun.models.shared import SharedWeights
 
 # q [N, H, Dh], k and v [N, Hkv, Dh] of a layer, and which layer it is -> [N, H Dh]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]

@@ -38,6 +38,7 @@ from forerun.drafters.heads.eagle_runner import CHUNK, frontier_sizes
 from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise
+from forerun.models.base import SharedWeights
 from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
@@ -55,9 +56,8 @@ from forerun.models.native.packing import (
     take_rows,
     unpack_rows,
 )
-from forerun.models.native.rotation_tables import RotationTables
+from forerun.models.native.pass_rows import RotationTables
 from forerun.models.rope import RopeConfig
-from forerun.models.shared import SharedWeights
 
 Bits = Literal[4, 8]
 _MANY = 1024  # rows of the LM head that are worth rounding

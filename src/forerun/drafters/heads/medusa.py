@@ -44,8 +44,7 @@ from forerun.drafters.heads.formats import (
 from forerun.drafters.heads.growth import lay_out
 from forerun.drafters.lookup.recycling import filled_tree
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
-from forerun.models.base import Target
-from forerun.models.shared import SharedWeights
+from forerun.models.base import SharedWeights, Target
 
 if TYPE_CHECKING:
     from forerun.drafters.device.growth import DraftNoise

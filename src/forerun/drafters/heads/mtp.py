@@ -33,9 +33,8 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.models.base import Target
+from forerun.models.base import SharedWeights, Target
 from forerun.models.layers import rms_norm
-from forerun.models.shared import SharedWeights
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(enorm|hnorm|eh_proj)\.weight")
 _BEHIND = {"shared_head.norm.": "norm.", "shared_head.head.": "lm_head.", "eh_proj.": "fc."}

@@ -44,8 +44,15 @@ from forerun.drafters.heads.formats import (
 from forerun.drafters.heads.growth import grow_ranked, lay_out
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
 from forerun.heads import kind_of
-from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Norm
-from forerun.models.encoder_decoder.linear import Linear, TorchLinear, make_linear
+from forerun.models.encoder_decoder.layers import (
+    Attention,
+    FeedForward,
+    Layer,
+    Linear,
+    Norm,
+    TorchLinear,
+    make_linear,
+)
 from forerun.models.native import library as native
 
 KIND = "specdec"

@@ -37,8 +37,7 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.base import Parts
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.models.base import Target
-from forerun.models.layer_subset import LayerSubset
+from forerun.models.base import LayerSubset, Target
 from forerun.models.layers import rms_norm
 
 
@@ -74,7 +73,7 @@ class ExitAdapter:
 
     def write(self, path: Path) -> None:
         """As safetensors, in 16 bits."""
-        from forerun.models.load.tensor_file import write_tensors
+        from forerun.models.load.weights import write_tensors
 
         halves = {
             name: value.detach().to(torch.float16).contiguous() for name, value in self._tensors().items()

@@ -25,9 +25,8 @@ from torch import Tensor
 from forerun.core.errors import PromptTooLong, VocabularyMismatch
 from forerun.core.request import SourceRules
 from forerun.core.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
-from forerun.models.base import Abilities, Target
-from forerun.models.load.token_bytes import SENTENCEPIECE_SPACE, from_byte_level, from_sentencepiece
-from forerun.models.shared import SharedWeights
+from forerun.models.base import Abilities, SharedWeights, Target
+from forerun.models.load.tokenizer import SENTENCEPIECE_SPACE, from_byte_level, from_sentencepiece
 
 LEAST_SHARED = 0.05  # of the draft model's tokens: below, the vocabularies have nothing to do with each other
 _BYTE_LEVEL, _SENTENCEPIECE = "\u0120", SENTENCEPIECE_SPACE  # how vocabularies of the two kinds spell a space

@@ -26,8 +26,7 @@ from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import Settings
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import machine_facts
-from forerun.models.base import Target
-from forerun.models.layer_subset import LayerSubset
+from forerun.models.base import LayerSubset, Target
 
 FEW = 24  # windows that rank single sublayers
 MOST = 96  # windows that candidates are compared on

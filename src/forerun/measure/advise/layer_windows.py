@@ -13,9 +13,8 @@ from itertools import count
 
 from forerun.control.cost import CostModel
 from forerun.core.types import Needs, PlainSeq, TreeBatch
-from forerun.models.base import Target
+from forerun.models.base import LayerSubset, Target
 from forerun.models.config import DecoderConfig
-from forerun.models.layer_subset import LayerSubset
 
 DEPTH = 6  # tokens that a window shows behind its first
 ROWS = 240  # nodes of one pass

@@ -1,7 +1,7 @@
 """The GPU decoder's weights, the buffers of a pass, and the order of its steps.
 
-The steps themselves come in two kinds with one set of tests: Triton kernels (fused.py) and plain torch
-(plain.py). Both read and write the same buffers.
+The steps themselves come in two kinds with one set of tests: Triton kernels (steps/fused.py) and plain torch
+(steps/plain.py). Both read and write the same buffers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import UnsupportedModel
+from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.expert_weights import ExpertWeights, stack_experts
-from forerun.models.cuda.integers import SentInts
-from forerun.models.cuda.packed import Weight, WeightKind, interleaved, pack
-from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
-from forerun.models.layer_subset import LayerSubset
-from forerun.models.moe import Experts
+from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
+from forerun.models.cuda.weights import ExpertWeights, Weight, WeightKind, interleaved, pack, stack_experts
+from forerun.models.layers import Experts
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 

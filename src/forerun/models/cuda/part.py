@@ -22,12 +22,20 @@ from torch import Tensor
 
 from forerun.core.types import Needs, Seq
 from forerun.models.attention import Span as Nodes
-from forerun.models.cuda.chunks import joined
-from forerun.models.cuda.graphs import Replays, menu
+from forerun.models.base import LayerSubset
+from forerun.models.cuda.graphs import Replays, menu, seconds_of
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.pass_clock import seconds_of
-from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Need, Size, Span, padding, plan_pass, round_up
-from forerun.models.layer_subset import LayerSubset
+from forerun.models.cuda.plan import (
+    MAX_ROWS,
+    ROW_SIZES,
+    Need,
+    Size,
+    Span,
+    joined,
+    padding,
+    plan_pass,
+    round_up,
+)
 from forerun.models.paged import PagedKV
 from forerun.models.partial import Leave, PartialTarget
 

@@ -1,11 +1,15 @@
 """Plain rounds on a GPU: a row for each sequence, whose next token the device finds and the host reads later.
 
-In a plain round every tree is its root. The next roots are the argmax of this pass, or what was sampled from it on the
-device (models/cuda/sampled.py), one position further: so the next pass can be launched before the host knows them
+In a plain round every tree is its root. The next roots are the argmax of this pass, or sampled from it on the device
+(after_pass.py), one position further: so the next pass can be launched before the host knows them
 (forerun.engine.engine). Sequences that have joined meanwhile, and chunks of prompts, are known to the host and go
 into the same pass. Sequences that have ended leave their rows unused; rows do not depend on their company, so the
 others stay as they are. A pass whose rows are not used has written keys and values behind what is committed, where
 whatever comes next writes before it reads: all passes run in one stream.
+
+`Placing` says where the rows of a pass go. Behind an unread plain round every sequence is one token longer. Behind
+unread trees only the device knows how much longer: it adds root and path to the lengths that the host sends
+(device_trees.py for trees, `complete_roots` for lone roots), and the host provides pages for the longest path.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.types import Greedy, Scores, Seq, TreeBatch, Verdict
-from forerun.models.cuda.last_round import LastRound
-from forerun.models.cuda.network import Buffers
-from forerun.models.cuda.placing import Placing, TreesPass
-from forerun.models.cuda.plan import Plan, SizeFor, Span, plan_pass
+from forerun.core.types import Greedy, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.models.cuda.device_trees import LastRound, Place
+from forerun.models.cuda.network import Buffers, Run
+from forerun.models.cuda.plan import Plan, Root, Size, SizeFor, Span, plan_pass, splits_at
+from forerun.models.paged import Extent, PagedKV
+from forerun.models.pages import PAGE, TREE_MARGIN
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
 
@@ -32,7 +37,7 @@ class PlainStep(NamedTuple):
     rows: int
     into: int
     follows: bool = False
-    kinds: Hashable | None = None  # of sampled sequences: see models/cuda/sampled.py
+    kinds: Hashable | None = None  # of sampled sequences: see after_pass.py
     behind_trees: bool = False  # roots that follow are behind trees, not behind other roots
 
 
@@ -166,3 +171,78 @@ class PlainRounds:
             tokens = self.results.read(this.into, len(trees))
             this.verdict = Verdict.of([[]] * len(trees), tokens, self.results.tops.device)
         return this.verdict
+
+
+@dataclass(slots=True, eq=False)
+class TreesPass:
+    """A pass over grown trees that was launched."""
+
+    form: TreeForm
+    read: Callable[[], Verdict]  # waits for it
+    verdict: Verdict | None = None  # once it was read
+
+    def decided(self) -> Verdict:
+        if self.verdict is None:
+            self.verdict = self.read()
+        return self.verdict
+
+
+class Placing:
+    """Places of trees and roots, and what the last pass was."""
+
+    def __init__(self, kv: PagedKV, extent_for: Callable[[Seq, int], Extent]) -> None:
+        self.kv, self._extent_for = kv, extent_for
+        self.last: TreesPass | None = None  # the last pass that was launched, if that was over grown trees
+
+    @property
+    def added(self) -> int:
+        """Positions that the last pass adds to a sequence, at most."""
+        return 1 if self.last is None else self.last.form.depth + 1
+
+    def places(self, seqs: Sequence[Seq], follows: Sequence[int] | None, form: TreeForm) -> list[Place]:
+        """Of trees: of each the pages, the length that is known, and the tree or root that it follows."""
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        behind = [-1] * len(seqs) if follows is None else follows
+        for seq, extent, tree in zip(seqs, extents, behind, strict=True):
+            nodes = form.nodes + (self.added if tree >= 0 else 0)
+            if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
+                self._extent_for(seq, nodes)
+        places = zip(extents, behind, strict=True)
+        return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
+
+    def roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
+        """One row per sequence; a token below 0 names a row or a tree of the last pass, -1 the first.
+
+        Behind trees the length is the one before them.
+        """
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        known, added = int(self.last is None), self.added
+        lengths = [
+            one.length + one.coming + (known if row >= 0 else 0)
+            for one, row in zip(extents, follows, strict=True)
+        ]
+        for extent, row in zip(extents, follows, strict=True):
+            end = extent.length + extent.coming + (added if row >= 0 else 0) + 1
+            if end > extent.writable:
+                self.kv.grow(extent.id, end)
+        heads = [-1 - row if row >= 0 else token for token, row in zip(tokens, follows, strict=True)]
+        return [(head, held[one.id], at) for head, one, at in zip(heads, extents, lengths, strict=True)]
+
+
+def complete_roots(ints: Tensor, size: Size, rows: int, last: LastRound) -> None:
+    """Lone roots behind trees that were not read: the token, the position and what follows from it, on the device."""
+    run = Run.of(size, ints)
+    tokens, positions, slots, groups = (
+        run.tokens[:rows],
+        run.positions[:rows],
+        run.slots[:rows],
+        run.groups[:rows],
+    )
+    follows, trees = tokens < 0, (-1 - tokens).clamp(min=0).long()
+    accepted = last.accepted[trees]
+    found = last.tokens[trees].gather(1, accepted[:, None])[:, 0]
+    tokens.copy_(torch.where(follows, found.int(), tokens))
+    positions.add_(torch.where(follows, accepted.int() + 1, 0))
+    slots.copy_(ints[(groups[:, 7] + positions // PAGE).long()] * PAGE + positions % PAGE)
+    groups[:, 1] = splits_at(positions) + 1
+    groups[:, 5] = positions

@@ -1,24 +1,29 @@
-"""The plan of a GPU pass: one array of integers, sent to the device in one copy.
+"""The plan of a GPU pass: one array of integers, sent to the device in one copy that the host does not wait for.
 
 Per row its token, its position and the slot its keys and values go to; then the groups of nodes that attention
-works on (see kernels_attention.py), the ancestors of nodes in trees that branch, and the pages of every sequence. Row
+works on (kernels/attention.py), the ancestors of nodes in trees that branch, and the pages of every sequence. Row
 counts, group counts and split counts are rounded up to a few sizes, so that a pass can be replayed as a captured graph.
+Prompts are cut into chunks that fill the rows that trees leave.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.tree import Topology
+from forerun.core.errors import InvalidInput
+from forerun.core.tree import Topology, TreeBatch, chain_of
+from forerun.core.types import Seq, first_rows
 from forerun.models.paged import Ints, slots_of
 from forerun.models.pages import PAGE
+from forerun.models.slots import Piece
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)
@@ -267,3 +272,110 @@ def _pack(size: Size, rows: Rows, lone: Roots | None = None) -> Ints:
 def round_up(count: int, sizes: Sequence[int]) -> int:
     """The first of several sizes, ascending, that is no less."""
     return sizes[bisect_left(sizes, count)]
+
+
+class Found:
+    """Logits and hidden rows of several passes."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.logits: list[Tensor] = []
+        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+
+def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
+    """Pieces of prompts as rows of a pass."""
+    return [
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length)
+        for piece in pieces
+    ]
+
+
+def fitting_rows(nodes: int, rows: int) -> int:
+    """About so many rows of prompts beside these nodes, so that the pass has a size without padding.
+
+    The nearest size, up or down: a row costs about the same in any of them, and fewer rows a pass are more passes until
+    a prompt is read.
+    """
+    place = bisect_right(ROW_SIZES, nodes + rows)
+    near = min(ROW_SIZES[max(0, place - 1) : place + 1], key=lambda size: (abs(size - nodes - rows), -size))
+    return near - nodes if near > 64 and 2 * (near - nodes) >= rows else rows
+
+
+def rows_beside(nodes: int, rows: int, waiting: int) -> int:
+    """Rows of prompts in a pass over so many nodes, where about `rows` are asked for and so many wait."""
+    most = waiting if waiting <= rows else fitting_rows(nodes, rows)
+    return min(most, max(0, MAX_ROWS - nodes))
+
+
+def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int, least: int = 0) -> list[list[int]]:
+    """What of prompts goes into the pass over trees, where about so many rows were asked for; `least` in any case.
+
+    Where there are more, they fill a size that passes have, and pad none. Beside lone roots, and beside trees that were
+    grown on a device, no more than fit: those that follow unread ones cannot go into another pass, as the host cannot
+    read them. Beside others that leave little of a pass they get one of their own.
+    """
+    nodes = trees.nodes if trees.form is None else trees.form.rows
+    waiting, room = sum(map(len, fresh)), max(0, MAX_ROWS - nodes)
+    starts = trees.form is not None or trees.is_plain()
+    assert least <= (room if starts else 0), "those that start with this pass fit it"
+    if trees.form is None and not trees.is_plain() and 2 * room < min(rows, waiting):
+        return first_rows(fresh, rows)
+    return first_rows(fresh, max(rows_beside(nodes, rows, waiting), least))
+
+
+def least_rows(prompts: Sequence[Seq], fresh: Sequence[list[int]], seqs: Sequence[Seq]) -> int:
+    """Rows of prompts, in order, until all of those are read that are among `seqs`.
+
+    Their roots are scored behind them in the same pass: a layer writes keys and values of all rows before it attends.
+    """
+    starting, rows, least = {seq.id for seq in seqs}, 0, 0
+    for seq, tokens in zip(prompts, fresh, strict=True):
+        rows += len(tokens)
+        if seq.id in starting:
+            least = rows
+    return least
+
+
+def rows_of(spans: Sequence[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)
+
+
+def joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+BUFFERS = 8  # pinned buffers, used in turn: more than two rounds fill, so that none waits for its copy
+
+
+class SentInts:
+    """One array on the device, of which the part behind `first` is replaced by what is sent."""
+
+    def __init__(self, device: torch.device, size: int, dtype: torch.dtype, first: int = 0) -> None:
+        self._first, on_gpu = first, device.type == "cuda"
+        with torch.inference_mode(False):
+            self.all = torch.zeros(size, dtype=dtype)
+            self.all[:first] = torch.arange(first)  # the ancestors of every chain: see models/cuda/plan.py
+            self.all = self.all.to(device)
+            self._pages = [torch.zeros(size - first, dtype=dtype, pin_memory=on_gpu) for _ in range(BUFFERS)]
+        self._arrays = [page.numpy() for page in self._pages]
+        self._sent: list[Any] = [torch.cuda.Event() if on_gpu else None for _ in self._pages]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def send(self, ints: np.ndarray[Any, Any], at: int = 0) -> None:
+        """Copied behind `first`, or `at` places further, in the order of the device's work.
+
+        Waits only if the copy of BUFFERS calls ago is not done.
+        """
+        first, size = self._first + at, ints.size
+        if first + size > len(self.all):
+            raise InvalidInput(
+                f"a draft or a pass of {size} integers is too large; lower the budget or the batch"
+            )
+        self._turn = (self._turn + 1) % BUFFERS
+        page, sent = self._pages[self._turn], self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        self._arrays[self._turn][:size] = ints.ravel()
+        self.all[first : first + size].copy_(page[:size], non_blocking=True)
+        if sent is not None:
+            sent.record()

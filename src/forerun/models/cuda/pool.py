@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput, MissingDependency
-from forerun.models.cuda.experts_plain import PlainExpertSteps
 from forerun.models.cuda.network import Buffers, Model, Steps
-from forerun.models.cuda.plain import PlainSteps
+from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainSteps
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
 from forerun.models.pages import TREE_MARGIN
 
@@ -50,9 +49,9 @@ def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffe
     if kernels == "torch":
         return PlainExpertSteps(model, buffers, kv) if routed else PlainSteps(model, buffers, kv)
     if routed:
-        from forerun.models.cuda.experts_fused import FusedExpertSteps
+        from forerun.models.cuda.steps.experts import FusedExpertSteps
 
         return FusedExpertSteps(model, buffers, kv)
-    from forerun.models.cuda.fused import FusedSteps
+    from forerun.models.cuda.steps.fused import FusedSteps
 
     return FusedSteps(model, buffers, kv)

@@ -18,30 +18,30 @@ from torch import Tensor
 from forerun.core.errors import ForerunError
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
+from forerun.models.base import SharedWeights
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.after_pass import AfterPass
-from forerun.models.cuda.chunks import (
+from forerun.models.cuda.after_pass import AfterPass, Sampler
+from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
+from forerun.models.cuda.graphs import Passes, Replays, timed
+from forerun.models.cuda.network import Buffers, Model
+from forerun.models.cuda.part import CudaPart
+from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
+from forerun.models.cuda.plan import (
+    MAX_ROWS,
     Found,
+    Plan,
+    Span,
     beside_trees,
     chunks_of,
     joined,
     least_rows,
+    plan_pass,
     rows_beside,
     rows_of,
 )
-from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, plan_grown
-from forerun.models.cuda.network import Buffers, Model
-from forerun.models.cuda.packed import WeightKind
-from forerun.models.cuda.part import CudaPart
-from forerun.models.cuda.pass_clock import timed
-from forerun.models.cuda.placing import Placing, TreesPass
-from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
-from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
-from forerun.models.cuda.sampled import Sampler
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
-from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 
 log = logging.getLogger(__name__)

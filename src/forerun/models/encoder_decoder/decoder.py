@@ -1,7 +1,8 @@
-"""One pass of the decoder over nodes of several sequences: attention to their ancestors and to their sources.
+"""The encoder, which reads sources, and passes of the decoder over nodes of several sequences.
 
 Every node's attention is computed by itself, over exactly the keys that it would see in plain decoding and in their
-order. So its bits are the same in a tree, in a chain and alone; the linear layers see to the rest (linear.py).
+order. So its bits are the same in a tree, in a chain and alone; the linear layers see to the rest (layers.py).
+A source is read by itself, too: it has rows enough to be worth reading the weights, and its bits depend on no other.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.tree import Topology
-from forerun.models.encoder_decoder.cache import SequenceCache
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
-from forerun.models.encoder_decoder.layers import Layer, apply_part, feed_forward
-from forerun.models.encoder_decoder.positions import decoder_bias
+from forerun.models.encoder_decoder.layers import Layer, apply_part, decoder_bias, encoder_bias, feed_forward
 from forerun.models.encoder_decoder.weights import Model
-from forerun.models.finite import check_numbers
+from forerun.models.layers import check_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +141,89 @@ class DecoderPass:
         if self._distances.shape[1] < seen:
             self._distances = decoder_bias(table, 2 * seen, relative)
         return self._distances[None, :, None, -seen:]
+
+
+class Encoder:
+    """From sources to the keys and values of the decoder's cross attention."""
+
+    def __init__(self, config: EncoderDecoderConfig, model: Model) -> None:
+        self.config, self.model = config, model
+        self._biases: dict[int, Tensor] = {}  # by length
+
+    def read(self, source: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[L, 2, H, S, Dh]: keys and values for each decoder layer; and the rows [S, D] that they are made of."""
+        config, stack = self.config, self.model.encoder
+        x = stack.embed(list(source), list(range(len(source))), config.embedding_scale)
+        bias = self._bias(len(source))
+        for layer in stack.layers:
+            x = self._layer(layer, x, bias)
+        if stack.final_norm is not None:
+            x = stack.final_norm(x)
+        made = self.model.cross(x)
+        shape = len(x), config.decoder.layers, 2, config.decoder.heads, config.head_dim
+        return made.view(shape).permute(1, 2, 3, 0, 4).contiguous(), x
+
+    def _layer(self, layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
+        config, part = self.config, layer.feed_forward
+
+        def attend(rows: Tensor) -> Tensor:
+            qkv = layer.attention.inputs(rows).view(len(rows), 3, config.encoder.heads, config.head_dim)
+            return layer.attention.output(_attend(qkv, bias, config.attention_scale))
+
+        x = apply_part(x, layer.attention.norm, config.norms_first, attend)
+        return apply_part(x, part.norm, config.norms_first, lambda rows: feed_forward(rows, part, config))
+
+    def _bias(self, length: int) -> Tensor | None:
+        """[H, S, S] of T5; kept for the lengths that recur."""
+        table, relative = self.model.encoder.bias, self.config.relative
+        if table is None or relative is None:
+            return None
+        if length not in self._biases:
+            if len(self._biases) > 64:
+                self._biases.clear()
+            self._biases[length] = encoder_bias(table, length, relative)
+        return self._biases[length]
+
+
+def _attend(qkv: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """[S, 3, H, Dh] of one source -> [S, H Dh]."""
+    q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)  # [1, H, S, Dh] each
+    mask = None if bias is None else bias.unsqueeze(0)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return found[0].transpose(0, 1).reshape(len(qkv), -1)
+
+
+STEP = 64  # slots that a cache grows by
+
+
+class SequenceCache:
+    """Committed slots first, the nodes of the last pass behind them; growing keeps what is committed."""
+
+    def __init__(self, source: Tensor, encoded: Tensor) -> None:
+        self.source = source  # [L, 2, H, S, Dh]
+        self.encoded = encoded  # [S, D] what the encoder made of it
+        layers, _, heads, _, head_dim = source.shape
+        self.data = source.new_empty(layers, 2, heads, 0, head_dim)
+        self.length = 0  # committed slots
+
+    def reserve(self, nodes: int) -> None:
+        """Slots for so many nodes behind the committed ones."""
+        have, wanted = self.data.shape[3], self.length + nodes
+        if wanted > have:
+            grown = self.data.new_empty(*self.data.shape[:3], -(-wanted // STEP) * STEP, self.data.shape[4])
+            grown[:, :, :, : self.length] = self.data[:, :, :, : self.length]
+            self.data = grown
+
+    @torch.inference_mode()  # its tensors are made in that mode
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the root and these nodes of the last pass: each moves behind the one before it."""
+        places = list(enumerate(path, start=1))
+        moves = [(self.length + node, self.length + i) for i, node in places if node != i]
+        if moves:
+            device = self.data.device
+            source, to = (torch.tensor(column, device=device) for column in zip(*moves, strict=True))
+            self.data[:, :, :, to] = self.data[:, :, :, source]
+        self.length += 1 + len(path)
+
+    def truncate(self, length: int) -> None:
+        self.length = min(self.length, length)

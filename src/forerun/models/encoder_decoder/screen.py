@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.models.encoder_decoder.linear import NativeLinear
+from forerun.models.encoder_decoder.layers import NativeLinear
 from forerun.models.load.quants import dequantize
 from forerun.models.native import library as native
 from forerun.models.native.library import BLOCK, F32

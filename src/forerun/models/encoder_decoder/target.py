@@ -16,15 +16,13 @@ from forerun.core.errors import InvalidInput
 from forerun.core.request import SourceRules
 from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
-from forerun.models.encoder_decoder.cache import SequenceCache
+from forerun.models.base import SharedWeights
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
-from forerun.models.encoder_decoder.decoder import DecoderPass, Span
-from forerun.models.encoder_decoder.encoder import Encoder
+from forerun.models.encoder_decoder.decoder import DecoderPass, Encoder, SequenceCache, Span
 from forerun.models.encoder_decoder.weights import Reader
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.slots import UnpagedTarget
 
 CHUNK = 512  # rows of prompts per pass
 

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig, StackConfig
-from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Norm, Stack
-from forerun.models.encoder_decoder.linear import Linear, make_linear
-from forerun.models.encoder_decoder.positions import sinusoids
+from forerun.models.encoder_decoder.layers import (
+    Attention,
+    FeedForward,
+    Layer,
+    Linear,
+    Norm,
+    Stack,
+    make_linear,
+    sinusoids,
+)
 from forerun.models.encoder_decoder.screen import ScreenedHead
 from forerun.models.load.weights import missing_weight, surplus_weights, wrong_shape
 from forerun.models.native.library import BLOCK

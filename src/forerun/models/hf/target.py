@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from forerun.core.errors import DamagedFile, ModelNotFound, UnsupportedModel, brief
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
-from forerun.models.finite import check_numbers
+from forerun.models.base import SharedWeights
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
+from forerun.models.layers import check_numbers
 from forerun.models.load.shapes import UNREAD
-from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
+from forerun.models.slots import UnpagedTarget
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
 SHORT = 15  # tokens; prompts up to about this length share a pass

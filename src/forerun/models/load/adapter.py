@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.load.tensor_file import write_tensors
 from forerun.models.load.tokenizer import read_json
-from forerun.models.load.weights import Weights
+from forerun.models.load.weights import Weights, write_tensors
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

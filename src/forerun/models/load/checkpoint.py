@@ -1,7 +1,7 @@
 """A checkpoint by name: a known model, a .gguf file, a Hugging Face folder, an adapter's, or an id on the hub.
 
 Opening is cheap: configuration and tensor names are read, weights and tokenizer are loaded when asked for.
-Nothing is ever unpickled, but for tensors of an encoder-decoder (pickled.py).
+Nothing is ever unpickled, but for tensors of an encoder-decoder (weights.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from forerun.models.config import DecoderConfig
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder
-from forerun.models.load.gguf import GgufFile
+from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.gguf_families import config_of, in_keys, origins_of
 from forerun.models.load.locate import find_model
 from forerun.models.load.marian_tokenizer import MarianTokenizer
-from forerun.models.load.metadata import Metadata
-from forerun.models.load.pickled import FILE, PickledWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
-from forerun.models.load.weights import GgufWeights, SafetensorsWeights, Weights
+from forerun.models.load.weights import FILE, GgufWeights, PickledWeights, SafetensorsWeights, Weights
 
 log = logging.getLogger(__name__)
 

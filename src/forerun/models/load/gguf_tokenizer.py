@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.load.metadata import Metadata
+from forerun.models.load.gguf import Metadata
 
 _FORMAT = 2  # of the cached tokenizer; raise it when what is built here changes
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from forerun.core.checks import refuse_special
 from forerun.core.errors import DamagedFile, ModelNotFound, UnknownName
-from forerun.models.load.catalog import find_known, known_models
-from forerun.models.load.known_folders import HUB_SECONDS
+from forerun.models.load.catalog import HUB_SECONDS, find_known, known_models
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _HUB_FILES = [

@@ -1,16 +1,21 @@
 """MarianTokenizer: a source.spm that cuts text, and a vocab.json that numbers the pieces of source and output.
 
-An encoder reads a text's pieces and an end token. Outputs are joined from their pieces alone.
+The .spm file is a sentencepiece unigram model: one message in protocol buffers' wire format, of which the pieces with
+their scores and the rules of normalisation are read here. The package `sentencepiece` is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.models.load.sentencepiece import SPACE, read_pieces
+import tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers.models import Unigram
+
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel, brief
 from forerun.models.load.tokenizer import Tokenizer, read_json
 
 _SPECIAL = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -79,3 +84,94 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     if not found or not all(type(index) is int and 0 <= index < 1 << 31 for index in found.values()):
         raise DamagedFile(f"{path} is not a vocabulary (pieces to ids); fetch it again")
     return found
+
+
+SPACE = "\u2581"  # how pieces spell a space
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of the file
+_PIECE_TEXT, _PIECE_SCORE, _PIECE_TYPE = 1, 2, 3
+_MODEL_TYPE, _UNIGRAM = 3, 1
+_CHARSMAP, _DUMMY_PREFIX, _REMOVES_SPACES = 2, 3, 4
+_UNKNOWN = 2  # the type of the piece that stands for what no piece spells
+
+
+def read_pieces(path: Path) -> tokenizers.Tokenizer:
+    """The model as a tokenizer whose tokens are pieces; their ids mean nothing outside the file."""
+    try:
+        return _read(path.read_bytes())
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a damaged message, or pieces that `tokenizers` refuses with a bare Exception
+        raise DamagedFile(f"{path} is no sentencepiece model ({brief(error)}); fetch it again") from None
+
+
+def _read(data: bytes) -> tokenizers.Tokenizer:
+    pieces: list[tuple[str, float]] = []
+    unknown, charsmap, prefix, removes = 0, b"", True, True
+    for field, value in _fields(data):
+        if field == _PIECES:
+            inner = dict(_fields(_bytes(value)))
+            if inner.get(_PIECE_TYPE, 1) == _UNKNOWN:
+                unknown = len(pieces)
+            pieces.append((_bytes(inner[_PIECE_TEXT]).decode(), _float(inner.get(_PIECE_SCORE, b"\0" * 4))))
+        elif field == _TRAINER:
+            if dict(_fields(_bytes(value))).get(_MODEL_TYPE, _UNIGRAM) != _UNIGRAM:
+                raise UnsupportedModel(
+                    "this sentencepiece model is not a unigram model; add a tokenizer.json"
+                )
+        elif field == _NORMALIZER:
+            inner = dict(_fields(_bytes(value)))
+            charsmap = _bytes(inner.get(_CHARSMAP, b""))
+            prefix, removes = bool(inner.get(_DUMMY_PREFIX, 1)), bool(inner.get(_REMOVES_SPACES, 1))
+    if not pieces:
+        raise ValueError("it holds no pieces")
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if removes:
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+    made = tokenizers.Tokenizer(Unigram(pieces, unknown, byte_fallback=False))
+    made.normalizer = normalizers.Sequence(steps)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always" if prefix else "never", split=False)
+    return made
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message: whole numbers, or bytes (of text, of inner messages, of floats)."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(data, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field of wire type {kind}")
+        if at + size > len(data):
+            raise ValueError("it ends in the middle of a field")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("a number stands where bytes belong")
+    return value
+
+
+def _float(value: int | bytes) -> float:
+    return float(struct.unpack("<f", _bytes(value))[0])

@@ -1,14 +1,15 @@
 """Tokenizer: text to token ids and back, over the `tokenizers` library (importing transformers would take seconds).
 
 A tokenizer comes from a Hugging Face folder or from a GGUF file's metadata; which ids end a sequence and how a
-conversation is written come with it.
+conversation is written come with it, as do the bytes that a token stands for.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -16,15 +17,11 @@ import tokenizers
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
-from forerun.models.load.token_bytes import (
-    SENTENCEPIECE_SPACE,
-    from_byte_level,
-    from_sentencepiece,
-    is_one_byte,
-)
 
 if TYPE_CHECKING:
-    from forerun.models.load.metadata import Metadata
+    from forerun.models.base import Target
+    from forerun.models.load.gguf import Metadata
+
 
 # What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
@@ -338,3 +335,53 @@ def _ids(value: Any) -> list[int]:
     if isinstance(value, list):
         return [index for one in value for index in _ids(one) if not isinstance(one, list)]
     return [value] if type(value) is int and 0 <= value < 1 << 31 else []
+
+
+SENTENCEPIECE_SPACE = "\u2581"
+
+
+def from_byte_level(token: str) -> bytes:
+    """In vocabularies that have a character for each byte."""
+    known = _byte_of()
+    return bytes(known[c] for c in token) if all(c in known for c in token) else token.encode()
+
+
+def from_sentencepiece(token: str) -> bytes:
+    """In vocabularies of text, where bytes that no token has are spelt <0xE2>."""
+    if is_one_byte(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(SENTENCEPIECE_SPACE, " ").encode()
+
+
+def is_one_byte(token: str) -> bool:
+    """Is it spelt <0xE2>?"""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The characters by which byte-level vocabularies spell bytes: themselves if printable, else from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_CHAT = ({"role": "user", "content": "Hi"},)
+
+
+def opening_of(target: Target, tokenizer: object) -> tuple[int, ...]:
+    """What the template writes before an answer, else the token that texts begin with; () = not known.
+
+    On a CPU it is not asked for: drafters read the target's habits behind it, and passes for that take a minute there.
+    """
+    if not target.can.captures or target.source_rules is not None:
+        return ()
+    return tokens_before_an_answer(tokenizer) if isinstance(tokenizer, Tokenizer) else ()
+
+
+def tokens_before_an_answer(tokenizer: Tokenizer) -> tuple[int, ...]:
+    with suppress(InvalidInput):  # there is no template, or it refuses so short a chat
+        asked = tokenizer.chat_ids(_CHAT, add_generation_prompt=False)
+        if opening := tokenizer.chat_ids(_CHAT)[len(asked) :]:
+            return tuple(opening)
+    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)

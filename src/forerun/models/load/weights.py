@@ -1,8 +1,13 @@
-"""The weights of a checkpoint under their Hugging Face names, loaded one at a time when asked for."""
+"""The weights of a checkpoint under their Hugging Face names, loaded one at a time when asked for.
+
+GGUF and safetensors files, and the `.bin` files of encoder-decoders: the Marian models are older than safetensors.
+torch reads these with its restricted unpickler, which builds tensors and containers and calls nothing else.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,9 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, UnsupportedModel
+from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import Origin, tensor_of
 from forerun.models.load.quants import Blocks, dequantize
@@ -189,3 +195,56 @@ def _without_weights(folder: Path) -> str:
             "convert them to safetensors first"
         )
     return f"{folder} holds no *.safetensors file; fetch the model's weights into it"
+
+
+FILE = "pytorch_model.bin"
+
+
+class PickledWeights(Weights):
+    """Names to tensors, mapped from the file where its format allows that."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        try:
+            found = _load(path)
+        except pickle.UnpicklingError as error:
+            raise DamagedFile(
+                f"{path} holds more than tensors, or is damaged ({brief(error)}); it was not opened"
+            ) from None
+        except Exception as error:  # torch raises RuntimeError, EOFError, KeyError and more for damaged files
+            raise DamagedFile(f"{path} is damaged ({brief(error)}); fetch it again") from None
+        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise DamagedFile(f"{path} is not a mapping of names to tensors; fetch it again")
+        self._tensors: dict[str, Tensor] = {str(name): value for name, value in found.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _load(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # the format before torch 1.6 cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """The file gets the mode that `open` would give it."""
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(dict(tensors), file, None if metadata is None else dict(metadata))
+    file.chmod(mode)

@@ -2,6 +2,9 @@
 
 Packing moves numbers and changes none: what a GGUF file holds as small integers and scales stays so, in another
 order, at the same size or nearly. Types without a packed form become float32, which is exact too.
+
+Packed weights lie in huge pages where the system gives them: a pass over one row reads every weight once, and with
+pages of 4 KB a good part of its time goes into finding them. Many weights share a slab, which is freed with the last.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native.library import BF16, BLOCK, F32, Table, Weight, Weights, library
-from forerun.models.native.memory import take_memory
 
 FloatMode = Literal["float32", "bfloat16", "q8", "q4"]
 
@@ -140,3 +143,31 @@ def as_q4_1(weight: Tensor) -> Blocks:
         some[:, :, :2], some[:, :, 2:4] = steps.view(torch.uint8), least.view(torch.uint8)
         some[:, :, 4:] = values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
     return Blocks(_Q4_1, (outputs, inputs), data.flatten())
+
+
+_PAGE = 2 << 20  # a huge page
+_SLAB = 4 * _PAGE
+_LINE = 64  # weights start at a cache line
+
+_lock = Lock()
+_current: list[Tensor] = []  # what is left of the slab in use, if there is one
+
+
+def take_memory(size: int) -> Tensor:
+    """[size] bytes of uint8, not initialised."""
+    if size >= _PAGE:
+        return _allocate(size)
+    with _lock:
+        if not _current or _current[0].numel() < size:
+            _current[:] = [_allocate(_SLAB)]
+        whole, taken = _current[0], -(-size // _LINE) * _LINE
+        _current[0] = whole[taken:]
+    return whole[:size]
+
+
+def _allocate(size: int) -> Tensor:
+    """From a huge page's boundary on; the system is asked for huge pages before anything is written."""
+    whole = torch.empty(size + _PAGE, dtype=torch.uint8)
+    found = whole[-whole.data_ptr() % _PAGE :][:size]
+    library().fr_use_huge_pages(found.data_ptr(), size)
+    return found

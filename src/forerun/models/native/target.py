@@ -18,22 +18,20 @@ from torch import Tensor
 
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.attention import Span
+from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.hidden_rows import HiddenRows
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
 from forerun.models.native.packing import table_of, unpack_rows
-from forerun.models.native.pass_rows import rows_of
+from forerun.models.native.pass_rows import RotationTables, rows_of
 from forerun.models.native.plain_run import PlainRun, without_rows
-from forerun.models.native.rotation_tables import RotationTables
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
-from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 
 

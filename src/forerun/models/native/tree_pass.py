@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.tree import Topology
-from forerun.models.finite import not_numbers
+from forerun.models.layers import not_numbers
 from forerun.models.native.library import Model, Pass
-from forerun.models.native.rotation_tables import Table
+from forerun.models.native.pass_rows import Table
 from forerun.models.pages import PAGE
 
 _AT_ONCE = 8  # logits of one node that are made together

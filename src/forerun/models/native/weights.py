@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput
+from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig, MoeConfig
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native import library as native

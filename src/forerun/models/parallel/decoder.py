@@ -18,17 +18,15 @@ from torch import Tensor
 from forerun.core.errors import ModelError, UnsupportedModel, brief
 from forerun.core.types import PlainSeq, Seq
 from forerun.models.attention import Span
+from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer_subset import LayerSubset
-from forerun.models.layers import gate, linear, rms_norm
-from forerun.models.moe import Experts, mix
+from forerun.models.layers import Experts, gate, linear, mix, rms_norm
 from forerun.models.parallel.group import Group
 from forerun.models.parallel.pass_thread import PassThread
 from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, config_of
-from forerun.models.shared import SharedWeights
 
 
 class ParallelDecoder(Decoder):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, brief
-from forerun.models.load.tensor_file import write_tensors
+from forerun.models.load.weights import write_tensors
 from forerun.train.data.folder import shards_of
 from forerun.train.data.loops import first_repeats
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.model.layer_skip import PLAN, ExitAdapter, LayerPlan, default_plan, write_plan
+from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint as Named
 from forerun.models.config import DecoderConfig, supports
-from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.specdec import SpecDecConfig, SpecDecHead, attend_to_source, write_specdec
-from forerun.models.encoder_decoder.linear import TorchLinear
+from forerun.models.encoder_decoder.layers import TorchLinear
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, shifted

@@ -3,7 +3,6 @@
 #define FORERUN_ATTENTION_H
 
 #include "vector.h"
-#include "exp.h"
 
 #include <math.h>
 

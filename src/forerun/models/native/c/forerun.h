@@ -47,7 +47,7 @@ FR_API int fr_threads(void);
 FR_API void fr_use_huge_pages(void *memory, int64_t bytes); /* memory.c */
 
 /* ---- linear layers ---- */
-#include "linear.h"
+#include "linear/linear.h"
 
 /* ---- dispatch.c: compiled for the least of machines ---- */
 fr_kernel fr_packed_kernel(int kind);

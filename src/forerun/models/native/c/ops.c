@@ -1,6 +1,5 @@
 /* What stands between the linear layers, row by row in one order: norm, rotary positions, SwiGLU, the residual. */
 #include "vector.h"
-#include "exp.h"
 
 #include <math.h>
 

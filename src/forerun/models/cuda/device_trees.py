@@ -1,0 +1,338 @@
+"""Passes over trees that were grown on the device: from their parents to a pass, from its argmax to the verdict.
+
+The host knows the sizes of such trees and the pages of their sequences, but not their tokens and parents. Where the
+last round was not read yet, it does not know the lengths of the sequences either: it sends the lengths before that
+round and the index of each sequence's tree, and `LastRound` has on the device what was decided. The device fills in
+tokens, positions, slots, ancestors and groups before the pass and the path of the argmax after it: one kernel each on a
+GPU (kernels/trees.py), a few torch operations elsewhere. The host reads everything at once, later.
+
+A form may have more trees than there are sequences: the last ones are padding, so that few forms serve all batches.
+Padding is written to no slot and attends to nothing; its verdict is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.core.tree import trace
+from forerun.core.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
+from forerun.models.cuda.plan import (
+    FIELDS,
+    MAX_ROWS,
+    Need,
+    Plan,
+    Rows,
+    Size,
+    SizeFor,
+    Span,
+    splits_at,
+)
+from forerun.models.pages import PAGE
+
+TURNS = 2  # outcomes that the host has not read yet, at most
+
+Samples = Callable[[Tensor, Tensor], Tensor]  # logits [B, N, V] and positions [B, N] -> tokens [B, N]
+
+
+class Place(NamedTuple):
+    """Where a tree is written: behind so many committed positions of its sequence."""
+
+    pages: Sequence[int]
+    length: int
+    follows: int = -1  # its tree in the last round, which was not read: that adds root and path to the length
+
+
+def plan_grown(
+    places: Sequence[Place],
+    form: TreeForm,
+    group_nodes: int,
+    prompts: Sequence[Span] = (),
+    farthest: int = 0,
+    size_for: SizeFor = Need.rounded,
+    added: int = 0,
+) -> Plan:
+    """A pass over trees whose content is on the device; there is a place for every real tree.
+
+    Chunks of prompts follow behind the trees' rows: the host knows all about them, and `size_for` gives the size of
+    such a pass. `farthest` asks for as many splits as a context that long needs. Those that follow an unread round may
+    be `added` positions further back.
+    """
+    chunks, real = Rows(form.rows), len(places)
+    for span in prompts:
+        chunks.add(span, group_nodes)
+    own = form.trees * groups_per_tree(form, group_nodes)
+    rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
+    ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
+    farthest = max(farthest, 0, *ends) + form.depth
+    need = Need(rows, groups, max(farthest, 0, *chunks.positions))
+    size = (
+        size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
+    )
+    at = Places.of(size, form)
+    ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
+    ints[2 * size.rows : 3 * size.rows] = -1
+    starts = offsets([len(pages) for pages, _, _ in places])
+    table = ints[at.lengths - MAX_ROWS :].reshape(3, form.trees)
+    table[1] = -1
+    table = table[:, :real]
+    table[0] = [length for _, length, _ in places]
+    table[1] = [follows for _, _, follows in places]
+    table[2] = [at.pages + start for start in starts[:-1]]
+    if prompts:
+        chunks.write_chains(ints, size, own, at.pages + starts[-1])
+    tables = [page for pages, _, _ in places for page in pages] + chunks.pages
+    return Plan(size, rows, np.concatenate((ints, np.array(tables, dtype=np.int32))))
+
+
+def groups_per_tree(form: TreeForm, group_nodes: int) -> int:
+    """Groups of nodes that share what they attend to; and, in trees that branch, one of each node's own."""
+    return -(-form.nodes // group_nodes) + (0 if form.chain else form.nodes)
+
+
+class GrownBuffers:
+    """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
+
+    def __init__(
+        self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None
+    ) -> None:
+        self.walk, self.group_nodes = walk, group_nodes
+        self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
+        self.passes = 0  # that were decided
+        self.form: TreeForm | None = None  # of the last
+        self.moved = 0  # the last pass whose paths were moved to their places
+        self.overtaken = 0  # the last pass behind which a plain one was launched before it was read
+        on_gpu = device.type == "cuda"
+        with torch.inference_mode(False):
+            self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
+            self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
+            self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
+            self.last = LastRound(device)
+            self._host = [
+                torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)
+            ]
+        self._sent = [torch.cuda.Event() if on_gpu else None for _ in self._host]  # type: ignore[no-untyped-call]
+
+    def take(self, trees: TreeBatch, form: TreeForm) -> None:
+        """Copy the trees in; padding gets the first tree once more, which is a tree like any other."""
+        torch.stack((trees.tokens, trees.parents), out=self.tree_ints[:, : trees.nodes])
+        if trees.nodes < form.rows:
+            pads = self.tree_ints[:, trees.nodes : form.rows].view(2, -1, form.nodes)
+            pads.copy_(self.tree_ints[:, None, : form.nodes])
+
+    def take_padding(self, form: TreeForm) -> None:
+        """Trees of a form for a pass over nothing but padding: roots with children."""
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        trees.zero_()
+        trees[1, :, 0] = -1
+
+    def fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
+        """Complete the integers of a pass."""
+        places = Places.of(size, form)
+        if self.fused:
+            from forerun.models.cuda.kernels import trees as tree_kernels
+
+            tree_kernels.place[(form.trees, form.nodes)](
+                self.tree_ints, ints, self.last.accepted, MAX_ROWS, places.positions, places.slots, places.groups,
+                places.ancestors, places.lengths, self.tree_ints.stride(0), form.trees, form.nodes, form.depth,
+                self.group_nodes, groups_per_tree(form, self.group_nodes), int(form.chain), num_warps=1,
+            )  # fmt: skip
+            return
+        tokens, parents = self._trees(form)
+        depths, ancestors = trace(parents, form.depth)
+        given, follows, starts = ints[places.lengths :][: 3 * form.trees].view(3, form.trees).clone()
+        lengths = given + self.last.added(follows)
+        written = lengths[:, None] + torch.arange(form.nodes, device=ints.device)
+        slots = ints[starts[:, None] + written // PAGE] * PAGE + written % PAGE
+        real = (starts > 0)[:, None]
+        ints[MAX_ROWS : MAX_ROWS + form.rows].copy_(tokens.flatten())
+        ints[places.positions : places.positions + form.rows].copy_((lengths[:, None] + depths).flatten())
+        ints[places.slots : places.slots + form.rows].copy_(torch.where(real, slots, -1).flatten())
+        ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
+        groups = torch.where(real[..., None], self._groups(form, lengths, starts, places), 0).flatten()
+        ints[places.groups : places.groups + len(groups)].copy_(groups)
+
+    def _groups(self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places) -> Tensor:
+        """[B, groups, FIELDS] committed tokens are shared; where a tree branches, every node attends alone from the
+        split on in which the tree starts. Fields: models/cuda/plan.py.
+        """
+        trees, nodes = torch.arange(form.trees, device=lengths.device), form.nodes
+        own, shared = splits_at(lengths), -(-nodes // self.group_nodes)
+        behind = splits_at(lengths + form.depth) + 1
+        groups = lengths.new_zeros(form.trees, groups_per_tree(form, self.group_nodes), FIELDS)
+        first = torch.arange(0, nodes, self.group_nodes, device=lengths.device)
+        groups[:, :shared, 1] = (behind if form.chain else own)[:, None]
+        groups[:, :shared, 2] = (trees[:, None] * nodes + first).int()
+        groups[:, :shared, 3] = (nodes - first).clamp(max=self.group_nodes).int()
+        if not form.chain:
+            rows = (trees[:, None] * nodes + torch.arange(nodes, device=lengths.device)).int()
+            groups[:, shared:, 0], groups[:, shared:, 1] = own[:, None], behind[:, None]
+            groups[:, shared:, 2], groups[:, shared:, 3] = rows, 1
+            groups[:, shared:, 6] = places.ancestors + rows * (form.depth + 1)
+        groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
+        return groups
+
+    def decide(
+        self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None
+    ) -> None:
+        """The verdict, and which slots it moves: root and path behind each other, the rest onto itself.
+
+        The target's tokens are the argmax, or what `samples` makes of logits and positions. May be done again.
+        """
+        places = Places.of(size, form)
+        if samples is None:
+            tops = logits.argmax(-1).view(form.trees, -1)
+        else:
+            positions = ints[places.positions :][: form.rows].view(form.trees, form.nodes)
+            tops = samples(logits.view(form.trees, form.nodes, -1), positions)
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        ancestors = ints[places.ancestors : places.lengths].view(form.trees, form.nodes, -1)
+        paths, accepted, bonus = self._decided(form)
+        self.walk(trees, ancestors, tops, paths, accepted, bonus)
+        if self.fused:
+            from forerun.models.cuda.kernels import trees as tree_kernels
+
+            tree_kernels.record[(form.trees,)](
+                self.tree_ints, ints, self.outcome, self.moves, self.last.accepted, self.last.tokens, self.last.rows,
+                places.slots, self.tree_ints.stride(0), self.moves.stride(0), form.rows, form.nodes, form.depth,
+                STEPS, N_UP=1 << max(2, (form.nodes - 1).bit_length()),
+                STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
+            )  # fmt: skip
+            return
+        self.last.note(trees[0], paths, accepted, bonus)
+        self.outcome[: 2 * form.rows].copy_(trees.flatten())
+        slots = ints[places.slots :][: form.rows].view(form.trees, form.nodes).long()
+        steps = (
+            torch.arange(1, form.depth + 1, device=slots.device).clamp_(max=form.nodes - 1).expand_as(paths)
+        )
+        sources = torch.where(paths < 0, steps, paths)
+        moves = torch.stack((slots.gather(1, sources), slots.gather(1, steps)))  # [2, B, depth]
+        real = slots[:, :1] >= 0
+        moves = torch.where(real, moves, moves[:, :1])  # padding does what the first tree does
+        moves = torch.where(real[:1], moves, 0)  # and if that is padding too, nothing
+        self.moves[:, : form.trees * form.depth].copy_(moves.flatten(1))
+
+    def send(self, form: TreeForm) -> int:
+        """The pass was launched: let its outcome be copied to the host, behind it. Returns the number of the pass."""
+        self.passes, self.form = self.passes + 1, form
+        turn, size = self.passes % TURNS, _length(form)
+        self._host[turn][:size].copy_(self.outcome[:size], non_blocking=True)
+        if (sent := self._sent[turn]) is not None:
+            sent.record()
+        return self.passes
+
+    def read(self, trees: TreeBatch, form: TreeForm, number: int) -> Verdict:
+        """The verdict of a pass, and its trees: the one time in a round that the host waits, for no later pass."""
+        if self.passes - number >= TURNS:
+            raise RuntimeError("the outcome of a pass was overwritten by those that follow it")
+        turn = number % TURNS
+        if (sent := self._sent[turn]) is not None:
+            sent.synchronize()
+        values = self._host[turn][: _length(form)].clone()  # the buffer is written again
+        tokens, parents = values[: 2 * form.rows].view(2, -1)[:, : trees.nodes].tolist()
+        trees.note_host(tokens, parents)
+        paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
+        return Verdict(paths, accepted, bonus, Outcome(self, number))
+
+    def moves_of(self, form: TreeForm) -> tuple[Tensor, Tensor]:
+        """Two of [B depth]: the KV slots of the last paths, and where they belong; those that stay move nowhere."""
+        sources, places = self.moves[:, : form.trees * form.depth]
+        return sources, places
+
+    def _decided(self, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
+        """Where paths [B, depth], accepted [B] and bonus [B] go."""
+        return _split(self.outcome[: _length(form)], form)
+
+    def _trees(self, form: TreeForm) -> tuple[Tensor, Tensor]:
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        return trees[0], trees[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the parts of a pass over grown trees start among all integers; tokens start at MAX_ROWS."""
+
+    positions: int
+    slots: int
+    groups: int
+    ancestors: int  # [M, depth + 1]
+    lengths: int  # [B], then [B] the trees that they follow, then [B] where their pages start; 0 = padding
+    pages: int
+
+    @classmethod
+    def of(cls, size: Size, form: TreeForm) -> Places:
+        first, rows = MAX_ROWS + size.rows, size.rows
+        behind = first + 2 * rows + FIELDS * size.groups
+        lengths = behind + form.rows * (form.depth + 1)
+        return cls(first, first + rows, first + 2 * rows, behind, lengths, lengths + 3 * form.trees)
+
+
+def _length(form: TreeForm) -> int:
+    return 2 * form.rows + form.trees * (form.depth + 2)
+
+
+def _split(values: Tensor, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
+    """Paths [B, depth], accepted [B] and bonus [B] behind tokens and parents of all nodes."""
+    sizes = [form.trees * form.depth, form.trees, form.trees]
+    paths, accepted, bonus = torch.split(values[2 * form.rows :], sizes)
+    return paths.view(form.trees, form.depth), accepted, bonus
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Implements forerun.core.types.DeviceOutcome."""
+
+    buffers: GrownBuffers
+    number: int  # of the pass
+
+    @property
+    def is_latest(self) -> bool:
+        return self.number == self.buffers.passes > self.buffers.overtaken
+
+    @property
+    def is_moved(self) -> bool:
+        return self.number <= self.buffers.moved
+
+
+STEPS = 17  # root and path of the deepest tree whose outcome can be followed before it was read
+
+
+class LastRound:
+    """What the last pass over grown trees decided, at places that do not depend on the form; of roots if asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.accepted = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)  # by tree
+        # of the path, then the bonus
+        self.tokens = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)
+        # of root and path in the pass
+        self.rows = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)
+
+    def added(self, follows: Tensor) -> Tensor:
+        """[B] positions that the last round added to sequences whose trees in it were these; -1 = none."""
+        return torch.where(follows < 0, 0, self.accepted[follows.clamp(min=0).long()] + 1).int()
+
+    def note_roots(self, tokens: Tensor) -> None:
+        """Of a plain pass: the tokens [B] behind its roots. Nothing was drafted, and each root was a row."""
+        self.accepted[: len(tokens)].zero_()
+        self.tokens[: len(tokens), 0].copy_(tokens)
+        self.rows[: len(tokens), 0].copy_(torch.arange(len(tokens), device=tokens.device))
+
+    def note(self, tokens: Tensor, paths: Tensor, accepted: Tensor, bonus: Tensor) -> None:
+        """Of trees [B, N]: paths [B, depth], accepted [B] and bonus [B]."""
+        trees, nodes = tokens.shape
+        if paths.shape[1] >= STEPS:
+            return  # too deep to be followed
+        nexts = torch.cat((paths, paths.new_full((trees, 1), -1)), 1)
+        steps = torch.arange(nexts.shape[1], device=paths.device)
+        found = tokens.gather(1, nexts.clamp(min=0))
+        self.accepted[:trees] = accepted
+        self.tokens[:trees, : len(steps)] = torch.where(steps == accepted[:, None], bonus[:, None], found)
+        first = torch.arange(trees, device=paths.device)[:, None] * nodes
+        self.rows[:trees, : len(steps)] = first + torch.cat(
+            (paths.new_zeros(trees, 1), paths.clamp(min=0)), 1
+        )

@@ -1,0 +1,1 @@
+"""Triton kernels of the GPU decoder. Importing a module here imports Triton."""

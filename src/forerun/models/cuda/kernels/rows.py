@@ -1,0 +1,131 @@
+"""Triton: one program per row: the embedding, the last norm, and what follows wide products (wide.py).
+
+Wide products leave the parts of a weight's splits: they are added from zero in order, and then the same is done with
+every number as at the end of `linear.linear`. A program sees a whole row, so it hands on the next norm as one
+factor per row; products of few rows hand on sums of squares tile by tile instead, and the embedding leaves both.
+"""
+
+# mypy: ignore-errors
+# The bodies are Triton's language, not Python: types and operators mean something else there.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_root(row, WIDTH: tl.constexpr, UP: tl.constexpr, eps):
+    """[1] the factor of a row's norm, from a sum in fp64 as everywhere."""
+    wide = tl.reshape(row, (1, UP)).to(tl.float64)
+    return tl.rsqrt(tl.sum(wide * wide, 1).to(tl.float32) / WIDTH + eps)
+
+
+@triton.jit
+def embed(tokens, table, x, out, squares, inverses, norm, eps, WIDTH: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr,
+          TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Start the residual stream of one row, and leave what the first norm needs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    token = tl.load(tokens + m).to(tl.int64)
+    row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + m * WIDTH + n, row, mask=inside)
+    scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
+    tile = tl.arange(0, UP // BN)
+    wide = row.to(tl.float64)
+    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
+    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < WIDTH // BN)
+    tl.store(inverses + m + tl.arange(0, 1), inverse_root(row, WIDTH, UP, eps))
+
+
+@triton.jit
+def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
+    """The last norm of one row, for callers that need it: the LM head does not."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg")
+    scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * WIDTH + n, (row * scale * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
+    total = zeros
+    for i in tl.static_range(PARTS):
+        total += tl.load(parts + i * stride + place, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["APART"])
+def finish_residual(parts, x, out, norm, inverses, APART, eps, WIDTH: tl.constexpr, UP: tl.constexpr,
+                    PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Add one row to the residual stream, and leave what the next norm needs."""
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    place = m * WIDTH + n
+    old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
+    stride = APART.to(tl.int64) * WIDTH
+    acc = _added_up(parts, place, inside, stride, tl.zeros((UP,), dtype=tl.float32), PARTS)
+    acc += old
+    tl.store(x + place, acc, mask=inside)
+    tl.store(out + place, (acc * weight).to(out.dtype.element_ty), mask=inside)
+    tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, UP, eps))
+
+
+@triton.jit(do_not_specialize=["APART"])
+def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps, head_stride,
+               H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr,
+               PARTS: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
+               NORMED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
+    m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
+    heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
+    n = heads[:, None] * D + d[None, :]
+    turned = h0 < H + HKV
+    position = tl.load(positions + m).to(tl.int64)
+    slot = tl.load(slots + m).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    width = (H + 2 * HKV) * D
+    acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
+                    tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
+    if not NORMED:
+        acc = acc * tl.load(inverses + m, cache_modifier=".cg")
+    if BIAS:
+        acc += tl.load(bias + n).to(tl.float32)
+    if HEAD_NORM:
+        wide = acc.to(tl.float64)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 1).to(tl.float32) / D + eps)
+        weight = tl.load(head_norm + n, mask=n < (H + HKV) * D, other=0.0).to(tl.float32)
+        acc = tl.where(turned, acc * inverse[:, None] * weight, acc)
+    if ROPE:
+        pair = tl.arange(0, D // 2)
+        turn = rope + position * (2 * ROT) + pair * 2
+        moved = (pair < ROT) & turned
+        cos = tl.load(turn, mask=moved, other=1.0)[None, :]
+        sin = tl.load(turn + 1, mask=moved, other=0.0)[None, :]
+        even, odd = tl.split(tl.reshape(acc, (HEADS, D // 2, 2)))
+        acc = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HEADS, D))
+    found = acc.to(out.dtype.element_ty)
+    if h0 < H:
+        tl.store(out + m * (H * D) + n, found)
+    else:
+        into = ((heads - H) % HKV).to(tl.int64)[:, None] * head_stride + slot * D + d[None, :]
+        there = (heads >= 0)[:, None] & (slot >= 0)
+        if turned:
+            tl.store(keys + into, found, mask=there)
+        else:
+            tl.store(values + into, found, mask=there)

@@ -1,0 +1,67 @@
+"""Launches the kernels of attention, and holds the memory in which programs leave parts for others to add up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.kernels import attention as kernels_attention
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS, split_of
+from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for
+
+COMBINING = 1024  # programs that look for parts to add up, at most
+
+
+class Attention:
+    """The attention of one model on its device."""
+
+    def __init__(
+        self, config: DecoderConfig, max_length: int, device: torch.device, room: int, pdl: bool
+    ) -> None:
+        self.config, self.room, self.pdl = config, room, pdl
+        self.processors, self.hopper = 1, False
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self.split_stride = MAX_ROWS * config.heads
+        rows = self.split_stride * (split_of(max_length + MAX_ROWS) + 1)
+        self.parts = torch.empty(rows * config.head_dim, device=device)
+        self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
+
+    def attend(
+        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, window: int, how: Sharing | None = None
+    ) -> None:
+        """What all rows find in the keys and values [2, Hkv, S, D] of a layer."""
+        config, size = self.config, run.size
+        each = power_of_two(config.heads // config.kv_heads)
+        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
+        limit = {} if how.registers is None else {"maxnreg": how.registers}
+        grid, each_tree = (size.attending(how.programs), config.kv_heads, 1), size.groups // size.trees
+        if how.walked:  # one group after another, whichever tree they are of
+            assert not size.lone, "no program has all splits of a tree's single nodes"
+            grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
+        kernels_attention.attend[grid](
+            queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
+            config.attention_scale / math.log(2), kv.stride(1), self.split_stride, each_tree, size.lone,
+            how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
+            WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
+            ROOM=self.room, PDL=self.pdl, num_warps=4, num_stages=how.stages, **limit, **settings,
+        )  # fmt: skip
+        self._combine(run, out, window, how.walked > 0, settings)
+
+    def _combine(self, run: Run, out: Tensor, window: int, skips: bool, settings: dict[str, Any]) -> None:
+        """Add up what programs left; by few programs where most rows may have nothing left to add up."""
+        config, rows = self.config, run.size.rows
+        heads = math.gcd(config.heads, 4)
+        programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
+        kernels_attention.combine[programs, config.heads // heads](
+            out, run.positions, self.parts, self.tops, self.sums, self.split_stride, rows, H=config.heads,
+            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
+            MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
+        )  # fmt: skip

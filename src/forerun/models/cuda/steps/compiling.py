@@ -1,0 +1,96 @@
+"""Compiles Triton's kernels side by side before they are needed: the first launch of each would do it one by one.
+
+`compile_together` is given work that launches kernels. It does that work with launches that launch nothing: each only
+asks for its kernel, which is compiled in a thread. At the end all kernels are where launches look for them. Triton has
+most of this (`AsyncCompileMode` of Triton 3.6), but waits for a kernel as soon as it is launched.
+
+About a third of a compilation holds Python's global lock, so that threads help three times at most. To do without them,
+set MOST_THREADS to 0: kernels are then compiled when they are first launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+progress = logging.getLogger("forerun.progress")
+
+MOST_THREADS = 8  # more would wait for Python's lock, and take memory; 0 = do not compile ahead
+
+_ASYNC = "triton.runtime._async_compile"
+_KNOWN = "3.6."  # versions of Triton; launches of 3.8 keep a kernel that failed, and never compile it again
+_alone = threading.Lock()  # one at a time may exchange what a launch does
+
+
+def compile_together(work: Callable[[], None]) -> None:
+    """Compile all kernels that `work` launches, and launch none of them. What else it does is done.
+
+    Does nothing, not even `work`, where Triton is missing or cannot do this. A kernel that cannot be compiled is
+    compiled again when it is launched, which then says why.
+    """
+    threads = _thread_count()
+    if not threads:
+        return
+    started, pool = perf_counter(), ThreadPoolExecutor(threads, "compile")
+    mode = import_module(_ASYNC).AsyncCompileMode(pool)
+    try:
+        with _alone, _launching_nothing(mode):
+            work()
+        kernels = list(mode.future_kernels.values())
+        for i, kernel in enumerate(kernels):
+            progress.info("compiling kernels: %d of %d", i + 1, len(kernels))
+            kernel.result(ignore_errors=True)
+        log.info("compiled %d kernels in %.1f s", len(kernels), perf_counter() - started)
+    except Exception as error:  # of another Triton, or one that a launch raises too
+        log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _thread_count() -> int:
+    """As many as there are cores, with a limit; 0 where kernels cannot be compiled before they are launched."""
+    try:
+        known = str(import_module("triton").__version__).startswith(_KNOWN)
+        interpreted = import_module("triton.knobs").runtime.interpret
+        begun = import_module(_ASYNC).active_mode.get() is not None  # by a caller of ours
+    except (ImportError, AttributeError):  # no Triton, or another
+        return 0
+    if interpreted or begun or not known:
+        return 0
+    return min(MOST_THREADS, os.cpu_count() or 1)
+
+
+@contextmanager
+def _launching_nothing(mode: Any) -> Iterator[None]:
+    """Launches of this thread only hand their kernel to the mode; those of other threads go on as ever."""
+    kernels, active = import_module("triton.runtime.jit").JITFunction, import_module(_ASYNC).active_mode
+    run = kernels.run
+
+    def ask(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+        asks = active.get() is mode  # of each thread its own
+        return run(kernel, *args, grid=grid, warmup=warmup or asks, **settings)
+
+    token = active.set(mode)
+    kernels.run = ask
+    try:
+        yield
+    finally:
+        kernels.run = run
+        active.reset(token)
+
+
+@lru_cache(maxsize=16)
+def starts_early(device: torch.device) -> bool:
+    """From compute capability 9.0 on; never where kernels are interpreted."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,187 @@
+"""The steps of a pass over layers of experts as Triton kernels (kernels/experts.py): six launches instead of two.
+
+How a product is cut into tiles follows from the weight's shape and from how many experts a row picks, never from the
+number of rows, so that a row's bits do not depend on its neighbours. Dense products of the same model use the kernels
+for few rows at any number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.kernels import experts as kernels_experts
+from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.fused import FusedSteps
+from forerun.models.cuda.steps.tiles import power_of_two
+from forerun.models.cuda.weights import ExpertWeights, Weight
+
+ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
+SHARED = 104 << 10  # bytes of shared memory that one program may fill
+BLOCKS = (16, 32, 64, 128)  # pairs of one expert that a program takes
+UNEVEN = 1.5  # some experts get so many times their share
+ENOUGH = 132  # programs of a pass over one row that keep a GPU's memory busy
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """How an expert's product is cut up."""
+
+    outputs: int  # BN
+    depth: int  # BK
+
+
+def choose_expert_tile(outputs: int, depth: int, per_token: int) -> ExpertTile:
+    """The widest tile of which one row's experts still make enough programs."""
+    step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
+    sizes = [size for size in (64, 32, 16) if outputs % size == 0]
+    return ExpertTile(
+        next((size for size in sizes if outputs // size * per_token >= ENOUGH), sizes[-1]), step
+    )
+
+
+def rows_per_block(expected: float) -> int:
+    """The width of an expert's product, by how many rows it should get: it changes its speed, not its result.
+
+    Weights are the first operand: which instruction multiplies, and in what order it adds up, follows from their tile.
+    """
+    return next((size for size in BLOCKS if UNEVEN * expected <= size), BLOCKS[-1])
+
+
+class FusedExpertSteps(FusedSteps):
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self.room_for_experts = ExpertBuffers(model)
+
+    def _wide_products(self) -> None:
+        """None: norms are handed on in one way, tile by tile."""
+
+    def gate(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        if weights.experts is None:
+            super().gate(run, layer)
+        else:
+            norm, eps = weights.mlp_norm, self.model.config.norm_eps
+            self.room_for_experts.enter(run, self.buffers.x, norm, weights.experts, eps, layer)
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        experts = self.model.layers[layer].experts
+        if experts is None:
+            super().leave_mlp(run, layer)
+            return
+        left = Left(self.buffers.rows, self.squares, self.inverses, self.norm_tile)
+        norm, eps = self.model.next_norm(layer), self.model.config.norm_eps
+        self.room_for_experts.leave(run, self.buffers.x, norm, experts, eps, left, layer)
+
+    def woken(self) -> list[int]:
+        return self.room_for_experts.woken()
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a layer leaves for the next norm."""
+
+    rows: Tensor  # [MAX_ROWS, D] times the norm's weight
+    squares: Tensor  # [MAX_ROWS, T] sums by tile of columns, fp64
+    inverses: Tensor  # [MAX_ROWS]
+    tile: int
+
+
+class ExpertBuffers:
+    """Where the experts of a pass work, and the launches; all sizes follow from the number of rows."""
+
+    def __init__(self, model: Model) -> None:
+        config, device = model.config, model.device
+        assert config.moe is not None
+        self.moe, self.width = config.moe, config.width
+        moe, pairs = config.moe, MAX_ROWS * config.moe.per_token
+        shared = moe.shared_inner or 0
+        self.outputs = moe.experts + (1 if shared else 0)  # of the router
+        self.columns = power_of_two(self.outputs)
+
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        with torch.inference_mode(False):
+            self.normed = torch.zeros(MAX_ROWS, self.width, dtype=model.dtype, device=device)
+            self.logits = torch.zeros(MAX_ROWS, self.columns, device=device)
+            self.picked, self.order = ints(pairs), ints(pairs)
+            aligned = -(-moe.experts // 4) * 4  # or kernels would be compiled once more for some layers
+            self.starts, self.ends = ints(2 * config.layers * aligned).view(2, config.layers, aligned)
+            self.weights, self.gates = (torch.zeros(size, device=device) for size in (pairs, MAX_ROWS))
+            inner = max(pairs * moe.inner, MAX_ROWS * shared)
+            self.inner = torch.zeros(inner, dtype=model.dtype, device=device)
+            self.found = torch.zeros(pairs, self.width, device=device)
+            self.shared = torch.zeros(MAX_ROWS if shared else 1, self.width, device=device)
+            self.every = torch.arange(MAX_ROWS, dtype=torch.int32, device=device)  # all rows, in order
+            self.first = ints(1)
+            counts = torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device)
+            self.counts = counts  # as many rows as there are: where they end
+
+    def enter(
+        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, layer: int
+    ) -> None:
+        """Route all rows, sort them by expert, and run gate and up of every expert that was picked."""
+        rows, moe, up = run.size.rows, self.moe, power_of_two(self.width)
+        together = max(1, min(ROUTER_NUMBERS // up, self.columns))
+        kernels_experts.route[(rows, -(-self.outputs // together))](
+            x, norm, experts.router, self.normed, self.logits, eps, OUTPUTS=self.outputs, OUTPUTS_UP=self.columns,
+            WIDTH=self.width, UP=up, EB=together, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        kernels_experts.pick[(rows,)](
+            self.logits, run.slots, self.picked, self.weights, self.gates, E=moe.experts,
+            E_UP=power_of_two(moe.experts), OUTPUTS_UP=self.columns, EACH=moe.per_token,
+            EACH_UP=power_of_two(moe.per_token), RENORMALISE=moe.renormalise,
+            SHARED=experts.shared_gate_up is not None, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        pairs = rows * moe.per_token
+        kernels_experts.sort_pairs[(moe.experts,)](
+            self.picked, self.order, self.starts[layer], self.ends[layer], pairs, BLOCK=1024, num_warps=4
+        )
+        self._product(rows, self.normed, experts.gate_up, self.inner, layer, gated=True, each=moe.per_token)
+
+    def leave(
+        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, left: Left, layer: int
+    ) -> None:
+        """The outputs of every pair and of the shared expert, added to the residual stream."""
+        rows = run.size.rows
+        self._product(rows, self.inner, experts.down, self.found, layer, gated=False, each=1)
+        if experts.shared_gate_up is not None and experts.shared_down is not None:
+            self._product(rows, self.normed, experts.shared_gate_up, self.inner, layer, gated=True, each=0)
+            self._product(rows, self.inner, experts.shared_down, self.shared, layer, gated=False, each=0)
+        kernels_experts.combine[(rows,)](
+            self.found, self.weights, self.shared, self.gates, run.slots, x, left.rows, left.squares, left.inverses,
+            norm, eps, WIDTH=self.width, UP=power_of_two(self.width), BN=left.tile, TILES_UP=left.squares.shape[1],
+            EACH=self.moe.per_token, SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def woken(self) -> list[int]:
+        """Experts that the last pass read, by layer: 0 in dense ones."""
+        found: list[int] = (self.ends > self.starts).sum(1).tolist()
+        return found
+
+    def _product(
+        self, rows: int, given: Tensor, weight: Weight, out: Tensor, layer: int, *, gated: bool, each: int
+    ) -> None:
+        """Pairs by expert: pair p reads row p // each. `each` 0 = the shared expert, which every row goes through."""
+        count = self.moe.experts if each else 1
+        outputs, depth = weight.shape[0] // count, weight.shape[1]
+        tile = choose_expert_tile(outputs, depth, self.moe.per_token if each else 1)
+        block = rows_per_block(rows * (self.moe.per_token if each else 1) / count)
+        grid = -(-rows // block), outputs // tile.outputs, count
+        data, scales = (weight, self.gates) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+        order, starts, ends = self.order, self.starts[layer], self.ends[layer]
+        if not each:
+            order, starts, ends = self.every, self.first, self.counts[rows : rows + 1]
+        stage = tile.depth * (data.element_size() * tile.outputs + 2 * block)  # bytes
+        settings: dict[str, Any] = {"num_warps": 4, "num_stages": max(2, min(4, SHARED // stage))}
+        kernels_experts.grouped[grid](
+            given, data, scales, order, starts, ends, out, N=outputs, K=depth, BN=tile.outputs, BK=tile.depth,
+            MT=block, EACH=max(1, each), GATED=gated, W8=data is not weight, enable_fp_fusion=False, **settings,
+        )  # fmt: skip

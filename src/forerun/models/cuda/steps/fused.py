@@ -1,0 +1,266 @@
+"""The steps of a pass as Triton kernels: five launches per layer, and one before and one after all layers.
+
+Into how many splits a product's depth is cut is decided here, from the weight's shape alone and never from the number
+of rows: that is half of why a row's bits do not depend on its neighbours (the other half is in the kernels). More than
+64 rows are multiplied by other kernels where the GPU has them (wide.py), in the same order of sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.kernels import linear as kernels_linear
+from forerun.models.cuda.kernels import rows as kernels_rows
+from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.attention import Attention
+from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.steps.tiles import (
+    ALL_SHARED,
+    Tile,
+    choose_tile,
+    outputs_per_tile,
+    power_of_two,
+    rows_per_tile,
+    stages_of,
+)
+from forerun.models.cuda.weights import Weight
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.steps.wide import WideProducts
+
+
+NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
+QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
+
+
+class FusedSteps:
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        config, device = model.config, model.device
+        tile = outputs_per_tile(model)
+        heads, self.width = config.heads * config.head_dim, config.width
+        self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
+        by_head = config.head_dim if config.qk_norm else tile
+        wide = 64 if config.vocab_size >= 1 << 14 else tile
+        self.whole = model.whole
+        self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
+        self.tiles = {
+            "qkv": choose_tile(self.qkv_outputs, model.layers[-1].qkv.shape[1], by_head, self.whole),
+            "o": choose_tile(self.width, heads, tile, self.whole),
+            "gate": choose_tile(2 * config.inner, self.width, tile, self.whole),
+            "down": choose_tile(self.width, config.inner, tile, self.whole),
+            "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
+        }
+        first = model.layers[0].qkv.shape[1]
+        if first != model.layers[-1].qkv.shape[1]:  # a head's first layer reads wider rows than the others
+            self.tiles["entering"] = choose_tile(self.qkv_outputs, first, by_head, self.whole)
+        if model.entry is not None:
+            self.tiles["entry"] = choose_tile(self.width, model.entry.shape[1], tile, self.whole)
+        self.norm_tile = tile
+        self.pdl = starts_early(device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+        # shared memory of a program that has a multiprocessor for itself
+        self.alone = ALL_SHARED if large else 0
+        self.norm_tiles = self.width // tile
+        self.norm_columns = max(NORM_COLUMNS, power_of_two(self.norm_tiles))
+        self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
+        self.lifts = torch.ones(MAX_ROWS, device=device)
+        self._described: dict[tuple[int, int, int], Any] = {}
+        self.attention = Attention(config, model.max_length, device, self.room, self.pdl)
+        most = max(self._partials(name) for name in self.tiles)
+        self.partial = torch.empty(max(1, most), device=device)
+        self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
+        self.wide = self._wide_products()
+
+    def _wide_products(self) -> WideProducts | None:
+        """None where this GPU, or this model, has only the kernels for few rows."""
+        hopper = torch.cuda.get_device_capability(self.model.device)[0] == 9
+        if not hopper or self.whole or importlib.util.find_spec("triton.experimental.gluon") is None:
+            return None
+        from forerun.models.cuda.steps.wide import WideProducts, fits
+
+        layer = self.model.layers[-1]
+        weights = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down}
+        weights |= {"head": self.model.head, "entering": self.model.layers[0].qkv}
+        if self.model.entry is not None:
+            weights["entry"] = self.model.entry
+        weights = {name: weights[name] for name in self.tiles}
+        if not fits(weights, self.tiles):
+            return None
+        return WideProducts(self.tiles, weights, self.inverses)
+
+    def _partials(self, name: str) -> int:
+        """Numbers that the splits of one product leave for the last of them."""
+        config, tile = self.model.config, self.tiles[name]
+        sizes = dict.fromkeys(("qkv", "entering"), self.qkv_outputs)
+        sizes |= {"gate": 2 * config.inner, "head": config.vocab_size}
+        tiles = -(-sizes.get(name, self.width) // tile.outputs)
+        return tiles * tile.outputs * MAX_ROWS * tile.splits if tile.splits > 1 else 0
+
+    def embed(self, run: Run) -> None:
+        kernels_rows.embed[(run.size.rows,)](
+            run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
+            self.model.layers[0].attention_norm, self.model.config.norm_eps, WIDTH=self.width,
+            UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8,
+            enable_fp_fusion=False, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        found, rows = self.buffers.found, self.buffers.rows
+        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm)
+
+    def gate(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner)
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        weights, norm = self.model.layers[layer], self.model.next_norm(layer)
+        self._linear(run, "down", RESIDUAL, self.buffers.inner, weights.down, self.buffers.rows, norm=norm)
+
+    def normalise(self, run: Run, into: Tensor) -> None:
+        config = self.model.config
+        kernels_rows.normalise[(run.size.rows,)](
+            self.buffers.x, self.model.final_norm, into, config.norm_eps, WIDTH=self.width,
+            UP=power_of_two(self.width), PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def head(self, run: Run) -> None:
+        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+
+    def head_of_normed(self, run: Run) -> None:
+        self.inverses[: run.size.rows].fill_(1.0)  # by which wide products multiply, whatever the rows are
+        self._linear(
+            run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True
+        )
+
+    def on(self, model: Model) -> FusedSteps:
+        steps = copy.copy(self)
+        steps.model = model
+        return steps
+
+    def woken(self) -> list[int]:
+        return []
+
+    def _linear(
+        self,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Weight,
+        out: Tensor,
+        norm: Tensor | None = None,
+        layer: int = 0,
+        normed: bool = False,
+    ) -> None:
+        """One product with the steps fused into it; pointers that a mode does not use are placeholders.
+
+        `normed`: the rows come with their norm applied, and not as x times its weight.
+        """
+        if self.wide is not None and self.wide.takes(run.size.rows):
+            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed)
+            return
+        config, place = self.model.config, self.model.layers[layer]
+        outputs, depth = weight.shape
+        wide = rows_per_tile(run.size.rows, self.whole)
+        tile = self._tile(name, wide)
+        unused = self.squares
+        grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
+        data, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+        stage = tile.depth * (data.element_size() * tile.outputs + 2 * wide)  # bytes
+        # as many bytes in flight
+        deep = tile.stages if self.whole else tile.stages * 2 // data.element_size()
+        alone = self.alone if math.prod(grid) <= self.processors else 0
+        stages = stages_of(tile, depth, stage, alone, deep)
+        left: Any = data
+        right: Any = rows
+        # fewer rows are fetched as fast without it
+        tma = self.pdl and tile.outputs >= 64 and wide >= 64 and not self.whole
+        if tma:
+            left = self._describe(data, tile.outputs, tile.depth)
+            right = self._describe(rows, wide, tile.depth)
+        settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
+        kernels_linear.linear[grid](
+            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts,
+            unused if norm is None else norm, self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused),
+            _or(place.qk_norm, unused), _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            run.size.rows, config.norm_eps, self.kv.stride(2),
+            N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
+            TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
+            D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
+            BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
+            TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
+            enable_fp_fusion=False, **settings,
+        )  # fmt: skip
+
+    def _wide_linear(
+        self,
+        wide: WideProducts,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Weight,
+        out: Tensor,
+        norm: Tensor | None,
+        layer: int,
+        normed: bool,
+    ) -> None:
+        """The same by the kernels for many rows."""
+        assert isinstance(weight, Tensor)
+        count = run.size.rows
+        if mode == GATED:
+            wide.gated(count, rows, weight, out)
+        elif mode == LOGITS:
+            wide.logits(count, rows, weight, out)
+        elif mode == RESIDUAL:
+            assert norm is not None
+            parts = wide.sums(name, count, rows, weight)
+            wide.finish_residual(parts, count, self.buffers.x, out, norm, self.model.config.norm_eps)
+        else:
+            parts = wide.sums(name, count, rows, weight)
+            wide.finish_qkv(
+                parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
+            )
+
+    def _tile(self, name: str, wide: int) -> Tile:
+        """64 rows are worth larger tiles, of products that have many.
+
+        Their steps are half as deep, so that more of them are on their way at once.
+        """
+        tile = self.tiles[name]
+        if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
+            return tile
+        doubled = tile.outputs == 64 and name in ("gate", "head")
+        return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
+
+    def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
+        """What the copy engine needs to know of a matrix to fetch tiles of it."""
+        key = tensor.data_ptr(), rows, columns
+        if key not in self._described:
+            self._described[key] = kernels_linear.describe(tensor, rows, columns)
+        return self._described[key]
+
+    def attend(self, run: Run, layer: int) -> None:
+        window, found = self.model.layers[layer].window, self.buffers.found
+        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

@@ -1,0 +1,206 @@
+"""The steps of a pass in plain torch: for machines without Triton, and what the kernels are tested against."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.plan import split_start
+from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
+from forerun.models.layers import by_expert, route
+from forerun.models.pages import PAGE
+
+_ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
+_GATHERED = 1 << 18  # keys and values that are gathered at a time, where more rows than that fit
+
+
+class PlainSteps:
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        # of this pass: a run, a window, what they see
+        self._seen: tuple[Run, int, Tensor, Tensor] | None = None
+        self._written: tuple[Run, Tensor, Tensor] | None = (
+            None  # a run, its rows that are written, their slots
+        )
+
+    def embed(self, run: Run) -> None:
+        self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
+
+    def qkv(self, run: Run, layer: int) -> None:
+        if layer == 0:  # another pass: its integers lie where those of the last one lay
+            self._seen = self._written = None
+        config, weights = self.model.config, self.model.layers[layer]
+        rows, heads, dim = run.size.rows, config.heads, config.head_dim
+        found = times(self._into_attention(run, weights), weights.qkv)
+        if weights.qkv_bias is not None:
+            found = found + weights.qkv_bias
+        found = found.view(rows, -1, dim).float()
+        rotated = found[:, : heads + config.kv_heads]
+        if weights.qk_norm is not None:
+            rotated = F.rms_norm(rotated, (dim,), None, config.norm_eps) * weights.qk_norm.float()
+        if weights.rope is not None:
+            rotated = _rotate(rotated, weights.rope[run.positions.long()])
+        self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
+        there, slots = self._written_by(run)
+        keys, values = rotated[:, heads:], found[:, heads + config.kv_heads :]
+        for store, new in zip(self.kv[layer], (keys, values), strict=True):
+            store.index_copy_(1, slots, new.index_select(0, there).transpose(0, 1).to(self.model.dtype))
+
+    def attend(self, run: Run, layer: int) -> None:
+        """Gather what every row sees, by position, and attend to it a few rows at a time."""
+        config = self.model.config
+        table, hidden = self._seen_by(run, self.model.layers[layer].window)  # [rows, P], [1, rows, 1, P]
+        shape = run.size.rows, config.kv_heads, -1, config.head_dim
+        queries = self.buffers.queries[: run.size.rows].view(shape).transpose(0, 1)  # [Hkv, m, group, D]
+        rows, longest = table.shape
+        self.buffers.found[rows : run.size.rows] = 0.0  # padding
+        step = max(_ROWS, _GATHERED // (config.kv_heads * config.head_dim * longest))
+        for low in range(0, rows, step):
+            some = slice(low, min(low + step, rows))
+            slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
+            k, v = (store.index_select(1, slots).float().view(wide) for store in self.kv[layer])
+            asked, mask = queries[:, some].float(), hidden[:, some]
+            found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
+
+    def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
+        if self._written is None or self._written[0] is not run:
+            there = (run.slots >= 0).nonzero()[:, 0]
+            self._written = run, there, run.slots[there].long()
+        return self._written[1:]
+
+    def _seen_by(self, run: Run, window: int) -> tuple[Tensor, Tensor]:
+        """What `_slots_seen` says, which is the same for all layers of a window."""
+        if self._seen is None or self._seen[0] is not run or self._seen[1] != window:
+            self._seen = (run, window, *_slots_seen(run, window))
+        return self._seen[2:]
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        rows = run.size.rows
+        self.buffers.x[:rows] += times(self.buffers.found[:rows], self.model.layers[layer].o).float()
+
+    def gate(self, run: Run, layer: int) -> None:
+        weights, rows = self.model.layers[layer], run.size.rows
+        both = times(self._normed(run, weights.mlp_norm), weights.gate_up).view(rows, -1, 2)
+        self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        rows = run.size.rows
+        self.buffers.x[:rows] += times(self.buffers.inner[:rows], self.model.layers[layer].down).float()
+
+    def normalise(self, run: Run, into: Tensor) -> None:
+        into[: run.size.rows] = self._normed(run, self.model.final_norm)
+
+    def head(self, run: Run) -> None:
+        found = times(self._normed(run, self.model.final_norm), self.model.head)
+        self.buffers.logits[: run.size.rows] = found.float()
+
+    def head_of_normed(self, run: Run) -> None:
+        rows = run.size.rows
+        self.buffers.logits[:rows] = times(self.buffers.rows[:rows], self.model.head).float()
+
+    def on(self, model: Model) -> PlainSteps:
+        steps = copy.copy(self)
+        steps.model = model
+        return steps
+
+    def woken(self) -> list[int]:
+        return []
+
+    def _into_attention(self, run: Run, weights: Layer) -> Tensor:
+        return self._normed(run, weights.attention_norm)
+
+    def _normed(self, run: Run, weight: Tensor) -> Tensor:
+        normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)
+        return (normed * weight.float()).to(self.model.dtype)
+
+
+def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
+    dims = 2 * rotations.shape[1]
+    turned = torch.view_as_complex(pairs[..., :dims].reshape(*pairs.shape[:-1], -1, 2))
+    rotated = torch.view_as_real(turned * torch.view_as_complex(rotations)[:, None]).flatten(-2)
+    return rotated if dims == pairs.shape[-1] else torch.cat((rotated, pairs[..., dims:]), -1)
+
+
+def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
+    """[rows, P] the slot of each position of a row, [1, rows, 1, P] -inf where it is not seen. From the groups.
+
+    Without the padding behind the last row that sees something. A position that is not seen has the slot of the row's
+    last one, which was written: others may hold NaN, which a weight of 0 does not take away.
+    """
+    ints, positions = run.ints.cpu().numpy(), run.positions.cpu().numpy()
+    longest = int(positions.max()) + 1
+    table = np.zeros((run.size.rows, longest), dtype=np.int64)
+    seen = np.zeros((run.size.rows, longest), dtype=np.bool_)
+    for low, high, first, count, base, length, ancestors, pages in run.groups.tolist():
+        own, start = positions[first : first + count, None], split_start(low)
+        end = min(split_start(high), int(own.max(initial=-1)) + 1)
+        if end <= start:
+            continue
+        at = np.arange(start, end)
+        written = np.where(at < length, at, length + ints[ancestors + np.maximum(at - length, 0)])
+        slots = ints[pages + written // PAGE] * PAGE + written % PAGE if pages else base + written
+        part, there = np.s_[first : first + count, start:end], at <= own
+        table[part] = np.where(there, slots, table[part])
+        seen[part] |= there & (at > own - window) if window else there
+    sees = seen.any(-1)
+    rows = int(np.flatnonzero(sees)[-1]) + 1 if sees.any() else 0
+    seen[~sees, 0] = True  # padding between rows: something finite that is never read
+    table, seen, last = table[:rows], seen[:rows], positions[:rows, None].astype(np.int64)
+    table = np.where(seen, table, np.take_along_axis(table, last, 1))
+    hidden = np.where(seen[None, :, None], np.float32(0.0), np.float32(-np.inf))
+    return torch.from_numpy(table).to(run.ints.device), torch.from_numpy(hidden).to(run.ints.device)
+
+
+class PlainExpertSteps(PlainSteps):
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._woken = [0] * len(model.layers)
+
+    def woken(self) -> list[int]:
+        return list(self._woken)
+
+    def gate(self, run: Run, layer: int) -> None:
+        if self.model.layers[layer].experts is None:
+            super().gate(run, layer)
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        if weights.experts is None:
+            super().leave_mlp(run, layer)
+            return
+        live = (run.slots >= 0).nonzero().flatten()  # padding would only wake experts
+        rows = self._normed(run, weights.mlp_norm)[live]
+        self.buffers.x[live] += self._mix(rows, weights.experts, layer)
+
+    def _mix(self, rows: Tensor, experts: ExpertWeights, layer: int) -> Tensor:
+        """[M, D] -> [M, D] in fp32."""
+        moe = self.model.config.moe
+        assert moe is not None
+        count = moe.experts
+        weights, picked = route(rows, experts.router[:count], moe)
+        out = torch.zeros(rows.shape, device=rows.device)
+        self._woken[layer] = len(set(picked.flatten().tolist()))
+        for expert, places, ranks in by_expert(picked, count):
+            gate_up, down = part_of(experts.gate_up, expert, count), part_of(experts.down, expert, count)
+            found = _feed_forward(rows[places], gate_up, down)
+            out[places] += found * weights[places, ranks, None].float()
+        if experts.shared_gate_up is not None and experts.shared_down is not None:
+            opened = times(rows, experts.router[count:]).float().sigmoid()
+            out += opened * _feed_forward(rows, experts.shared_gate_up, experts.shared_down)
+        return out
+
+
+def _feed_forward(rows: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    both = times(rows, gate_up).view(len(rows), -1, 2)
+    return times(F.silu(both[..., 0]) * both[..., 1], down).float()
