@@ -171,7 +171,7 @@ table)
     ;;
 pack)
     rm -rf packed && mkdir packed
-    python -m forerun.train.pack --out packed ${PACK:-} ${RUNS:-$(trained)}
+    python -m forerun.train.checkpoint --out packed ${PACK:-} ${RUNS:-$(trained)}
     tar cf - -C packed . | split -b 15000000 -d -a 2 - "${OUT:?where to}/heads.tar."
     [ -z "${PARTS:-}" ] || for part in "$OUT"/heads.tar.*; do # eight files and 64 MB may leave a machine at once
         [[ " $PARTS " == *" ${part##*.} "* ]] || rm "$part"

@@ -83,7 +83,7 @@ def test_what_is_referenced_says_what_it_is(name: str) -> None:
 
 
 def test_fields_are_described_by_their_comments(site: dict[str, HtmlPage]) -> None:
-    source = (ROOT / "src" / "forerun" / "params.py").read_text()
+    source = (ROOT / "src" / "forerun" / "core" / "params.py").read_text()
     assert "# sequences decoded together" in source
     assert "Sequences decoded together" in site["api/index.html"].text
 

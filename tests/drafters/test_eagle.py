@@ -17,7 +17,7 @@ from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDraf
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
 from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM
-from forerun.train.recipes.eagle_network import EagleModule
+from forerun.train.recipes.eagle import EagleModule
 from forerun.train.recipes.scaling import Sizes, fold
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights

@@ -31,7 +31,7 @@ from forerun.train.data.make import make_data
 from forerun.train.options import DataOptions, TrainOptions
 from forerun.train.recipes.specdec import SpecDecRecipe, source_lengths
 from forerun.train.run import train
-from forerun.train.source_teacher import load_source_teacher
+from forerun.train.teacher import load_source_teacher
 from tests.encoder_decoder.marian_folder import WORDS, make_folder
 from tests.encoder_decoder.test_target import write
 from tests.encoder_decoder.tiny_models import VOCAB, eos_of, make_model, make_target, reference, sources

@@ -23,10 +23,9 @@ from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
 from forerun.train.options import Method
 from forerun.train.recipes.base import loss_of, shifted
-from forerun.train.recipes.block import BlockRecipe, choose_anchors
-from forerun.train.recipes.block_network import attend_blocks
+from forerun.train.recipes.block import BlockRecipe, attend_blocks, choose_anchors
+from forerun.train.recipes.losses import survival_weights
 from forerun.train.recipes.scaling import fold
-from forerun.train.recipes.survival import survival_weights
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher
 from tests.drafters.tiny_heads import save_head

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.train.data.corpus import Corpus, Text, write_shard
-from forerun.train.data.loops import PERIODS, RUN, first_repeats
+from forerun.train.data.corpus import PERIODS, RUN, Corpus, Text, first_repeats, write_shard
 from forerun.train.options import TrainOptions
 
 

@@ -19,7 +19,7 @@ from forerun.drafters.heads.medusa import read_heads
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
-from forerun.train.lora import LoraNet
+from forerun.train.network import LoraNet
 from forerun.train.options import TrainOptions
 from forerun.train.run import make_recipe, train
 from forerun.train.teacher import load_net, load_teacher

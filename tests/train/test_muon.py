@@ -10,10 +10,10 @@ import torch
 
 from forerun.core.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.checkpoint import main as pack
 from forerun.train.checkpoint import read_checkpoint
 from forerun.train.loop import Progress
 from forerun.train.muon import MOMENT, Muon, orthogonal
-from forerun.train.pack import main as pack
 from forerun.train.run import train
 from tests.train.test_recipes import options_for
 

@@ -19,8 +19,7 @@ from forerun.heads.versions import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.server.refresh import Recorder
 from forerun.train.options import Method
-from forerun.train.recordings import read_recordings
-from forerun.train.refresh import _weigh, refresh
+from forerun.train.refresh import _weigh, read_recordings, refresh
 from forerun.train.run import train
 from tests.models.tiny_checkpoints import VOCAB
 from tests.models.tiny_folder import LETTERS, add_tokenizer

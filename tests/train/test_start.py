@@ -25,8 +25,7 @@ from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import Method, TrainOptions
 from forerun.train.recipes.base import Recipe
 from forerun.train.recipes.scaling import fold
-from forerun.train.run import make_recipe, train
-from forerun.train.start import read_start
+from forerun.train.run import make_recipe, read_start, train
 from forerun.train.teacher import Teacher, load_teacher
 from tests.train.test_recipes import lending, options_for
 

@@ -29,10 +29,10 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
 from forerun.core.request import Budget, Request, budget_of
 from forerun.core.seeds import derived_seed
-from forerun.engine.engine import Engine
 
 if TYPE_CHECKING:
     from forerun.engine.driver import Driver
+    from forerun.engine.engine import Engine
     from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
 

@@ -25,11 +25,7 @@ from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
 from forerun.measure.report.fit import print_table
 
 Drafters = Annotated[
-    str,
-    typer.Option(
-        help="Only these, by comma; default: all that can be built here.",
-        show_default=False,
-    ),
+    str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
 ]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 

@@ -52,9 +52,7 @@ class Finding:
     fix: str | None = None  # the command that fixes it
 
 
-def doctor(
-    json_file: JsonFile = None,
-) -> None:
+def doctor(json_file: JsonFile = None) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
         findings = list(examine())

@@ -36,10 +36,7 @@ AUTO = (
 
 
 @drafters.callback()
-def list_drafters(
-    context: typer.Context,
-    json_file: JsonFile = None,
-) -> None:
+def list_drafters(context: typer.Context, json_file: JsonFile = None) -> None:
     """List the drafters that --drafter takes, and the trained heads that come with the package.
 
     Two drafters are composed by name: ngram+eagle3.

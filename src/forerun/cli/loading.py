@@ -77,11 +77,7 @@ def load_llm(settings: Settings) -> LLM:
 
     name = short_name(settings.model)
     status = Console(stderr=True).status(f"loading {name}")
-    with (
-        status,
-        progress_shown(lambda what: status.update(f"loading {name}: {what}")),
-        without_collector(),
-    ):
+    with status, progress_shown(lambda what: status.update(f"loading {name}: {what}")), without_collector():
         check_model(settings.model)
         from forerun.api.llm import LLM
 

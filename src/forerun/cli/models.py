@@ -35,10 +35,7 @@ class Listed:
 
 
 @models.callback()
-def list_models(
-    context: typer.Context,
-    json_file: JsonFile = None,
-) -> None:
+def list_models(context: typer.Context, json_file: JsonFile = None) -> None:
     """List the models that are known or already on this machine."""
     if context.invoked_subcommand is not None:
         return

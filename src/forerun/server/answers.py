@@ -174,10 +174,7 @@ class Answer:
         }
 
     def _delta(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | str | None = None,
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | str | None = None
     ) -> dict[str, Any]:
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 

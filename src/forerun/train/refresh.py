@@ -1,8 +1,9 @@
 """Train a head further on recorded traffic, compare it with the one before, and publish it where it is better.
 
-The texts of `forerun serve --record` are what the target itself wrote for real prompts: on-policy data. A part of the
-prompts is held back; both heads draft for these in the engine, and tokens per round decide. Every result is a version
-of its own (forerun.heads.versions), and a server that follows the folder swaps it in. Copies of texts are not kept.
+The texts of `forerun serve --record` are what the target itself wrote for real prompts: on-policy data. They are read,
+freed of repeats and written in shards. A part of the prompts is held back; both heads draft for these in the engine,
+and tokens per round decide. Every result is a version of its own (forerun.heads.versions), and a server that follows
+the folder swaps it in. Copies of texts are not kept.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from forerun.heads.versions import HeadVersions
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.check import kind_of_head
-from forerun.train.data.corpus import Corpus
+from forerun.train.data.corpus import Corpus, Text, write_shard
+from forerun.train.data.folder import require_recordings
 from forerun.train.loop import Report
 from forerun.train.options import TrainOptions, as_method
-from forerun.train.recordings import read_recordings, write_shards
 from forerun.train.run import train
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,7 @@ class Refreshed:
 
 
 def refresh(
-    given: Mapping[str, Any],
-    report: Report = lambda progress: None,
-    say: Callable[[str], None] = log.info,
+    given: Mapping[str, Any], report: Report = lambda progress: None, say: Callable[[str], None] = log.info
 ) -> Refreshed:
     """`given` has fields of TrainOptions: `data` is a folder of recorded texts, `out` one of versions of a head."""
     versions = HeadVersions(Path(given["out"]))
@@ -179,3 +178,72 @@ def _weigh(version: str, former: str, before: Counts, after: Counts) -> Refreshe
 
 def _rate(counts: Counts) -> float:
     return sum(tokens for tokens, _ in counts) / max(1, sum(rounds for _, rounds in counts))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What was recorded: texts without repeats, and how well drafting went when they were written."""
+
+    texts: list[Text]
+    unreadable: int  # lines
+    repeats: int
+    tokens_per_round: float  # of all texts, as served; 0.0 where no rounds were noted
+
+
+def read_recordings(folder: Path, max_length: int) -> Recorded:
+    """All texts of a folder; a prompt and its answer that occur again count once."""
+    files = require_recordings(folder)
+    texts, seen = list[Text](), set[tuple[int, ...]]()
+    unreadable = repeats = tokens = rounds = 0
+    for line in _lines(files):
+        text = _text_of(line, len(texts), max_length)
+        if text is None:
+            unreadable += 1
+            continue
+        tokens, rounds = tokens + len(line["tokens"]), rounds + _whole(line.get("rounds"))
+        if tuple(text.tokens) in seen:
+            repeats += 1
+        else:
+            seen.add(tuple(text.tokens))
+            texts.append(text)
+    if not texts:
+        raise InvalidInput(f"{folder} holds {unreadable} lines and no text that can be read; record again")
+    return Recorded(texts, unreadable, repeats, tokens / rounds if rounds else 0.0)
+
+
+def write_shards(recorded: Recorded, folder: Path) -> None:
+    """The texts as `forerun train` reads them."""
+    write_shard(folder / "shard-00000.safetensors", recorded.texts)
+
+
+def _lines(files: list[Path]) -> Iterator[Any]:
+    """Every line, parsed; None where it cannot be: a server may have been killed while it wrote."""
+    for file in files:
+        with file.open(encoding="utf-8", errors="replace") as opened:
+            for line in opened:
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError):
+                    yield None
+
+
+def _text_of(line: Any, number: int, max_length: int) -> Text | None:
+    """A line as a text, cut to the length that is trained on; None where it is none."""
+    if not isinstance(line, dict):
+        return None
+    names = "prompt", "tokens", "temperature"
+    prompt, tokens, temperature = (line.get(name, 0) for name in names)
+    if not (_are_ids(prompt) and _are_ids(tokens) and tokens) or len(prompt) >= max_length:
+        return None
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    return Text(
+        [*prompt, *tokens][:max_length], len(prompt), float(temperature) if is_number else 1.0, number
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+
+
+def _whole(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 0

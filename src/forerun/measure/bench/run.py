@@ -198,11 +198,7 @@ def own_isa(target: Target) -> str:
 
 
 def _with_progress(
-    plan: _Plan,
-    contenders: Sequence[Contender],
-    settings: Settings,
-    run_log: RunLog,
-    lost: dict[str, str],
+    plan: _Plan, contenders: Sequence[Contender], settings: Settings, run_log: RunLog, lost: dict[str, str]
 ) -> list[Run]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     known = run_log.known(plan.cell)

@@ -39,11 +39,7 @@ class QuietSweep(Sweep):
 
 
 def measure(
-    llm: LLM,
-    *,
-    batches: Sequence[int] = (1, 2, 4, 8),
-    max_tokens: int = 48,
-    repeats: int = 1,
+    llm: LLM, *, batches: Sequence[int] = (1, 2, 4, 8), max_tokens: int = 48, repeats: int = 1
 ) -> Profile:
     """Times of this model, here and now; about a minute on a small model and a quiet machine."""
     busy = is_busy(load_average(), 1)

@@ -5,6 +5,9 @@ sequence starts, how many of its tokens are prompt and so not to be learnt, the 
 number. Batches are rectangles of sequences of like length. Which ones a step sees is a function of the seed and the
 step alone, so a run that was killed resumes exactly. A share of the prompts is held back, one at least, with all of
 their answers.
+
+Small models that write greedily often end in a loop, from which a drafter learns nothing. A text loops where a run of
+`RUN` tokens is the run of the same answer a few tokens (`PERIODS`) before; runs are compared by a hash of 64 bits.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +30,6 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, InvalidInput, brief
 from forerun.models.load.weights import write_tensors
 from forerun.train.data.folder import shards_of
-from forerun.train.data.loops import first_repeats
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
 _WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -228,3 +231,40 @@ class Batches:
             for low in range(0, len(members), self._rows(width))
         ]
         return [batches[i] for i in random.permutation(len(batches)).tolist()]
+
+
+RUN = 16  # tokens that must come again
+PERIODS = 96  # a loop is at most so long
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+Ints = NDArray[np.int64]
+
+
+def first_repeats(tokens: Ints, firsts: Ints, ends: Ints) -> Ints:
+    """Per answer, tokens[first:end], where the first repeated run ends; its own end where nothing repeats.
+
+    Answers must not overlap, and come in their order.
+    """
+    found = ends.copy()
+    if not len(firsts) or len(tokens) <= RUN:
+        return found
+    runs = _hashes(tokens)
+    for period in range(1, min(PERIODS, len(runs) - 1) + 1):
+        again = np.flatnonzero(runs[period:] == runs[:-period])  # the earlier of both runs
+        answer = np.searchsorted(firsts, again, side="right") - 1
+        close = again + period + RUN
+        inside = (answer >= 0) & (close <= ends[answer])
+        answer, close = answer[inside], close[inside]
+        first = np.flatnonzero(np.diff(answer, prepend=-1))  # of each answer; they come in their order
+        found[answer[first]] = np.minimum(found[answer[first]], close[first])
+    return found
+
+
+def _hashes(tokens: Ints) -> NDArray[np.uint64]:
+    """Of the run that begins at each token."""
+    words = tokens.astype(np.uint64) + np.uint64(1)
+    count = len(words) - RUN + 1
+    total = np.zeros(count, dtype=np.uint64)
+    for shift in range(RUN):
+        total = total * _FACTOR + words[shift : shift + count]
+    return total

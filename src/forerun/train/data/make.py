@@ -26,6 +26,7 @@ from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Text, read_shard, write_shard
+from forerun.train.data.folder import keep_settings
 from forerun.train.data.passages import read_passages
 from forerun.train.data.prompts import (
     Chats,
@@ -33,11 +34,10 @@ from forerun.train.data.prompts import (
     Prompt,
     Renderer,
     Sources,
+    Tally,
     around_user_turn,
     read_prompts,
 )
-from forerun.train.data.settings import keep_settings
-from forerun.train.data.tally import Tally
 from forerun.train.data.wrap import FRAME, Wrapper
 from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain

@@ -2,7 +2,7 @@
 
 A chat model that is asked to continue from the start of a user turn writes questions as its training data had
 them, which is close to its domain without needing any data. Near-duplicates are dropped: a few min-hashes
-over word triples, in bands; two prompts that agree in a band are taken for the same.
+over word triples, in bands; two prompts that agree in a band are taken for the same. A `Tally` counts them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,3 +129,29 @@ def _from_json(line: str, file: Path, number: int) -> str:
             f'line {number} of {file} is no JSON object with "prompt", "question" or "turns"; fix or drop it'
         ) from None
     return str(found)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Prompts seen, and the dropped ones by reason."""
+
+    seen: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def used(self) -> int:
+        return self.seen - self.dropped.total()
+
+    def count(self, reason: str | None) -> bool:
+        """One more prompt; None = it is used."""
+        self.seen += 1
+        if reason is not None:
+            self.dropped[reason] += 1
+        return reason is None
+
+    @property
+    def in_words(self) -> str:
+        """12 of 20 prompts are used; dropped: 6 that ..., 2 that ..."""
+        head = f"{self.used} of {self.seen} prompts are used"
+        parts = [f"{count} that {reason}" for reason, count in self.dropped.most_common()]
+        return f"{head}; dropped: {', '.join(parts)}" if parts else head

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.survival import Survival
+from forerun.train.options import TrainOptions
+from forerun.train.recipes.losses import LawLoss, Survival
+from forerun.train.recipes.scaling import fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Output:
     unit: Tensor | None = None  # [D] what a gap between features is measured in
     at: Tensor | None = None  # [N] which rows of [B T] it predicts from; None = all
     aside: Tensor | None = None  # a further loss, of what is learnt beside the law
-    # weigh each row by how far its draft gets, instead of by `weight` (recipes.survival)
+    # weigh each row by how far its draft gets (losses.Survival), instead of by `weight`
     survives: bool = False
 
 
@@ -84,7 +85,21 @@ class Recipe(Protocol):
 class WithTargetHead:
     """Part of a recipe whose drafter uses the target's own LM head: it is not trained."""
 
-    _truth_head: Tensor  # [Vd, D]
+    feature_weight, law_weight = 0.0, 1.0
+    _module: nn.Module
+
+    def __init__(self, options: TrainOptions, head: Tensor, vocabulary: DraftVocabulary) -> None:
+        self.options, self.vocabulary = options, vocabulary.to(head.device)
+        self._truth_head = self.vocabulary.rows_of(head)  # [Vd, D]
+        self.law_loss = LawLoss(options.loss)
+
+    def module(self) -> nn.Module:
+        return self._module
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """A module's weights as a head's file has them, and the draft vocabulary."""
+        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(module).items()}
+        return weights if self.vocabulary.is_whole else weights | self.vocabulary.tensors()
 
     def rates(self) -> dict[str, float]:
         return {}

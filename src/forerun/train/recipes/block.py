@@ -1,9 +1,8 @@
 """Recipes for block drafters, DFlash and DSpark: blocks that start at random tokens of an answer, all learnt at once.
 
 A block at anchor a is the token there and mask tokens behind it. Its rows see the target's features of the tokens
-before a, and each other. Row j learns the target's law of the token at a + j + 1 (recipes.block_network runs them).
-
-Positions are weighed by how far their draft gets (recipes.survival), or by a fixed decay.
+before a, and each other. Row j learns the target's law of the token at a + j + 1. Positions
+are weighed by how far their draft gets (losses.Survival), or by a fixed decay.
 
 DSpark's Markov head adds to the logits what the token before says: a product of two small matrices between the target's
 embedding and its LM head, which is the same as adding it to the rows in front of the LM head. The confidence head
@@ -12,8 +11,9 @@ learns whether the likeliest token is the target's likeliest; nothing of its gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 
@@ -27,9 +27,8 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
-from forerun.train.recipes.block_network import BlockModule
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import Sizes, fold
+from forerun.train.recipes.eagle import HeadLayer, Norm, rates_of, softmax_over_both, turn
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 from forerun.train.teacher import Teacher
 
 JUDGED = 1024  # rows per level from which the confidence head learns
@@ -39,8 +38,7 @@ _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few 
 class BlockRecipe(WithTargetHead):
     """A block drafter learning from a frozen target."""
 
-    feature_weight = 0.0
-    law_weight = 1.0
+    _module: BlockModule
 
     def __init__(
         self,
@@ -51,17 +49,12 @@ class BlockRecipe(WithTargetHead):
         sizes: Sizes,
         features: Tensor,
     ) -> None:
-        self.options, self.teacher, self.config = options, teacher, config
-        self.vocabulary = vocabulary.to(teacher.head.device)
+        super().__init__(options, teacher.head, vocabulary)
+        self.teacher, self.config = teacher, config
         self._module = BlockModule(config, sizes, features).to(teacher.head.device)
         if options.compile:
             for layer in self._module.layers:
                 layer.compile(dynamic=True)
-        self._truth_head = self.vocabulary.rows_of(teacher.head)
-        self.law_loss = LawLoss(options.loss)
-
-    def module(self) -> nn.Module:
-        return self._module
 
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, self.config.layers)
@@ -121,10 +114,7 @@ class BlockRecipe(WithTargetHead):
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
-        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self._module).items()}
-        if not self.vocabulary.is_whole:
-            weights |= self.vocabulary.tensors()
-        write_block(folder, config, weights, self.options.stored)
+        write_block(folder, config, self.tensors(self._module), self.options.stored)
 
 
 def choose_anchors(learnt: Tensor, share: float, seed: int) -> Tensor:
@@ -141,11 +131,7 @@ def choose_anchors(learnt: Tensor, share: float, seed: int) -> Tensor:
 
 
 def block_config(
-    options: TrainOptions,
-    checkpoint_config: dict[str, object],
-    layers: int,
-    counts: Tensor,
-    vocab: int,
+    options: TrainOptions, checkpoint_config: dict[str, object], layers: int, counts: Tensor, vocab: int
 ) -> BlockConfig:
     """A drafter whose layers are shaped like the target's; masks are the rarest token of the texts [V]."""
     shape = {**shape_in({**checkpoint_config, "draft_vocab_size": vocab}), "target": options.target}
@@ -160,3 +146,113 @@ def block_config(
         markov_rank=options.own_rank if dspark else 0,
         confidence=dspark,
     )
+
+
+class BlockLayer(HeadLayer):
+    """One layer of a block drafter."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.width, partial(nn.Linear, bias=False))
+        self.config = config
+        norms = {name: Norm(config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")}
+        self.self_attn.update(norms)
+        self.input_layernorm = Norm(config.width, config.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        anchors: Tensor,
+        far: tuple[Tensor, Tensor],
+        near: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Blocks x [B, A, R, D] behind context [B, T, D]; rotations of the context's rows and of the blocks'."""
+        rows = self.input_layernorm(x).flatten(1, 2)
+        q, k, v = (self._heads(rows, name) for name in "qkv")
+        past, kept = self._heads(context, "k"), self._heads(context, "v")
+        q, k, past = turn(q, near), turn(k, near), turn(past, far)
+        found = torch.unflatten(attend_blocks(q, k, v, past, kept, anchors), 1, x.shape[1:3])
+        return self.after_attention(x, found)
+
+    def _heads(self, rows: Tensor, name: str) -> Tensor:
+        """[B, N, D] -> [B, heads, N, Dh], queries and keys normed."""
+        heads = self.self_attn[f"{name}_proj"](rows).unflatten(-1, (-1, self.config.head_dim))
+        if name != "v":
+            heads = self.self_attn[f"{name}_norm"](heads)
+        turned: Tensor = heads.transpose(1, 2)
+        return turned
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, anchors: Tensor) -> Tensor:
+    """Queries [B, H, A R, Dh] over the context before each block's anchor and over their own block [B, A R, H Dh].
+
+    q, k, v are the blocks' own; past and kept [B, Hkv, T, Dh] the context's keys and values; anchors [B, A].
+    """
+    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    batch, heads, rows, dim = q.shape
+    blocks, group = anchors.shape[1], heads // k.shape[1]
+    q, k, v = (torch.unflatten(part.to(dtype), 2, (blocks, -1)) for part in (q, k, v))  # [B, H, A, R, Dh]
+    q = torch.unflatten(q, 1, (-1, group))  # [B, Hkv, G, A, R, Dh]
+    flat = q.flatten(2, 4)
+    scores = (flat @ past.to(dtype).transpose(-1, -2)).view(*q.shape[:-1], -1)  # [B, Hkv, G, A, R, T]
+    own = q @ k.transpose(-1, -2)[:, :, None]  # [B, Hkv, G, A, R, R]
+    weights, shares = _weigh_for(q.device.type)(scores, own, anchors, dim**-0.5)
+    found = (weights.flatten(2, 4) @ kept.to(dtype)).view(q.shape) + shares @ v[:, :, None]
+    return found.flatten(1, 2).reshape(batch, heads, rows, dim).transpose(1, 2).flatten(2)
+
+
+def weigh_blocks(scores: Tensor, own: Tensor, anchors: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One softmax over the context before the anchor [B, Hkv, G, A, R, T] and the block itself [.., R]."""
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    hidden = places >= anchors[:, None, None, :, None, None]
+    seen = (scores.float() * scale).masked_fill(hidden, -torch.inf)
+    return softmax_over_both(seen, own.float() * scale, scores.dtype)
+
+
+@cache
+def _weigh_for(device: str) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """Fused on a GPU: written out, the passes over [B, H, A R, T] would cost more than the products."""
+    return torch.compile(weigh_blocks, dynamic=True) if device == "cuda" else weigh_blocks
+
+
+class BlockModule(nn.Module):
+    """All trained parameters; its state_dict, folded, is the head's file."""
+
+    rates: Tensor
+
+    def __init__(self, config: BlockConfig, sizes: Sizes, features: Tensor) -> None:
+        """Sizes of what it reads, so that everything is learnt at one rate: features [F] are very unequal."""
+        super().__init__()
+        self.config, width, rank = config, config.width, config.markov_rank
+        self.fc = ScaledLinear(config.feature_width, width)
+        self.fc.scale(reads=features)
+        self.hidden_norm = Norm(width, config.norm_eps)
+        self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.depth)])
+        self.norm = ScaledNorm(width, config.norm_eps)
+        self.norm.scale(QUICK * sizes.feature, BEGINNING / QUICK)
+        if rank:
+            down, up = ScaledLinear(width, rank), nn.Linear(rank, width, bias=False)
+            down.scale(reads=sizes.token)
+            nn.init.zeros_(up.weight)
+            self.markov_head = nn.ModuleDict({"down": down, "up": up})
+        if config.confidence:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
+        self.register_buffer("rates", rates_of(config), persistent=False)
+
+    def forward(self, roots: Tensor, mask: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Blocks of roots [B, A, D] and masks [D] behind features [B, T, F] -> predicting rows [B, A, levels, D]."""
+        count = self.config.rows
+        context = self.hidden_norm(self.fc(features))
+        masks = mask.expand(*roots.shape[:2], count - 1, -1)
+        x = torch.cat((roots[:, :, None], masks), 2).float()
+        places = anchors[:, :, None] + torch.arange(count, device=anchors.device)  # [B, A, R]
+        near = self._rotations(places.flatten(1)[:, None])
+        far = self._rotations(torch.arange(features.shape[1], device=anchors.device))
+        for layer in self.layers:
+            x = layer(x, context, anchors, far, near)
+        rows: Tensor = self.norm(x[:, :, self.config.first :])
+        return rows
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * self.rates
+        return angles.cos(), angles.sin()

@@ -22,7 +22,6 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher
-from forerun.train.recipes.losses import LawLoss
 from forerun.train.teacher import Teacher
 
 KEPT_BYTES = 4 << 30  # of features: on a CPU a pass of the target costs more than everything behind it
@@ -50,9 +49,6 @@ class AdapterModule(nn.Module):
 class EarlyExitRecipe(WithTargetHead):
     """A norm and a gated low-rank correction behind one of the frozen target's layers."""
 
-    feature_weight = 0.0
-    law_weight = 1.0
-
     def __init__(
         self, options: TrainOptions, teacher: Teacher, checkpoint: Checkpoint, vocabulary: DraftVocabulary
     ) -> None:
@@ -61,23 +57,19 @@ class EarlyExitRecipe(WithTargetHead):
             raise InvalidInput(
                 "early-exit needs a target of one of our own families: layer_skip runs no other"
             )
-        config, device = DecoderConfig.from_hf(checkpoint.config), teacher.head.device
+        config = DecoderConfig.from_hf(checkpoint.config)
         self.exit = options.exit or default_plan(config.layers).layers.end
         if not 1 <= self.exit < config.layers:
             raise InvalidInput(
                 f"exit={self.exit} is out of range: 1 to {config.layers - 1} of {config.layers} layers"
             )
-        self.options, self.teacher, self.layers = options, teacher, config.layers
-        self.vocabulary = vocabulary.to(device)
-        self.law_loss = LawLoss(options.loss)
-        self._truth_head = self.vocabulary.rows_of(teacher.head)
+        super().__init__(options, teacher.head, vocabulary)
+        self.teacher, self.layers = teacher, config.layers
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
-        self.adapter = AdapterModule(norm.float(), options.own_rank, config.norm_eps).to(device)
+        self.adapter = AdapterModule(norm.float(), options.own_rank, config.norm_eps).to(teacher.head.device)
+        self._module = self.adapter
         self._kept: dict[bytes, Reading] = {}
         self._bytes = 0
-
-    def module(self) -> nn.Module:
-        return self.adapter
 
     def read(self, batch: Batch) -> Reading:
         if batch.tokens.device.type != "cpu":

@@ -9,12 +9,16 @@ with respect to the head's logits is written down at once (it is a softmax: q * 
                directly acceptance itself is trained
     top_k      added with a weight: -sum over the target's K likeliest tokens of p log q (HASS); of its gradient only
                q sum(w) is as wide as the vocabulary, and K numbers are added to it: no further pass over [n, Vd]
+
+`Survival` weighs a block's positions by how far its draft gets, as D-PACE does. A token counts only if those before it
+were accepted: with overlaps a_i of the laws, softened to q_i = 1/2 + a_i / 2, position j weighs the sum over m >= j of
+q_1 ... q_m, the expected length that hangs on it. The better a drafter gets, the more later positions count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -153,3 +157,47 @@ class _ChunkedLaw(torch.autograd.Function):
         # a head that learns is given the sum over all rows, so that they all have the same factor
         onto_head = None if head_slope is None else (head_slope * grads[0][:1].sum()).to(ctx.dtypes[1])
         return onto_rows, onto_head, None, None, None, None, None
+
+
+FLOOR = 0.5  # of a position's chance: a hard position must not silence all behind it
+
+
+@dataclass(slots=True)
+class Survival:
+    """The positions of all drafts of a batch, level by level."""
+
+    rows: int  # of the batch: drafts are named by the row that they start from
+    _places: list[Tensor] = field(default_factory=list)  # [N] by level
+    _losses: list[Tensor] = field(default_factory=list)
+    _overlaps: list[Tensor] = field(default_factory=list)
+    _learnt: list[Tensor] = field(default_factory=list)
+
+    def add(self, places: Tensor, losses: Tensor, overlaps: Tensor, learnt: Tensor) -> None:
+        """One level: which drafts have it [N], and of each its loss, its overlap, and 1 where it is learnt."""
+        self._places.append(places)
+        self._losses.append(losses)
+        self._overlaps.append(overlaps.detach())
+        self._learnt.append(learnt)
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def loss(self) -> Tensor:
+        """The weighted mean over all positions."""
+        chances = torch.zeros(len(self._places), self.rows, device=self._losses[0].device)
+        for level, (places, overlaps) in enumerate(zip(self._places, self._overlaps, strict=True)):
+            chances[level, places] = FLOOR + (1 - FLOOR) * overlaps
+        weights = survival_weights(chances.t()).t()
+        total, count = torch.zeros((), device=chances.device), torch.zeros((), device=chances.device)
+        for mine, places, losses, learnt in zip(
+            weights, self._places, self._losses, self._learnt, strict=True
+        ):
+            total = total + (mine[places] * losses).sum()
+            count = count + (mine[places] * learnt).sum()
+        return total / count.clamp(min=1e-6)
+
+
+def survival_weights(chances: Tensor) -> Tensor:
+    """[N, levels] from the chances of every position [N, levels]; zero from where a draft ends."""
+    reached = chances.cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)

@@ -20,11 +20,10 @@ from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import HeadsConfig, write_heads
 from forerun.train.data.corpus import Batch
-from forerun.train.lora import LoraNet
+from forerun.train.network import LoraNet
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
+from forerun.train.recipes.scaling import ScaledLinear, Sizes
 from forerun.train.teacher import NetTeacher, Teacher
 
 ADAPTED = "target"  # the folder of Medusa-2's adapter, beside the heads
@@ -68,9 +67,6 @@ class HeadsModule(nn.Module):
 class HeadsRecipe(WithTargetHead):
     """Medusa or Hydra heads trained on a frozen target, or together with it."""
 
-    feature_weight = 0.0
-    law_weight = 1.0
-
     def __init__(
         self,
         options: TrainOptions,
@@ -80,22 +76,16 @@ class HeadsRecipe(WithTargetHead):
         sizes: Sizes | None = None,
     ) -> None:
         """Sizes of what heads read are for training alone: the heads that are written are the same."""
-        self.options, self.teacher, self.config = options, teacher, config
-        self.vocabulary = vocabulary.to(teacher.head.device)
-        self.law_loss = LawLoss(options.loss)
-        self._truth_head = self.vocabulary.rows_of(teacher.head)
-        heads = HeadsModule(config, sizes).to(teacher.head.device)
-        self.heads = heads
+        super().__init__(options, teacher.head, vocabulary)
+        self.teacher, self.config = teacher, config
+        self.heads = HeadsModule(config, sizes).to(teacher.head.device)
         self.student: LoraNet | None = None
-        self._module: nn.Module = heads
+        self._module = self.heads
         if options.joint:
             if not isinstance(teacher, NetTeacher) or not self.vocabulary.is_whole:
                 raise InvalidInput("joint=True needs a target of a plain family and the whole vocabulary")
             self.student = LoraNet(copy.deepcopy(teacher.net), options.own_rank)
-            self._module = nn.ModuleDict({"heads": heads, "target": self.student})
-
-    def module(self) -> nn.Module:
-        return self._module
+            self._module = nn.ModuleDict({"heads": self.heads, "target": self.student})
 
     def rates(self) -> dict[str, float]:
         """Learning rates of parts that do not have the full one: the target's is a quarter of the heads'."""
@@ -122,9 +112,6 @@ class HeadsRecipe(WithTargetHead):
         config = replace(self.config, rates=measured.rates)
         if self.student is not None:  # heads of the adapted target, not of the one that it was made from
             config = replace(config, target=f"{folder.name}/{ADAPTED}")
-        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self.heads).items()}
-        if not self.vocabulary.is_whole:
-            weights |= self.vocabulary.tensors()
-        write_heads(folder, config, weights)
+        write_heads(folder, config, self.tensors(self.heads))
         if self.student is not None:
             self.student.write(folder / ADAPTED, self.options.target)

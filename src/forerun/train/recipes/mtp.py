@@ -18,11 +18,9 @@ from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.mtp import write_mtp
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, shifted
-from forerun.train.recipes.eagle import EagleRecipe
-from forerun.train.recipes.eagle_network import EagleLayer, Norm
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, fold
+from forerun.train.recipes.base import Measured, WithTargetHead, shifted
+from forerun.train.recipes.eagle import EagleLayer, EagleRecipe, Norm
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 from forerun.train.teacher import Teacher
 
 
@@ -57,9 +55,6 @@ class MtpModule(nn.Module):
 class MtpRecipe(EagleRecipe):
     """A multi-token-prediction layer learning from a frozen target."""
 
-    feature_weight = 0.0
-    law_weight = 1.0
-
     def __init__(
         self,
         options: TrainOptions,
@@ -68,19 +63,14 @@ class MtpRecipe(EagleRecipe):
         vocabulary: DraftVocabulary,
         sizes: Sizes,
     ) -> None:
-        self.options, self.teacher, self.config = options, teacher, config
-        self.vocabulary = vocabulary.to(teacher.head.device)
+        WithTargetHead.__init__(self, options, teacher.head, vocabulary)
+        self.teacher, self.config = teacher, config
         self._module = MtpModule(config, sizes).to(teacher.head.device)  # type: ignore[assignment]
         self._unit = None
-        self._truth_head = self.vocabulary.rows_of(teacher.head)
-        self.law_loss = LawLoss(options.loss)
 
     def lm_head(self) -> Tensor:
         return self._truth_head
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
-        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self._module).items()}
-        if not self.vocabulary.is_whole:
-            weights |= self.vocabulary.tensors()
-        write_mtp(folder, config, weights)
+        write_mtp(folder, config, self.tensors(self._module))

@@ -23,8 +23,7 @@ from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, shifted
 from forerun.train.recipes.block import choose_anchors
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.source_teacher import SourceTeacher
+from forerun.train.teacher import SourceTeacher
 
 _FROZEN = ("lm_head.weight", "lm_head.bias")
 _SPREAD = 0.02  # of weights that have nothing to start from
@@ -33,17 +32,13 @@ _SPREAD = 0.02  # of weights that have nothing to start from
 class SpecDecRecipe(WithTargetHead):
     """A SpecDec drafter learning from a frozen encoder-decoder."""
 
-    feature_weight = 0.0
-    law_weight = 1.0
-
     def __init__(self, options: TrainOptions, teacher: SourceTeacher, corpus: Corpus) -> None:
         vocab, width = teacher.head.shape
         counts = corpus.count_tokens(vocab)
         size = options.vocab if 0 < options.vocab < vocab else vocab
-        self.vocabulary = DraftVocabulary.most_frequent(counts, size, always=(teacher.start,)).to(
-            teacher.head.device
-        )
-        self.options, self.teacher, self.law_loss = options, teacher, LawLoss(options.loss)
+        vocabulary = DraftVocabulary.most_frequent(counts, size, always=(teacher.start,))
+        super().__init__(options, teacher.head, vocabulary)
+        self.teacher = teacher
         self.config = SpecDecConfig(
             width=width,
             inner=options.inner or teacher.config.decoder.inner,
@@ -66,9 +61,6 @@ class SpecDecRecipe(WithTargetHead):
         self._truth_head = torch.cat((weights["lm_head.weight"], weights["lm_head.bias"][:, None]), 1)
         self._drafted = torch.zeros(vocab, dtype=torch.bool, device=ids.device)
         self._drafted[ids] = True
-
-    def module(self) -> nn.Module:
-        return self._module
 
     def read(self, batch: Batch) -> Reading:
         """Encoder rows as layer 0, at the places of the source; decoder rows as layer -1, and ready for the head."""
