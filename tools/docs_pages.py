@@ -54,7 +54,7 @@ def contracts() -> list[dict[str, Any]]:
 
 def layers() -> list[list[str]]:
     """The layers from the top down; modules of one layer do not import each other."""
-    listed = next(contract["layers"] for contract in contracts() if contract["type"] == "layers")
+    listed = contracts()[0]["layers"]
     return [layer.split(" | ") for layer in listed]
 
 
@@ -65,7 +65,7 @@ def layer_table() -> str:
         for i, layer in enumerate(layers(), start=1)
         for module in layer
     ]
-    others = [f"- {contract['name']}." for contract in contracts() if contract["type"] != "layers"]
+    others = [f"- {contract['name']}." for contract in contracts()[1:]]
     return "\n".join([supported.table(("layer", "module", "what is in it"), rows), "", "And:", "", *others])
 
 
