@@ -1,7 +1,9 @@
-"""Writes the parts of the documentation that are made from the code: `python -m tools.docs_pages`, or `make docs`.
+"""Writes the generated parts of the documentation: `python -m tools.docs_pages`, or `make docs`.
 
-In docs/*.md, what stands between `<!-- made: NAME -->` and `<!-- /made -->` is the answer of the function NAME of
-`BLOCKS`. A test holds the pages against what this would write.
+In README.md and docs/, the text between `<!-- made: NAME -->` and `<!-- /made -->` is the answer of the function NAME
+of `BLOCKS`, made from the code, or of `FIGURES`, made from the result documents in benchmarks/.
+`<!-- made: DOCUMENT/TABLE -->` is a table of a result document, `<!-- made: DOCUMENT/TABLE a,b -->` two of its columns.
+Tests compare the pages and plots with what this command would write.
 """
 
 from __future__ import annotations
@@ -13,20 +15,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools import docs_figures as measured
 from tools import docs_models as models
 from tools import docs_supported as supported
+from tools.docs_plots import plots
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"(<!-- made: (\w+) -->\n)(?:(?!<!-- made).)*?(<!-- /made -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- made: (\S+)(?: (\S+))? -->\n)(?:(?!<!-- made).)*?(<!-- /made -->)", re.DOTALL)
 
 
-def pages() -> dict[Path, str]:
-    """Every page with such parts, as it should be."""
+def pages(known: measured.Documents | None = None) -> dict[Path, str]:
+    """Every page with generated parts, as it should be; `known` stands in for the documents in benchmarks/."""
+
+    def made(block: re.Match[str]) -> str:
+        opening, name, keys, closing = block.groups()
+        if "/" in name:
+            text = measured.figures(name, keys or "", known)
+        elif name in FIGURES:
+            text = FIGURES[name](known)
+        else:
+            text = BLOCKS[name]()
+        return f"{opening}\n{text}\n\n{closing}"
+
     found = {}
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]):
         text = path.read_text(encoding="utf-8")
         if _BLOCK.search(text):
-            found[path] = _BLOCK.sub(lambda block: f"{block[1]}\n{BLOCKS[block[2]]()}\n\n{block[3]}", text)
+            found[path] = _BLOCK.sub(made, text)
     return found
 
 
@@ -39,7 +54,7 @@ def contracts() -> list[dict[str, Any]]:
 
 def layers() -> list[list[str]]:
     """The layers from the top down; modules of one layer do not import each other."""
-    listed = next(contract["layers"] for contract in contracts() if contract["type"] == "layers")
+    listed = contracts()[0]["layers"]
     return [layer.split(" | ") for layer in listed]
 
 
@@ -50,7 +65,7 @@ def layer_table() -> str:
         for i, layer in enumerate(layers(), start=1)
         for module in layer
     ]
-    others = [f"- {contract['name']}." for contract in contracts() if contract["type"] != "layers"]
+    others = [f"- {contract['name']}." for contract in contracts()[1:]]
     return "\n".join([supported.table(("layer", "module", "what is in it"), rows), "", "And:", "", *others])
 
 
@@ -78,9 +93,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
 }
 
 
+FIGURES: dict[str, Callable[[measured.Documents | None], str]] = {
+    "gains": measured.gain_table,
+    "laptop": measured.laptop,
+    "batch_line": measured.batch_line,
+    "methods": measured.method_table,
+}
+
+
 def main() -> None:
-    for path, text in pages().items():
-        if path.read_text(encoding="utf-8") != text:
+    for path, text in {**pages(), **plots()}.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 

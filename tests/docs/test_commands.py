@@ -14,8 +14,6 @@ from forerun.cli import app
 from tests.readme.pages import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-# what was typed on a day, with that day's flags
-PAGES = [page for page in PAGES if page.parent.name != "log"]
 BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

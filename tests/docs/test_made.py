@@ -1,4 +1,4 @@
-"""Parts of pages that are made from the code are what the code says today, and the code that makes them is right."""
+"""Generated parts of pages are what the code and the result documents say today, and what generates them is right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native import library, packing
 from tests.readme.pages import ROOT, name_of
-from tools.docs_pages import BLOCKS, first_line, pages
+from tools.docs_pages import BLOCKS, FIGURES, first_line, pages
 from tools.docs_supported import kernel_types
 
 pytest.importorskip("gguf")  # which types can be read depends on it
@@ -24,8 +24,9 @@ def test_a_page_is_what_the_code_says(page: Path) -> None:
 
 
 def test_every_part_is_on_a_page_once() -> None:
-    marks = [name for text in MADE.values() for name in re.findall(r"<!-- made: (\w+) -->", text)]
-    assert sorted(marks) == sorted(BLOCKS)
+    marks = [name for text in MADE.values() for name in re.findall(r"<!-- made: (\S+)", text)]
+    assert sorted(name for name in marks if name in BLOCKS) == sorted(BLOCKS)
+    assert set(FIGURES) == {name for name in marks if name not in BLOCKS and "/" not in name}
     ends = sum(text.count("<!-- /made -->") for text in MADE.values())
     assert ends == len(marks)
 

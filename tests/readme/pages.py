@@ -15,7 +15,7 @@ GUIDES = [
     *(ROOT / "docs" / f"{name}.md" for name in ("how-it-works", "exactness", "write-a-drafter", "glossary")),
     ROOT / "docs" / "threads-and-failures.md",
 ]
-ALL = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/api/*.md")})
+ALL = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

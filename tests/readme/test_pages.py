@@ -48,13 +48,6 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) < 150
 
 
-def test_the_readme_has_a_place_for_measured_figures() -> None:
-    assert re.findall(r"<!-- /?bench-cpu -->", README.read_text()) == [
-        "<!-- bench-cpu -->",
-        "<!-- /bench-cpu -->",
-    ]
-
-
 @every_page
 def test_links_resolve(page: Path) -> None:
     for link in links(page):
@@ -64,7 +57,7 @@ def test_links_resolve(page: Path) -> None:
 
 @every_page
 def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(r"`((?:src|tests|docs|examples)/[\w./-]+)`", prose(page))
+    named = re.findall(r"`((?:src|tests|docs|examples|tools|lab|benchmarks)/[\w./-]+)`", prose(page))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -101,21 +94,6 @@ def test_dotted_names_exist(page: Path) -> None:
         found: Any = importlib.import_module("forerun")
         for part in dotted.split(".")[1:]:
             found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
-
-
-def test_the_annotated_tree_is_the_real_one() -> None:
-    block = next(body for body in blocks(README, "") if body.startswith("src/forerun/"))
-    named, folders = set[str](), list[str]()
-    for line in block.splitlines()[1:]:
-        indent, name = re.match(r"( +)(\S+)", line).groups()  # type: ignore[union-attr]
-        folders = folders[: len(indent) // 2 - 1]
-        named.add("".join([*folders, name]))
-        folders.append(name)
-    package = ROOT / "src" / "forerun"
-    assert [name for name in named if not (package / name).exists()] == []
-    real = {path.name for path in package.glob("*.py")}
-    real |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert {name for name in named if "/" not in name[:-1]} == real
 
 
 def test_the_glossary_has_the_words() -> None:

@@ -1,10 +1,12 @@
-"""README, docs/benchmarks.md and `forerun plan` agree on what an 8B gains on one H200, and on where that pays."""
+"""README, its result document and `forerun plan` agree on what an 8B gains on one H200, and on where that pays."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,28 +18,25 @@ DEFAULT = "ngram+eagle3, adaptive"
 MEASURED = Load(rate=1.0, prompt=290, answer=100)  # as long as Spec-Bench's prompts and texts were
 
 
-def readme_gains() -> tuple[dict[int, float], str]:
-    """Times plain by sequences at once, and the commit."""
-    row = next(
-        line for line in read("README.md") if line.startswith("| a 135M inflated to the cost of an 8B")
-    )
-    gains, commit = row.split("|")[3], row.split("|")[6].strip()
-    first = re.match(r" \*\*([\d.]+)x\*\*;", gains)
-    assert first is not None
-    more = re.findall(r"([\d.]+)x with (\d+)(?: at once|,|;)", gains)
-    return {1: float(first[1]), **{int(batch): float(gain) for gain, batch in more}}, commit
+def readme_gains() -> dict[int, float]:
+    """Times plain by sequences at once, as the README tells them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = re.search(r"With ([\d /]+) sequences at once the default decodes at ([\d. /]+) times", text)
+    assert told is not None
+    sizes, gains = (part.split(" / ") for part in told.groups())
+    return {int(size): float(gain) for size, gain in zip(sizes, gains, strict=True)}
+
+
+def document() -> dict[str, Any]:
+    """The result document of the batch sweep."""
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "h200-batches-8b.json").read_text("utf-8"))
+    return found
 
 
 def published_rates() -> dict[int, tuple[float, float]]:
     """Tokens per second by sequences at once: plain, and the default."""
-    lines = read("docs/benchmarks.md")
-    start = lines.index("### Batches")
-    rows = [re.match(r"\| (\d+) \| \d+ \| (\d+) \| \**(\d+), ", line) for line in lines[start : start + 20]]
-    return {int(row[1]): (float(row[2]), float(row[3])) for row in rows if row is not None}
-
-
-def read(path: str) -> list[str]:
-    return (ROOT / path).read_text(encoding="utf-8").splitlines()
+    rows = document()["tables"]["batches"]["rows"]
+    return {row["batch"]: (row["plain"], row["default"]) for row in rows}
 
 
 def at(batch: int) -> Profile:
@@ -46,7 +45,7 @@ def at(batch: int) -> Profile:
     return replace(profile, points=tuple(point for point in profile.points if point.batch == batch))
 
 
-GAINS, COMMIT = readme_gains()
+GAINS = readme_gains()
 
 
 def test_the_pages_are_read() -> None:
@@ -81,5 +80,5 @@ def test_an_8b_on_an_h200_is_never_told_to_decode_plainly_where_a_replica_has_ro
 
 def test_the_plan_names_the_measurement() -> None:
     source = built_in("h200", "8b").source
-    assert COMMIT in source
-    assert source.startswith("docs/benchmarks.md, section Batches")
+    assert document()["commit"] in source
+    assert source.startswith("benchmarks/h200-batches-8b.json")

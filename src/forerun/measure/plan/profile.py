@@ -1,7 +1,7 @@
 """What was measured of one model on one machine: seconds per token by drafter and batch size, and of prompts.
 
 A profile comes from a file (`forerun plan --measure --save FILE`, or the JSON of a batch sweep: `make bench-cpu`,
-`make bench-gpu`), or from the figures in docs/benchmarks.md that come with the package.
+`make bench-gpu`), or from the figures in benchmarks/ that come with the package.
 """
 
 from __future__ import annotations
