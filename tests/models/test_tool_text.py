@@ -113,3 +113,15 @@ def test_calls_that_are_none_are_refused(calls: Any) -> None:
     with pytest.raises(InvalidInput) as found:
         render_chat(PLAIN, [{"role": "assistant", "content": "", "tool_calls": calls}])
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("strange", [[], {}, 1, [[1]], True])
+def test_ids_that_are_no_text_are_refused(strange: Any) -> None:
+    """Lists and objects cannot be looked up: they gave a 500."""
+    call = {"id": strange, "function": {"name": "add", "arguments": "{}"}}
+    for messages in (
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call]}],
+        [*CALLED[:2], {"role": "tool", "tool_call_id": strange, "content": "5"}],
+    ):
+        with pytest.raises(InvalidInput, match="must be text, not"):
+            render_chat(PLAIN, messages)

@@ -187,6 +187,27 @@ class Target(Protocol):
         ...
 
 
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+class BaseTarget:
+    """The answers that most targets give."""
+
+    source_rules: SourceRules | None = None
+
+    @property
+    def can(self: _OnDevice) -> Abilities:
+        return Abilities.of(self.device)
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
+
+
 @runtime_checkable
 class StartsWithPrompts(Protocol):
     """A target whose pass may score a root behind the last tokens of its prompt, which the same pass caches.

@@ -1,13 +1,8 @@
-"""Shared parts of head drafters: observed hidden rows, calibration, timing, and a base class for last-row heads.
+"""Shared parts of head drafters: observed hidden rows, calibration, timing, the shape of a head, last-row heads.
 
 A head reads the target's hidden rows. They reach it through `observe`: the rows of the root and the accepted
 path of every round, the prompt being a round too. Row t of a sequence belongs to token t, so a sequence of n tokens has
 n - 1 rows when a round starts: the last token, the root, has not been through the target yet.
-
-HeadShape: the layer shape of a head, and what every head made of transformer layers says in its config.json.
-
-EAGLE's heads, multi-token-prediction layers and block drafters are layers of the same kind on the target's features:
-their configs add what is their own. What a file leaves out, embedding or LM head, the target shares.
 """
 
 from __future__ import annotations

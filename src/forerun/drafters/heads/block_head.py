@@ -1,19 +1,15 @@
-"""BlockConfig: the shape of a block drafter (DFlash, DSpark), and its config.json as the authors write it.
-
-Files count hidden layers by their outputs (`target_layer_ids`: 0 = what the first layer returns); here, as everywhere
-in this package, i is the input of layer i. DFlash's first row carries the root and predicts nothing, the mask rows
-behind it predict their own token; DSpark's root row predicts too, each row the token after it.
-
-BlockHead: the weights of a block drafter, keys and values of the target's features, and the pass over a block.
+"""BlockHead: the weights of a block drafter (DFlash, DSpark), its config.json, its files, and the pass over a block.
 
 The features of every committed token are fused to one row and projected to keys and values of each draft layer, once,
 when they arrive. A block is the root and mask tokens; its rows see all these and each other, in both directions.
+DFlash's first row carries the root and predicts nothing, the mask rows behind it predict their own token; DSpark's root
+row predicts too, each row the token after it.
 
-Block drafters on disk: the authors' names of weights, in bfloat16 or in int8 with a scale per row.
-
-Embedding and LM head may be absent: the target shares its own. DSpark's Markov head is stored as the authors have it,
-two tables of a row per token (`markov_w1`, `markov_w2`), or as what this package trains: two small matrices (`down`,
-`up`) which make the same tables out of the target's embedding and LM head, at a hundredth of the bytes.
+Files have the authors' names of weights, in bfloat16 or in int8 with a scale per row; embedding and LM head may be
+absent. They count hidden layers by their outputs (`target_layer_ids`: 0 = what the first layer returns); here i is the
+input of layer i. DSpark's Markov head is stored as the authors have it, two tables of a row per token (`markov_w1`,
+`markov_w2`), or as what this package trains: two small matrices (`down`, `up`) which make the same tables out of the
+target's embedding and LM head, at a hundredth of the bytes.
 """
 
 from __future__ import annotations

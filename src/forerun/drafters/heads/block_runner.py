@@ -1,20 +1,13 @@
-"""Candidates of a block: the likeliest tokens of each position, and how likely each is behind those of the one before.
-
-All of it comes from one pass, so it is computed for all levels at once and read by the host once; the tree is then
-grown there. A Markov head corrects only these candidates: what it would lift from below the first 64 is left out, and
-what all other tokens weigh together stays as it was.
-
-BlockRunner: keeps the keys and values of the target's features, and runs blocks behind them, in torch on any device.
+"""BlockRunner: runs blocks behind the keys and values of the target's features, and finds each position's candidates.
 
 A sequence has a row of slots for every draft layer. What is committed is written once; a block is written behind it and
-is overwritten by what comes next, so a draft never depends on earlier drafts.
+is overwritten by what comes next, so a draft never depends on earlier drafts. The likeliest tokens of all positions
+come from one pass and are read by the host once, which grows the tree. A Markov head corrects these candidates alone:
+what it would lift from below the first 64 is left out, and what all other tokens weigh together stays as it was.
 
-GraphRunner: a block draft on a GPU as one captured graph, from the roots to the candidates that the host reads.
-
-A graph is replayed for one number of sequences and one number of slots, a power of two, with shared noise or without;
-lengths, roots and rows of the cache are its inputs, so it holds as texts grow. It reads the cache where it lies, and is
-captured anew where the cache had to grow. The few rows that come with each round are read by graphs too. Drafts under a
-temperature without noise run operation by operation.
+On a GPU a draft is one captured graph (`GraphRunner`), for one number of sequences and one number of slots, a power of
+two, with shared noise or without; lengths, roots and rows of the cache are its inputs, so it holds as texts grow. It is
+captured anew where the cache had to grow. Drafts under a temperature without noise run operation by operation.
 """
 
 from __future__ import annotations

@@ -1,26 +1,16 @@
-"""HeadLayer: one transformer layer of an EAGLE head or of a multi-token-prediction layer, in torch.
+"""EagleHead: an EAGLE head's shape, its files, its weights, and one pass of its layers over any rows, in torch.
 
-EagleConfig: an EAGLE head's shape, the features it reads, and its measured acceptance.
+Row t of the head is made of the target's feature of token t and the embedding of token t + 1, and predicts token t + 2.
+Steps beyond the committed sequence use the head's own output as the feature. The caller decides what a row attends to.
 
-Three kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
-own LM head turns it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, keeps its own LM head, over
-a reduced vocabulary, and predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction
-layer (`mtp`, forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
-
-EagleHead: an EAGLE head's weights, and one pass of its layers over any rows, in torch.
-
-Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
-the feature), and predicts token t + 2. Steps beyond the committed sequence use the head's own output as
-the feature. The caller decides what a row attends to.
-
-HeadCache: the KV cache of a drafting head, one row of slots per sequence.
-
-EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
+EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's own LM head turns
+it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, has its own LM head, over a reduced vocabulary, and
+predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction layer (`mtp`,
+forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them; they
-are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its
-own. A pickle is read only when asked for, and then as weights only.
+whatever the folder holds; speculators' layout is read too. Layers behind the first are `layers.1.*` and so on.
+Embedding and LM head may be absent: the target shares its own.
 """
 
 from __future__ import annotations

@@ -1,17 +1,9 @@
-"""NativeHead: an EAGLE head for the native CPU kernels, in blocks of four or eight bits.
+"""NativeRunner: runs an EAGLE head on the native CPU kernels, in blocks of four or eight bits.
 
 A draft step on a CPU is memory traffic and the number of operations, so here it is an eighth or a quarter of the bytes
-and two calls, and the target's embedding is read in place. Rounding costs a rejected token now and then, and never
-correctness, which is the verifier's: with four bits the packaged head writes 2.09 tokens a round in chains of three
-instead of 2.10 with eight, and a level takes half as long.
-
-The true rows that a native head has not read yet, as its kernels take them: addresses and columns of integers.
-
-WholeDraft: a draft of one sequence in one native call, its new rows and all levels of its tree.
-
-The struct of the call is filled once and changed in place: from one round to the next a few numbers differ.
-
-NativeRunner: runs an EAGLE head on the native CPU kernels; a level is two calls on integers.
+and two calls, and the target's embedding is read in place; a draft of one sequence is one call (`WholeDraft`). Rounding
+costs a rejected token now and then, and never correctness: with four bits the packaged head writes 2.09 tokens a round
+in chains of three instead of 2.10 with eight, and a level takes half as long.
 
 What each row attends to is given as in the decoder's passes: a run of slots, the sequence's own rows, and then its
 ancestors in the draft. Sequences share a pass without padding, and no row depends on its neighbours.

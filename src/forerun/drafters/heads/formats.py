@@ -1,24 +1,14 @@
-"""The files of a trained head: a config.json and safetensors in one folder.
+"""The files of a trained head (config.json and safetensors in one folder), its vocabulary, and its matrices.
 
 Nothing is unpickled unless the caller says so, and then as weights only. A folder is read whole: heads are small.
 
-DraftVocabulary: the tokens a head can draft, and how its rows become the target's ids.
-
 The largest matrix of a small head is its LM head, and most of a large vocabulary is never accepted from a
-draft. So a head may have only the most frequent ids. On disk this is `d2t`, an *offset* per row (the
-target's id is row + d2t[row]), and `t2d`, a mask over the target's ids. Verification never sees any of this: it
-stays over the full vocabulary.
+draft. So a head may have only the most frequent ids (`DraftVocabulary`). On disk this is `d2t`, an *offset* per row
+(the target's id is row + d2t[row]), and `t2d`, a mask over the target's ids. Verification has the full vocabulary.
 
-A head's weight in the form that this machine multiplies fastest.
-
-On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are
-there: a quarter of the bytes. A draft may be rounded: that costs a rejected token now and then, and never
-correctness, which is the verifier's. Small matrices, other devices and other formats stay plain tensors.
-
-Heads in files of one byte per weight: int8 blocks of 32 numbers along a row, with a scale each.
-
-A matrix `name` is stored as int8 [N, K] under its own name and `name.scales` [N, K / 32] in fp16. A block's largest
-number becomes 127, so rounding moves a number by at most 0.4% of it: a head drafts as before.
+On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are there
+(`Matrix`); files may have one byte per weight too: `name` int8 [N, K] and `name.scales` [N, K / 32] in fp16. Rounding
+costs a rejected token now and then, and never correctness, which is the verifier's.
 """
 
 from __future__ import annotations

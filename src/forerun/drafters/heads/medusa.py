@@ -1,13 +1,11 @@
-"""CapturedHeads: base of drafters with heads on the last row, whose drafts are captured on a GPU and replayed.
-
-A graph holds for one number of sequences and one form of drafts, with shared noise or without. The usual forms for one
-sequence are captured and timed when heads are loaded.
-
-MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
+"""MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
 
 Head k is a few residual blocks, h + SiLU(W h + b), and an LM head: its own, or the target's, which all heads then
 share (one pass over it serves them all). Heads do not see each other's guesses, so the tree has a fixed shape: the
 nodes whose ranks were most often right, by the product of the rates measured on held-back text.
+
+On a GPU drafts are captured and replayed (`CapturedHeads`, Hydra's base too): a graph holds for one number of sequences
+and one form of drafts, with shared noise or without. The usual forms are captured and timed when heads are loaded.
 """
 
 from __future__ import annotations

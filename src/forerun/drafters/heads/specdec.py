@@ -1,16 +1,10 @@
-"""SpecDecConfig: the shape of a SpecDec drafter, its config.json, and the shapes of its weights.
-
-SpecDecHead: the weights of a SpecDec drafter and its one pass over blocks; the trainer runs the same code.
+"""SpecDecDrafter: drafts a block for an encoder-decoder in one pass over the encoder's rows (Xia et al. 2022).
 
 A block has a row for each token to be drafted. All rows start from the target's last hidden row and the root's
 embedding, joined, and a vector of their place in the block; in every layer they see each other in both directions
 and attend to the encoder's rows, whose keys and values are made once per source. The LM head has the target's rows of a
-part of its vocabulary; the same rows embed the root, and a root outside has none.
-
-SpecDecDrafter: drafts a block for an encoder-decoder in one pass over the encoder's rows (Xia et al. 2022).
-
-The paper accepts what lies among the target's likeliest few; here the target's own verifier decides, so texts are the
-target's. The encoder's rows come from the target with the prompt, once; the last hidden row comes with every round.
+part of its vocabulary; the same rows embed the root, and a root outside has none. The paper accepts what lies among the
+target's likeliest few; here the target's own verifier decides, so texts are the target's.
 """
 
 from __future__ import annotations

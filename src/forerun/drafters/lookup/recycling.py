@@ -5,8 +5,6 @@ drafter keeps the likeliest successors of each pair of tokens and of each single
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
 trusted is learnt from the committed tokens, at no cost. What is kept belongs to one request, or where `shared` is set
 to one tenant.
-
-Trees of a fixed shape: the nodes whose ranks were most often right, by the rates measured on held-back text.
 """
 
 from __future__ import annotations

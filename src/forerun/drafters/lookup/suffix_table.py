@@ -6,13 +6,8 @@ read behind a short opening, the same for all: that of an answer by the chat tem
 any request is in the table. Vocabularies begin with their most frequent tokens, and of these alone it is read: with
 16,384 of 49,152 tokens suffix was 3% slower in replays than with all of them, and loading an 8B is 1 s shorter.
 
-What fills trees of the suffix drafter where matches end: successors, how far they are trusted, and tree sizes.
-
-The table of successors in a file beside t(n): a later start reads it and runs no passes for it.
-
-The file's name stands for the model, its number format and the machine, as that of t(n) does. What else the table
-depends on is part of the checksum, so that a file that is damaged, or of another table, is made again. A table that
-does not fit its model costs speed, and never changes a text.
+The table is kept in a file beside t(n), named by the model, its number format and the machine; a checksum covers
+everything else that it depends on, so that a damaged file, or one of another table, is made again.
 """
 
 from __future__ import annotations

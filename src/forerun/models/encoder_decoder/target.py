@@ -16,7 +16,6 @@ from forerun.core.errors import InvalidInput
 from forerun.core.request import SourceRules
 from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
-from forerun.models.base import SharedWeights
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Encoder, SequenceCache, Span
 from forerun.models.encoder_decoder.weights import Reader
@@ -40,36 +39,18 @@ class EncoderDecoder(UnpagedTarget):
         mode: FloatMode | None = None,  # of the native kernels; None = torch
         kv_slots: int | None = None,
     ) -> None:
-        self.config, self._dtype, self._device = config, dtype, torch.device(device)
+        self.config, self._dtype, self.device = config, dtype, torch.device(device)
         self.slots, self._promised, self._mode = kv_slots, 0, mode
+        self.vocab_size, self.max_length = config.vocab_size, config.max_length
+        self.source_rules: SourceRules = config.source_rules
         with torch.no_grad(), torch.inference_mode(False):
-            model = Reader(weights, config, dtype, self._device, mode).model()
+            model = Reader(weights, config, dtype, self.device, mode).model()
         self._encoder, self._decoder = Encoder(config, model), DecoderPass(config, model)
         self._caches: dict[int, SequenceCache] = {}
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
     def used_slots(self) -> int:
         return sum(cache.length for cache in self._caches.values())
-
-    @property
-    def source_rules(self) -> SourceRules:
-        return self.config.source_rules
-
-    def shared(self) -> SharedWeights | None:
-        """No head is made for these families."""
-        return None
 
     @property
     def pass_rows(self) -> int:
@@ -90,7 +71,7 @@ class EncoderDecoder(UnpagedTarget):
                 self._run(some, [Span(0, len(some), cache, chain_of(len(some)))], into)
                 cache.length += len(some)
         encoded = [self._caches[seq.id].encoded for seq in seqs] if needs.encoded else None
-        return TreeBatch.chains(fresh, self._device), Scores(None, hidden, encoded=encoded)
+        return TreeBatch.chains(fresh, self.device), Scores(None, hidden, encoded=encoded)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -154,5 +135,5 @@ class EncoderDecoder(UnpagedTarget):
                 raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.decoder.layers}")
         shape = count, self.config.width
         return {
-            layer: torch.empty(shape, dtype=self._dtype, device=self._device) for layer in needs.hidden_layers
+            layer: torch.empty(shape, dtype=self._dtype, device=self.device) for layer in needs.hidden_layers
         }

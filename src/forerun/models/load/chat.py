@@ -161,7 +161,7 @@ def with_offer(messages: Sequence[Message], offer: str, role: str) -> list[Messa
 
 def as_plain_messages(messages: Sequence[Message]) -> list[Message]:
     """The same conversation in text alone: calls are a part of the answer, and the user says what they returned."""
-    names: dict[Any, str] = {}  # of the functions that were called, by the call's id
+    names: dict[str, str] = {}  # of the functions that were called, by the call's id
     plain: list[Message] = []
     returned: list[str] = []  # by the calls of one answer: one message, because many templates want turns
     for message in messages:
@@ -180,12 +180,13 @@ def as_plain_messages(messages: Sequence[Message]) -> list[Message]:
     return [*plain, {"role": "user", "content": "\n".join(returned)}] if returned else plain
 
 
-def _call(call: Any, names: dict[Any, str]) -> str:
+def _call(call: Any, names: dict[str, str]) -> str:
     function = _inner(call)
     name, arguments = function.get("name"), function.get("arguments", {})
     if not isinstance(name, str):
         raise InvalidInput(f"tool_calls holds {shown(call)}, which names no function; give its name")
-    names[call.get("id")] = name
+    if (key := _id(call, "id")) is not None:
+        names[key] = name
     if isinstance(arguments, str):  # JSON in a text, as the OpenAI API has it
         try:
             arguments = json.loads(arguments)
@@ -197,10 +198,18 @@ def _call(call: Any, names: dict[Any, str]) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def _response(message: Message, names: Mapping[Any, str]) -> str:
-    name = names.get(message.get("tool_call_id"), message.get("name"))
+def _response(message: Message, names: Mapping[str, str]) -> str:
+    name = names.get(_id(message, "tool_call_id") or "", message.get("name"))
     tag = "<tool_response>" if name is None else f"<tool_response name={json.dumps(name)}>"
     return f"{tag}\n{message.get('content')}\n</tool_response>"
+
+
+def _id(holder: Mapping[str, Any], key: str) -> str | None:
+    """By which an answer names the call that it belongs to; None where it names none."""
+    found = holder.get(key)
+    if not (found is None or isinstance(found, str)):
+        raise InvalidInput(f"{key} must be text, not {shown(found)}")
+    return found
 
 
 def _inner(tool: Any) -> Mapping[str, Any]:

@@ -129,7 +129,7 @@ class Pass(Structure):
         ("normed", c_void_p),
         ("logits", c_void_p),
         ("tops", c_void_p),
-        ("woken", c_void_p),
+        ("active_experts", c_void_p),
     ]
 
 

@@ -62,29 +62,29 @@ class NativeDecoder(Decoder):
         self.mode = mode
         self._decode = native.library().fr_decode
         self._pass = native.Pass()  # filled anew by every pass, but for what seldom changes
-        self._woken = (ctypes.c_int32 * config.layers)()
-        self._pass.woken = ctypes.addressof(self._woken)
+        self._active_experts = (ctypes.c_int32 * config.layers)()
+        self._pass.active_experts = ctypes.addressof(self._active_experts)
         self._known_data: Tensor | None = None  # the KV cache that it points to
         self._stored: tuple[list[int], list[Tensor]] = [], []  # layers whose rows lie beside it, and where
         self._stores_at = array("Q")
         self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
-        self.begun = {}
+        self.early_exits = {}
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
             self._final_norm = reader.names.final_norm()
-            self._kept, self._asleep = reader.kept, sum(reader.asleep)
+            self._kept, self._inactive_bytes = reader.kept, sum(reader.inactive_bytes)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         self._alone = TreePass(self._model)
-        self._alone.one.woken = self._pass.woken
+        self._alone.one.active_experts = self._pass.active_experts
         self._ahead = PlainRun(self._alone, config.layers, config.width)
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
-        self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
+        self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
         self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
         self._regime_of = rope.regime if rope.has_regimes else None
 
@@ -154,7 +154,7 @@ class NativeDecoder(Decoder):
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
         """As every decoder's; the tree of one sequence has a shorter way to the same call."""
-        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
+        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.early_exits
         if alone and needs.last_row and (needs.rests or self._ahead.has_next(self._extent_for(seqs[0], 1))):
             needs = without_rows(needs)  # nobody drafts behind this pass
         if alone and -1 not in needs.hidden_layers:
@@ -282,12 +282,14 @@ class NativeDecoder(Decoder):
     @property
     def weight_bytes(self) -> int:
         """What a pass over one node reads; of experts, those that one node picks."""
-        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._asleep
+        return (
+            sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._inactive_bytes
+        )
 
     @property
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         """By layer, how many experts the last pass read; empty where the model has none."""
-        return [] if self.config.moe is None else self._woken[:]
+        return [] if self.config.moe is None else self._active_experts[:]
 
 
 def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:

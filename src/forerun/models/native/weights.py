@@ -35,7 +35,9 @@ class NativeReader:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
-        self.asleep = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
+        self.inactive_bytes = list[
+            int
+        ]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(
             min(8, torch.get_num_threads())
         ) as pool:  # packing is C and needs no interpreter
@@ -131,7 +133,7 @@ class NativeReader:
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
             found.shared_gate = self._router(at + "shared_expert_gate.weight", 1)
         size = sum(part.data.nbytes for parts in packed for some in parts for part in some)
-        self.asleep.append(size * (moe.experts - moe.per_token) // moe.experts)
+        self.inactive_bytes.append(size * (moe.experts - moe.per_token) // moe.experts)
         self.kept.extend((*arrays, found))
         return {"experts": ctypes.pointer(found)}
 

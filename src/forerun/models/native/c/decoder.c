@@ -111,12 +111,12 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
     if (layer->attention_norm) attend_layer(m, p, i, n, b);
-    if (p->woken && layer->experts) p->woken[i] = 0;
+    if (p->active_experts && layer->experts) p->active_experts[i] = 0;
     if (!layer->mlp_norm || !n) return;
     norm_rows(m, layer->mlp_norm, b->normed, n, b);
     if (layer->experts) {
-        int64_t woken = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
-        if (p->woken) p->woken[i] = (int32_t)woken;
+        int64_t active_experts = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
+        if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
         fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
         fr_swiglu(b->gate_up, b->mlp, n, m->inner);

@@ -185,7 +185,7 @@ typedef struct {
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [scored, vocab] or NULL */
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
-    int32_t *woken; /* [layers] how many experts the layer read, or NULL */
+    int32_t *active_experts; /* [layers] how many experts the layer read, or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);
