@@ -87,7 +87,6 @@ class EitherDrafter:
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Both observe every round."""
         depths, (paths, _) = trees.host_depths(), verdict.to_host()
         for b, seq in enumerate(seqs):
             held = self._sequences.get(seq.id)

@@ -164,7 +164,7 @@ class Target(Protocol):
         ...
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
-        """Slots for trees of so many nodes behind these sequences; False = they do not all fit, and none was given."""
+        """Slots for trees of `rows` nodes behind these sequences; False = they do not all fit, and none was given."""
         ...
 
     def reused_tokens(self, seq: Seq) -> int:
@@ -218,7 +218,7 @@ class StartsWithPrompts(Protocol):
     """
 
     def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
-        """Rows of prompts that a pass over so many nodes takes; about `rows` are asked for, so many wait."""
+        """Rows of prompts that a pass over `nodes` nodes takes: about `rows` of the `waiting` ones."""
         ...
 
 

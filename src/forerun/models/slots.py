@@ -64,7 +64,6 @@ class SlotTarget(BaseTarget):
 
     @property
     def used_slots(self) -> int:
-        """KV slots on the pages that sequences hold now."""
         return self.kv.used
 
     @property
@@ -191,7 +190,7 @@ class SlotTarget(BaseTarget):
             self.kv.keep(piece.seq.id, piece.seq.tokens[:-1])
 
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
-        """A sequence's pages, with room for a tree of so many nodes."""
+        """A sequence's pages, with room for a tree of `nodes` nodes."""
         if nodes > TREE_MARGIN:
             raise InvalidInput(
                 f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
@@ -237,7 +236,6 @@ class SlotTarget(BaseTarget):
         return needs.hidden_layers
 
     def _empty_rows(self, count: int) -> Tensor:
-        """[count, D] where hidden rows will go."""
         return torch.empty(count, self.config.width, dtype=self._dtype, device=self.device)
 
 

@@ -157,7 +157,6 @@ def adjusts(seq: Seq) -> bool:
 
 
 def _bans(seq: Seq) -> bool:
-    """Can every token become impossible?"""
     params = seq.params
     given = params.bad_words or params.min_tokens or params.logit_bias or params.processors
     return bool(given) or seq.rules is not None
@@ -304,7 +303,6 @@ _CUT = -math.inf
 
 
 def truncate(log_weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """All that are set, one after the other."""
     if top_k:
         log_weights = keep_top_k(log_weights, top_k)
     if top_p < 1.0:

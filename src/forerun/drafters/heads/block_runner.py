@@ -131,14 +131,14 @@ class ContextCache:
         self.grown = 0  # how often the data moved
 
     def admit(self, seq_id: int, slots: int) -> None:
-        """A row for a sequence, with room for so many slots."""
+        """A row for a sequence, with room for `slots` slots."""
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
         self.reserve(self.rows[seq_id] + 1, slots)
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Room for so many rows of so many slots; what there is grows twofold at least, so that it moves seldom."""
+        """Room for `rows` rows of `slots` slots; what there is grows twofold at least, so that it moves seldom."""
         _, depth, have, wide, *_ = self.data.shape
         if rows > have or slots > wide:
             more = max(rows, 2 * have) if rows > have else have
@@ -168,7 +168,6 @@ class BlockRunner:
 
     @property
     def captures(self) -> int:
-        """Graphs that were captured so far."""
         return 0
 
     @torch.no_grad()
@@ -217,7 +216,7 @@ class BlockRunner:
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
-        """One pass over a block for each of these sequences, as trees are grown from it; so many levels at most."""
+        """One pass over a block for each of these sequences, as trees are grown from it; `levels` levels at most."""
         rows = self.begin(seqs)[:, :levels]
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=self.head.device)
         law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
@@ -330,7 +329,6 @@ class GraphRunner(BlockRunner):
         return [some - self.head.config.rows for some in slots]
 
     def inputs(self, seqs: Sequence[Seq]) -> Tensor:
-        """[3, B] roots, lengths, and rows of the cache."""
         cache = self.cache
         columns = [(seq.tokens[-1], cache.lengths[seq.id], cache.rows[seq.id]) for seq in seqs]
         return torch.tensor(columns, device=self.head.device).t().contiguous()

@@ -68,7 +68,6 @@ class RunnerSteps(Steps, Protocol):
 
 
 def runner_for(head: EagleHead | NativeHead) -> Runner:
-    """The runner for this head, by its class."""
     return NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
 
 

@@ -31,13 +31,11 @@ from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise
 from forerun.models.base import SharedWeights
-from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
-from forerun.models.native import head_library
 from forerun.models.native import library as native
-from forerun.models.native.head_library import Draft, Head, HeadLayer, HeadPass, Ranking, draft_tree, run_rows
-from forerun.models.native.library import Weights
+from forerun.models.native.head_library import Ranking, draft_tree, run_rows
+from forerun.models.native.library import Draft, Head, HeadLayer, HeadPass, Weights
 from forerun.models.native.packing import (
     FloatMode,
     as_q4_1,
@@ -48,7 +46,7 @@ from forerun.models.native.packing import (
     take_rows,
     unpack_rows,
 )
-from forerun.models.native.pass_rows import RotationTables
+from forerun.models.native.pass_rows import LayerRows, RotationTables
 from forerun.models.rope import RopeConfig
 
 Bits = Literal[4, 8]
@@ -89,9 +87,8 @@ class NativeHead:
 
     @staticmethod
     def supports(config: EagleConfig, device: torch.device) -> bool:
-        """Can the kernels run such a head here?"""
         fits = config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
-        return fits and device.type == "cpu" and head_library.available()
+        return fits and device.type == "cpu" and native.available()
 
     def embedded(self, tokens: list[int]) -> Tensor | None:
         """[N, D] of these tokens; None where the kernels look them up themselves."""
@@ -219,7 +216,7 @@ class Features:
         return [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
 
     def of(self, first: int, count: int) -> list[int]:
-        """[rows * layers] of so many rows."""
+        """[count * layers] of `count` rows."""
         return self._addresses[first * self._parts : (first + count) * self._parts]
 
 
@@ -369,7 +366,6 @@ class NativeRunner:
         self.cache.release(seq_id)
 
     def ranking(self, rows: int, count: int) -> Ranking:
-        """Room for the best of so many rows."""
         have = self._ranking
         if rows > have.rows or count > have.count:
             have = Ranking(max(rows, have.rows), max(count, have.count), self.head.int32_ids)
@@ -386,7 +382,6 @@ class NativeRunner:
         return array("f", bytes(4 * rows * self.head.config.width))
 
     def _gather(self, places: Sequence[tuple[Floats, int]]) -> tuple[Floats, int]:
-        """Rows from several places side by side."""
         joined, size = self._room(len(places)), 4 * self.head.config.width
         for i, (out, row) in enumerate(places):
             ctypes.memmove(_address(joined) + i * size, _address(out) + row * size, size)
@@ -463,10 +458,10 @@ class NativeSteps:
         self._rows = len(ids)
         # of each frontier node: its ancestors' slots
         self._paths: list[list[list[int]]] = [[[]] for _ in ids]
-        self._seasoning: KernelDraftLaw | None = None
+        self._draft_law: KernelDraftLaw | None = None
 
     def ranks(self, seqs: Sequence[Seq]) -> NativeSteps:
-        self._seasoning = KernelDraftLaw(seqs)
+        self._draft_law = KernelDraftLaw(seqs)
         return self
 
     def roots(self, count: int) -> list[Ranked]:
@@ -510,7 +505,7 @@ class NativeSteps:
         self.levels += 1
 
     def _ranked(self, count: int) -> list[Ranked]:
-        draft_law, head = self._seasoning, self.runner.head
+        draft_law, head = self._draft_law, self.runner.head
         assert draft_law is not None
         sizes = [len(paths) for paths in self._paths]
         ranking = self.runner.ranking(self._rows, count)

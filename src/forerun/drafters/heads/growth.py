@@ -73,7 +73,6 @@ class Grown:
     depths: list[int]
 
     def cut(self, count: int) -> BestTree:
-        """The first `count` nodes."""
         pairs = zip(self.tokens[1 : count + 1], self.depths[1:], strict=False)
         nexts = [token for token, depth in pairs if depth == 1]
         return BestTree(self.tokens[: count + 1], self.parents[: count + 1], self.by_depth(count), nexts)
@@ -96,7 +95,7 @@ def grow(
     size: Size,
     least: float,
 ) -> Grown:
-    """A tree of at most so many nodes below its root, levels, and children of a node, down to survivals of `least`.
+    """A tree of at most `size` (nodes below its root, levels, children of a node), down to survivals of `least`.
 
     Of each list of candidates only the best that is not yet in the tree waits: the others cannot come before it. What a
     table adds below a node is a list of its own, of which those that the node has already are passed over.
@@ -242,9 +241,7 @@ class Ranks(Protocol):
     """The same head, asked only for the likeliest tokens, best first; frontiers may differ in size."""
 
     @property
-    def size(self) -> int:
-        """How many tokens there are to rank."""
-        ...
+    def size(self) -> int: ...
 
     def roots(self, count: int) -> list[Ranked]: ...
 
@@ -504,7 +501,7 @@ class _Drawn:
 
 @lru_cache(maxsize=256)
 def best_shape(nodes: int, depth: int, width: int) -> TreeShape:
-    """The tree of so many nodes with the most expected accepted tokens; at most `width` nodes a level branch."""
+    """The tree of `nodes` nodes with the most expected accepted tokens; at most `width` nodes a level branch."""
     made: list[tuple[int, int]] = [(-1, 0)]  # parent, depth
     waiting = [(-RATES[0], 0, 0)] if nodes and depth else []  # survival, parent, which child
     branching = [0] * (depth + 1)

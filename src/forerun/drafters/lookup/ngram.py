@@ -174,7 +174,6 @@ class NgramDrafter(LookupDrafter):
         self._looked_up.discard(seq.id)
 
     def rewind(self, seq: Seq, length: int) -> None:
-        """Drop what comes after the first `length` tokens."""
         state = self._sequences.get(seq.id)
         if state is not None:
             length += state.source

@@ -172,7 +172,6 @@ class RecyclingDrafter(BaseDrafter):
 
 
 def _ends(tokens: Sequence[int]) -> Context:
-    """The last two tokens."""
     return (tokens[-2] if len(tokens) > 1 else ANY), tokens[-1]
 
 
@@ -223,7 +222,6 @@ def best_tree(
 def filled_tree(
     root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
 ) -> tuple[list[int], list[int]]:
-    """The fixed tree with this sequence's tokens in it."""
     most = min(budget.width, len(guesses[0]))
     tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
     tree = tree[: best_count([survival for *_, survival in tree], budget.price)]

@@ -37,7 +37,6 @@ class SuffixAutomaton:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens at the end of the text."""
         self.whole = False
         lengths, links, counts, latest, nexts = self.lengths, self.links, self.counts, self.latest, self.nexts
         last, end = self.last, self.size
@@ -196,7 +195,6 @@ class HitRates:
         self.tries[i] = self.tries[i] * memory + 1.0
 
     def rate(self, kind: int, match: int, prior: HitRates) -> float:
-        """The estimate for one sequence."""
         i = kind * self.longest + min(match, self.longest) - 1
         shared = SHARED_TRIES * prior.hits[i] / prior.tries[i]
         return (self.hits[i] + shared) / (self.tries[i] + SHARED_TRIES)

@@ -41,7 +41,7 @@ from forerun.drafters.lookup.suffix_index import (
     kind_of,
 )
 from forerun.drafters.lookup.suffix_table import Fill
-from forerun.models.native import suffix_library as native
+from forerun.models.native import library as native
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,6 @@ class History:
         return Reader(self._tenant(_digest(tenant)))
 
     def add(self, tenant: str, tokens: Sequence[int]) -> None:
-        """Index an output."""
         if len(tokens) < 2:
             return
         self._tenant(_digest(tenant)).add(tokens, self._most)
@@ -199,16 +198,12 @@ class Lookup(Protocol):
     matched: list[int]  # of the last tree: continuations of matches below its root
 
     def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
-        """The sequence has grown by these tokens: find the chain, so many steps at most."""
+        """The sequence has grown by these tokens: find the chain, `most` steps at most."""
         ...
 
-    def steps(self, most: int) -> Sequence[Step]:
-        """The first steps of the chain."""
-        ...
+    def steps(self, most: int) -> Sequence[Step]: ...
 
-    def tokens(self, most: int) -> list[int]:
-        """Their tokens."""
-        ...
+    def tokens(self, most: int) -> list[int]: ...
 
     def survivals(self) -> Sequence[float]:
         """How likely the first 1, 2, ... tokens of the chain are all accepted."""

@@ -120,7 +120,7 @@ PRIOR = (1.0, 0.65)  # share of what the table promises that comes: where nothin
 # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
 LEAST = 0.015
 FEW = 2  # sequences that get trees; more get chains
-MANY = 8  # more than so many get matches alone: their doubtful tokens would fill the pass
+MANY = 8  # sequences; larger batches get matches alone: their doubtful tokens would fill the pass
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
 # tokens that offers promise behind a token that was not among them; weight of the last
@@ -176,7 +176,6 @@ class Fill:
 
     @property
     def at(self) -> tuple[int, int, int, int]:
-        """Where the table lies."""
         return self._table.at
 
     def of(self, own: OwnTrust) -> TextTable:
@@ -184,7 +183,7 @@ class Fill:
         return TextTable([min(1.0, own.factor * factor) for factor in self.factors], self.after)
 
     def note_offer(self, promised: float, missed: bool) -> None:
-        """An offer of so many tokens is made; `missed`: the last one had not the token that came."""
+        """An offer that promises this number of tokens is made; `missed`: the last one had not the token that came."""
         if missed:
             self.after_miss += NEWEST * (promised - self.after_miss)
         self._undrafted += 1
@@ -192,7 +191,6 @@ class Fill:
             self.asked = TREE
 
     def note_budgets(self, budgets: Sequence[Budget]) -> None:
-        """These are asked for."""
         first = next((budget for budget in budgets if budget.nodes), None)
         if first is not None:
             self._undrafted = 0

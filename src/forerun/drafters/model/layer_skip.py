@@ -50,7 +50,6 @@ class ExitAdapter:
         return len(self.down)
 
     def must_fit(self, width: int) -> None:
-        """Raise unless it reads rows of this width."""
         if self.down.shape[1] != width:
             raise InvalidInput(
                 f"the exit adapter is {self.down.shape[1]} wide, and the target {width}: train another"
@@ -111,7 +110,7 @@ def default_plan(layers: int) -> LayerPlan:
 
 
 def read_plan(given: str, layers: int) -> LayerPlan:
-    """The plan of a file, or the first so many layers where a number is given; for a target of `layers` layers."""
+    """The plan of a file, or the first n layers where a number n is given; for a target of `layers` layers."""
     if re.fullmatch(r"\d+", given):
         return LayerPlan(_subset(given, layers, {"exit": int(given)}))
     path = Path(given).expanduser()
@@ -140,7 +139,7 @@ def read_plan(given: str, layers: int) -> LayerPlan:
 
 
 def write_plan(path: Path, plan: LayerPlan, layers: int) -> None:
-    """Write a plan for a target of so many layers; its adapter goes beside it."""
+    """Write a plan for a target of `layers` layers; its adapter goes beside it."""
     values: dict[str, Any] = {
         **plan.notes,
         "format": FORMAT,
@@ -185,7 +184,6 @@ class LayerSkipDrafter(ModelDrafter):
 
 
 def draft_part(target: Target, plan: LayerPlan) -> Target:
-    """The part of a target that drafts under a plan."""
     shared = target.shared()
     if shared is None or shared.partial is None:
         raise InvalidInput(

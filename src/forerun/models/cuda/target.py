@@ -170,7 +170,7 @@ class CudaDecoder(SlotTarget):
         if self.plain.takes(trees):
             if trees.follows is not None and self.placing.last is not None:  # roots behind trees
                 self.after.move_decided()
-                self.grown.overtaken = self.grown.passes
+                self.grown.superseded = self.grown.passes
             return self.plain.score(seqs, trees, layers, chunks)
         return self._score_trees(seqs, trees, layers, chunks)
 
@@ -310,7 +310,7 @@ class CudaPart(PartialTarget):
         super().__init__(self.runs, layers, None if leave is None else lambda rows: leave(rows.to(dtype)))
 
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
-        """Capture the passes that drafts for so many sequences take; run what follows them once in every size."""
+        """Capture the passes that drafts for `max_batch` sequences take; run what follows them once in every size."""
         if not self.runs.replays.capture:
             return
         started = perf_counter()
@@ -384,7 +384,7 @@ class CudaLayers:
 
     @torch.inference_mode()
     def capture(self, max_batch: int, max_length: int, leave: Leave) -> None:
-        """Capture the passes of drafts for up to so many sequences, over rows that are written nowhere."""
+        """Capture the passes of drafts for up to `max_batch` sequences, over rows that are written nowhere."""
         buffers, most = self._target.buffers, round_up(min(max(FEWEST, 2 * max_batch), MAX_ROWS), ROW_SIZES)
         sizes = dict.fromkeys(size for size, scored in menu(max_length) if scored and size.rows <= most)
         self.sizes = sorted(sizes, key=lambda size: (size.rows, size.groups, size.splits))
@@ -427,7 +427,6 @@ class CudaLayers:
 
 
 def _in_passes(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Cut so that each part has no more than MAX_ROWS rows."""
     some, rows = list[Span](), 0
     for span in spans:
         if rows + len(span.tokens) > MAX_ROWS:

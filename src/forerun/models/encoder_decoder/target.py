@@ -3,11 +3,12 @@
 The tokens of a sequence are the decoder's: its start token, and what was written. Keys and values of the source are
 kept beside them and shared by all nodes of its trees. A sequence that was released, after a round that failed, is read
 again from its source. A sequence without a source, such as the cost model's probes, gets one of a single token.
+On a CPU it runs on the native kernels, elsewhere in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, 
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Encoder, SequenceCache, Span
 from forerun.models.encoder_decoder.weights import Reader
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.tokenizer import read_json
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 from forerun.models.slots import UnpagedTarget
@@ -137,3 +140,28 @@ class EncoderDecoder(UnpagedTarget):
         return {
             layer: torch.empty(shape, dtype=self._dtype, device=self.device) for layer in needs.hidden_layers
         }
+
+
+_MODES: dict[str, FloatMode] = {"auto": "float32", "float32": "float32", "q8": "q8"}
+
+
+def load_encoder_decoder(
+    checkpoint: Checkpoint,
+    dtype: str,
+    torch_dtype: Callable[[str, torch.device], torch.dtype],
+    device: torch.device,
+    kv_slots: int | None,
+) -> EncoderDecoder:
+    """`dtype` as the user gave it: q8 needs the native kernels, one byte per weight on a GPU is not supported."""
+    if dtype in ("int8", "fp8", "gguf"):
+        raise InvalidInput(f"dtype={dtype!r} is not for encoder-decoders; use float32, bfloat16 or q8")
+    config = EncoderDecoderConfig.from_hf(
+        checkpoint.config, read_json(checkpoint.path / "generation_config.json")
+    )
+    mode = _MODES.get(dtype) if device.type == "cpu" and native.available() else None
+    if mode is None and dtype == "q8":
+        raise InvalidInput(
+            f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}"
+        )
+    kept = torch.float32 if mode is not None else torch_dtype(dtype, device)
+    return EncoderDecoder(config, checkpoint.weights, dtype=kept, device=device, mode=mode, kv_slots=kv_slots)

@@ -187,7 +187,6 @@ class ParallelFollower(ParallelDecoder):
     """Another rank: no requests, no pages; it computes what plans say."""
 
     def serve(self) -> None:
-        """Replay passes until the process is ended."""
         while True:
             self.replay(PassPlan.from_numbers(self.group.receive_plan()))
 

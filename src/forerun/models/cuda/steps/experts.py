@@ -23,7 +23,7 @@ from forerun.models.cuda.weights import ExpertWeights, Weight
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
 BLOCKS = (16, 32, 64, 128)  # pairs of one expert that a program takes
-UNEVEN = 1.5  # some experts get so many times their share
+UNEVEN = 1.5  # times its share that an expert may get
 ENOUGH = 132  # programs of a pass over one row that keep a GPU's memory busy
 
 

@@ -184,7 +184,6 @@ class PlainExpertSteps(PlainSteps):
         self.buffers.x[live] += self._mix(rows, weights.experts, layer)
 
     def _mix(self, rows: Tensor, experts: ExpertWeights, layer: int) -> Tensor:
-        """[M, D] -> [M, D] in fp32."""
         moe = self.model.config.moe
         assert moe is not None
         count = moe.experts

@@ -105,7 +105,7 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     b->pending = 1;
 }
 
-/* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. The last one
+/* A layer without a norm for its attention, or for its MLP, leaves that part out. The last one
  * goes no further than keys and values with rows of which nobody reads what leaves it. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
@@ -169,9 +169,6 @@ FR_API int64_t fr_layout(void) {
     return FR_ABI * 1000000000ll + (int64_t)sizeof(fr_decoder) * 1000000 + (int64_t)sizeof(fr_layer) * 1000 +
            (int64_t)sizeof(fr_pass);
 }
-
-/* Libraries without this function run every part of every layer. */
-FR_API int fr_skips_sublayers(void) { return 1; }
 
 /* 0 = done, 1 = out of memory. */
 FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
