@@ -104,7 +104,7 @@ def _is_read(kind: int) -> bool:
 
 def kernel_types() -> set[str]:
     """The GGUF types that the C kernels multiply as they are: those that pack.c gives a format, and two floats."""
-    switch = re.search(r"static int format_of\(.*?\n}", (C / "pack.c").read_text(), re.DOTALL)
+    switch = re.search(r"static int format_of\(.*?\n}", (C / "linear" / "pack.c").read_text(), re.DOTALL)
     assert switch is not None, "pack.c has a function format_of"
     return {*re.findall(r"case GGUF_(\w+)", switch[0]), "F32", "BF16"}
 
