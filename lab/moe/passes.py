@@ -44,8 +44,8 @@ def seconds_now(device: torch.device) -> float:
 def woken_by(target: Target) -> list[int]:
     """Experts that the last pass read, by layer; [] where there are none."""
     if isinstance(target, CudaDecoder):
-        return target.passes.steps.woken()
-    return target.woken if isinstance(target, NativeDecoder) else []
+        return target.passes.steps.active_experts()
+    return target.active_experts if isinstance(target, NativeDecoder) else []
 
 
 def measure_passes(target: Target, texts: Sequence[Text], nodes: Sequence[int] = NODES) -> Passes:

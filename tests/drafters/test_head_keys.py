@@ -15,11 +15,12 @@ from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.eagle_head import Kind
 from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.models.native import head_library
-from forerun.models.native.head_library import Head, HeadPass
+from forerun.models.native import library as native_library
+from forerun.models.native.library import Head, HeadPass
 from forerun.testing import FakeSeq
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
-pytestmark = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
+pytestmark = pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft")
 
 WORDS, CHUNK = 64, 8
 LENGTHS = (20, 1, 9, 8)  # of four texts, in rows: chunks that are ended by no text, by one and by two

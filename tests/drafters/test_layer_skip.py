@@ -64,7 +64,7 @@ def test_the_text_is_the_plain_one(
     assert engine.drafters.get(drafter) is not None
     assert not engine.drafters._failed
     assert target.used_slots == 0
-    assert not target.begun
+    assert not target.early_exits
 
 
 @pytest.mark.parametrize("kind", KINDS)

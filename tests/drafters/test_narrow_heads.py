@@ -20,7 +20,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, read_head,
 from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.drafters.heads.formats import BLOCK, in_bytes, widened
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.native import head_library
+from forerun.models.native import library as native_library
 from forerun.testing import FakeSeq
 from forerun.train.export import export_head, import_head
 from tests.drafters.rounds import as_lists
@@ -55,7 +55,7 @@ def _drafters(target: CudaDecoder) -> list[EagleDrafter | DeviceEagle]:
     whole = {name: weight for name, weight in weights.items() if name != "embed_proj.weight"}
     plain = Eagle3Drafter(EagleHead(config, {**whole, "embed_tokens.weight": table}, shared))
     found: list[EagleDrafter | DeviceEagle] = [plain, Eagle3Drafter(EagleHead(config, weights, shared))]
-    if head_library.available():
+    if native_library.available():
         found.append(Eagle3Drafter(NativeHead(config, weights, shared)))
     return [
         *found,

@@ -19,7 +19,6 @@ from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDraf
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
 from forerun.drafters.heads.eagle_native import Bits, NativeHead, NativeRunner, NativeSteps
 from forerun.models.base import SharedWeights
-from forerun.models.native import head_library
 from forerun.models.native import library as native
 from forerun.models.native.packing import unpack_rows
 from forerun.testing import FakeSeq, TableLM
@@ -27,7 +26,7 @@ from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.native.blocks import random_blocks
 
-pytestmark = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
+pytestmark = pytest.mark.skipif(not native.available(), reason="no native kernels that draft")
 
 VOCAB = 13
 KINDS = [

@@ -12,19 +12,16 @@ import torch
 
 from forerun.core.types import Budget, Scores, Verdict
 from forerun.drafters.base import AT_HAND
-from forerun.drafters.lookup import suffix as drafter_module
 from forerun.drafters.lookup import suffix_match as places
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_index import HitRates
 from forerun.drafters.lookup.suffix_match import History, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, Successors
-from forerun.models.native import suffix_library
+from forerun.models.native import library as native_library
 from forerun.testing import FakeSeq
 from tests.drafters.rounds import as_lists
 
-needs_library = pytest.mark.skipif(
-    not suffix_library.available(), reason="the native library has no look-ups"
-)
+needs_library = pytest.mark.skipif(not native_library.available(), reason="no native library")
 STOPS = frozenset({3, 70})
 
 
@@ -124,7 +121,7 @@ def test_drafts_do_not_depend_on_the_library(with_table: bool, monkeypatch: pyte
         return found
 
     native = drafted()
-    monkeypatch.setattr(drafter_module.suffix_library, "available", lambda: False)
+    monkeypatch.setattr(native_library, "available", lambda: False)
     assert drafted() == native
 
 
@@ -142,13 +139,13 @@ def test_other_texts_are_searched_in_python() -> None:
 @needs_library
 def test_a_text_is_freed_with_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = list[int]()
-    library = suffix_library.library()
+    library = native_library.library()
 
     class Counting:
         def __getattr__(self, name: str) -> object:
             return freed.append if name == "fr_suffix_free" else getattr(library, name)
 
-    monkeypatch.setattr(suffix_library, "library", Counting)
+    monkeypatch.setattr(native_library, "library", Counting)
     drafter, seq = SuffixDrafter(), FakeSeq(0, [1, 2, 1])
     drafter.offer(seq)
     held = weakref.ref(drafter._sequences[0].lookup)

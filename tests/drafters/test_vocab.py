@@ -118,7 +118,7 @@ def test_kernels_get_the_same_as_factors_and_keys() -> None:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_the_likeliest_are_those_of_the_law(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
-        monkeypatch.setattr(draft_law.head_library, "available", lambda: False)
+        monkeypatch.setattr(draft_law.native, "available", lambda: False)
     logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(1))
     values, rows = likeliest(logits, 4)
     law = logits.log_softmax(-1)

@@ -14,12 +14,13 @@ from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner
 from forerun.models.native import head_library
+from forerun.models.native import library as native_library
 from forerun.testing import FakeSeq, TableLM
 from forerun.testing.doubles import extend, random_verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
-pytestmark = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
+pytestmark = pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft")
 
 VOCAB = 61
 

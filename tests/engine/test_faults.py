@@ -172,8 +172,8 @@ def layer_skip_scene(folder: Path) -> Scene:
     drafter: Any = engine.drafters.get("layer_skip")
     return Scene(
         engine,
-        lambda: not_free(target) + len(target.begun) + len(drafter.draft._chains),
-        ("forerun.drafters", "forerun.models.partial", "forerun.models.partial", "forerun.models.decoder"),
+        lambda: not_free(target) + len(target.early_exits) + len(drafter.draft._chains),
+        ("forerun.drafters", "forerun.models.partial", "forerun.models.decoder"),
         unbounded(target),
     )
 

@@ -19,9 +19,8 @@ from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, write_plan
 from forerun.engine.engine import Engine
 from forerun.models.base import LayerSubset
 from forerun.models.cuda import graphs
-from forerun.models.cuda.part import CudaPart
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.target import CudaDecoder, CudaPart
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import Letters, run

@@ -139,13 +139,13 @@ def test_experts_that_a_pass_reads_are_counted(device: str) -> None:
     target.prefill([seq], Needs())
     for nodes, most in ((1, 4), (3, 12), (50, 24)):
         target.score([seq], TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)]]), Needs())
-        first, dense, last = target.passes.steps.woken()
+        first, dense, last = target.passes.steps.active_experts()
         assert dense == 0
         assert 4 <= first <= most
         assert 4 <= last <= most
         assert nodes == 1 or max(first, last) > 4
     target.release(seq)
-    assert make_target("mixtral", device, dtype).passes.steps.woken() == [0, 0, 0]
+    assert make_target("mixtral", device, dtype).passes.steps.active_experts() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -396,8 +396,8 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     )
     room.enter(run, x, layer.mlp_norm, layer.experts, eps, 0)
     room.leave(run, x, model.next_norm(0), layer.experts, eps, left, 0)
-    assert room.woken() == steps.woken()
-    assert room.woken()[0] > 2
+    assert room.active_experts() == steps.active_experts()
+    assert room.active_experts()[0] > 2
     most = 1e-4 if INTERPRETED else 0.1
     torch.testing.assert_close(x, wanted, atol=most, rtol=most)
     assert torch.equal(x[2], start[2])  # padding stays

@@ -120,11 +120,11 @@ def test_the_first_layers_compute_a_drafted_token_once(kind: str, tmp_path: Path
     seq = started(target, TEXT[:5])
     plain = scored(target, seq, TEXT[4:])
     drafted(PartialTarget(target, LayerSubset(2)), seq, TEXT[4:9])
-    target.begun[seq.id].rows[2].mul_(-1.0)
+    target.early_exits[seq.id].rows[2].mul_(-1.0)
     got = scored(target, seq, TEXT[4:])
     changed = (got - plain).abs().amax(-1) > 1e-3
     assert changed.tolist() == [False, False, True, True, True, True]  # itself, and those that attend to it
-    assert not target.begun
+    assert not target.early_exits
     assert torch.allclose(scored(target, seq, TEXT[4:]), plain, atol=1e-5)  # it is used once
 
 
@@ -132,7 +132,7 @@ def test_what_was_begun_before_a_commit_or_a_release_is_not_used(tmp_path: Path)
     target = decoder_of("torch", tmp_path)
     part, seq = PartialTarget(target, LayerSubset(2)), started(target, TEXT[:5])
     drafted(part, seq, TEXT[4:7])
-    stale = target.begun[seq.id]
+    stale = target.early_exits[seq.id]
     tree = TreeBatch.chains([TEXT[4:6]])
     target.score([seq], tree, Needs())
     target.commit([seq], tree, Verdict.whole_chain(tree, [TEXT[6]]))
@@ -141,7 +141,7 @@ def test_what_was_begun_before_a_commit_or_a_release_is_not_used(tmp_path: Path)
     for change in (lambda: None, lambda: (target.release(seq), target.prefill([seq], Needs()))):
         change()
         stale.rows[0].mul_(-1.0)
-        target.begun[seq.id] = stale
+        target.early_exits[seq.id] = stale
         assert torch.allclose(scored(target, seq, TEXT[6:]), plain, atol=1e-5)
     assert part.cached_tokens(seq) == 6
 
@@ -161,12 +161,12 @@ def test_two_parts_of_a_target_do_not_mistake_each_others_keys_for_their_own(
     chain = TreeBatch.chains([[TEXT[7]]])
     upper.score([view], chain, Needs())
     upper.commit([view], chain, Verdict.whole_chain(chain, [0]))
-    assert not target.begun
+    assert not target.early_exits
     assert torch.allclose(scored(target, seq, TEXT[4:]), plain, atol=1e-5)
 
 
 def test_a_tree_is_scored_whole(tmp_path: Path) -> None:
-    """Its nodes lie elsewhere than those of the chain that was begun."""
+    """Its nodes lie elsewhere than those of the early-exit chain."""
     target = decoder_of("torch", tmp_path)
     seq = started(target, TEXT[:5])
     tree = TreeBatch.trees([([TEXT[4], 20, TEXT[5], TEXT[6]], [-1, 0, 0, 2])])

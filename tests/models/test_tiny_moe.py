@@ -42,12 +42,12 @@ def _prompts() -> list[tuple[int, ...]]:
     return [tuple(text[at : at + CONTEXT]) for at in (0, 300, 700)]
 
 
-def _woken(target: NativeDecoder, before: list[int], chain: list[int]) -> float:
+def _active(target: NativeDecoder, before: list[int], chain: list[int]) -> float:
     seq = PlainSeq(1, before, max_length=400)
     target.prefill([seq], Needs())
     target.score([seq], TreeBatch.chains([chain]), Needs())
     target.release(seq)
-    return sum(target.woken) / len(target.woken)
+    return sum(target.active_experts) / len(target.active_experts)
 
 
 @pytest.mark.parametrize("name", ["mixture", "dense"])
@@ -85,20 +85,22 @@ def test_it_has_learnt_the_text_and_uses_its_experts() -> None:
         logits = target.score([seq], TreeBatch.chains([text[:250]]), Needs()).required_logits
         loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text[1:250]))
         assert float(loss) < 2.6  # nats per byte of text that was held out; untrained: 5.5
-    assert _woken(_load("mixture"), text[:2], text[2:250]) >= 7
+    assert _active(_load("mixture"), text[:2], text[2:250]) >= 7
 
 
 def test_passes_are_timed_on_tokens_that_wake_as_many_experts_as_text() -> None:
     """A token repeated, which is what lies, as the control."""
     target, text = _load("mixture"), _text()
-    real = sum(_woken(target, text[at : at + 60], text[at + 60 : at + 68]) for at in range(0, 1200, 100)) / 12
+    real = (
+        sum(_active(target, text[at : at + 60], text[at + 60 : at + 68]) for at in range(0, 1200, 100)) / 12
+    )
     probes = probe_text(target, 64)
     timed = []
     scratch = scratch_sequences(target, 8, probes)
     target.prefill(scratch, Needs())
     for repeat in range(8):
         cost.time_pass(target, scratch, 8, probes[8 * repeat :] + probes)
-        timed.append(sum(target.woken) / len(target.woken))
-    repeated = _woken(target, [32] * 60, [32] * 8)
+        timed.append(sum(target.active_experts) / len(target.active_experts))
+    repeated = _active(target, [32] * 60, [32] * 8)
     assert abs(sum(timed) / 8 - real) < 0.2 * real
     assert repeated < 0.7 * real

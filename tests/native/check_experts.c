@@ -43,9 +43,9 @@ static void drop(fr_weights *w) {
 
 static int64_t run(const fr_experts *e, const float *x, float *out, int64_t rows) {
     void *scratch = malloc(fr_experts_bytes(e, rows, WIDTH));
-    int64_t woken = fr_run_experts(e, x, out, rows, WIDTH, scratch);
+    int64_t active_experts = fr_run_experts(e, x, out, rows, WIDTH, scratch);
     free(scratch);
-    return woken;
+    return active_experts;
 }
 
 static int check_kind(int packed, int shared) {

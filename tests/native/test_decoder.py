@@ -14,11 +14,10 @@ from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hidden_rows import HiddenRows
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native import library as native_library
-from forerun.models.native.choose import choose_mode
-from forerun.models.native.target import Mode, NativeDecoder
+from forerun.models.native.pass_rows import HiddenRows
+from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
 from tests.models.tiny_gguf import write_tiny

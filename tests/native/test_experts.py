@@ -128,19 +128,19 @@ def test_stacked_experts_are_the_same(folder: Path) -> None:
     assert torch.equal(got[0], got[1])
 
 
-def test_woken_experts_are_counted(folder: Path) -> None:
-    """One row wakes as many as it picks, the same row again wakes none more, and no pass more than there are."""
+def test_active_experts_are_counted(folder: Path) -> None:
+    """One row activates as many as it picks, the same row again no more, and no pass more than there are."""
     target = _load(folder, "q8")
     moe = target.config.moe
     assert moe is not None
     seqs = [FakeSeq(b, [5, 6, 7], max_length=LENGTH) for b in range(6)]
     target.prefill(seqs, Needs())
     target.score(seqs[:1], TreeBatch.chains([[7]]), Needs())
-    assert target.woken == [moe.per_token] * target.config.layers
+    assert target.active_experts == [moe.per_token] * target.config.layers
     target.score(seqs, TreeBatch.chains([[7]] * 6), Needs())
-    assert target.woken == [moe.per_token] * target.config.layers
+    assert target.active_experts == [moe.per_token] * target.config.layers
     target.score(seqs[:1], TreeBatch.chains([_text(3, 40)]), Needs())
-    assert all(moe.per_token < woken <= moe.experts for woken in target.woken)
+    assert all(moe.per_token < active <= moe.experts for active in target.active_experts)
 
 
 def test_a_pass_over_one_node_reads_its_experts_only(folder: Path) -> None:

@@ -7,7 +7,7 @@ from forerun.core.noise import coupling_key, exponential
 from forerun.models.native import head_library
 from forerun.models.native import library as native_library
 
-needs_head_kernels = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
+needs_head_kernels = pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft")
 
 
 @needs_head_kernels

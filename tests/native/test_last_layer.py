@@ -177,6 +177,6 @@ def test_experts_of_the_last_layer_are_not_read(tmp_path: Path) -> None:
     target = _maker(*save(make_reference("mixtral"), tmp_path), "q8")()
     for layers, read in ((), False), ((-1,), True):
         target.prefill([FakeSeq(len(layers), _text(1, 20), max_length=30)], Needs(layers))
-        *others, last = target.woken
+        *others, last = target.active_experts
         assert all(others)
         assert bool(last) is read

@@ -69,7 +69,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, target: NativeDecoder) -> list[
 
         return call
 
-    ahead = target._ahead
+    ahead = target._plain_run
     monkeypatch.setattr(target, "_decode", counted(target._decode, lambda: 1))
     monkeypatch.setattr(ahead, "_decode", counted(ahead._decode, lambda: 1 + int(ahead._one.count)))
     return passes
@@ -179,7 +179,7 @@ def test_a_call_that_fails_is_repeated_and_the_text_is_the_same(
     params = SamplingParams(max_tokens=24)
     wanted = written(engine_of(target_of(checkpoint)), PROMPTS[:1], params)
     target = target_of(checkpoint)
-    real, calls = target._ahead._decode, list[int]()
+    real, calls = target._plain_run._decode, list[int]()
 
     def fails_twice(*given: Any) -> int:
         calls.append(1)
@@ -188,7 +188,7 @@ def test_a_call_that_fails_is_repeated_and_the_text_is_the_same(
             return 1
         return int(real(*given))
 
-    monkeypatch.setattr(target._ahead, "_decode", fails_twice)
+    monkeypatch.setattr(target._plain_run, "_decode", fails_twice)
     got = written(engine_of(target), PROMPTS[:1], params)
     assert len(calls) > 4
     assert got[0][2] == wanted[0][2]

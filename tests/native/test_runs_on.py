@@ -16,7 +16,8 @@ from forerun.core.types import Budget, Needs, Request, Round, Scores, Seq, TreeB
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.lookup.ngram import GOES_ON, NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.models.native import head_library, plain_run
+from forerun.models.native import library as native_library
+from forerun.models.native import plain_run
 from forerun.models.native.target import NativeDecoder
 from forerun.testing import FakeSeq
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
@@ -36,7 +37,7 @@ from tests.native.test_plain_run import (
 
 pytestmark = [
     needs_native,
-    pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft"),
+    pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft"),
 ]
 LAYERS = (0, 1)
 REST = Budget(0, 0, source="free", repeats=5)
@@ -246,13 +247,13 @@ def test_a_failed_call_of_a_resting_head_is_repeated(
     params = SamplingParams(max_tokens=30)
     wanted = written(engine_of(target_of(checkpoint), "none", head), PROMPTS[:2], params)
     target = target_of(checkpoint)
-    real, calls = target._ahead._decode, list[int]()
+    real, calls = target._plain_run._decode, list[int]()
 
     def fails(*given: object) -> int:
         calls.append(1)
         return 1 if len(calls) in (2, 5) else int(real(*given))
 
-    monkeypatch.setattr(target._ahead, "_decode", fails)
+    monkeypatch.setattr(target._plain_run, "_decode", fails)
     got = written(engine_of(target, "ngram+eagle3", head, Scripted()), PROMPTS[:2], params)
     assert len(calls) > 5
     assert [one[2] for one in got] == [one[2] for one in wanted]

@@ -36,7 +36,7 @@ from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import walk_by_torch
 from forerun.verify.sampled import CHUNK_ENTRIES, Kinds, SampledTokens, decides_alike, kinds_of
 from forerun.verify.typical import TypicalVerifier
-from forerun.verify.walk import decide_at_once, drawn_tokens, is_worth_it
+from forerun.verify.walk import decide_together, drawn_tokens, reads_once
 from forerun.verify.warp import warp
 from tests.verify.trees import make_tree
 
@@ -183,16 +183,16 @@ def test_verdicts_found_at_once_are_those_of_walks(
         seqs = [PlainSeq(i, [1, 2], params=SamplingParams(**rng.choice(LAWS))) for i in range(len(shapes))]  # type: ignore[arg-type]
         logits = torch.randn(trees.nodes, 4, generator=torch.Generator().manual_seed(rng.getrandbits(30)))
         laws = warp(logits.to(device), seqs, trees)
-        assert is_worth_it(trees, laws) == (device == "cuda" and not all(laws.greedy))
+        assert reads_once(trees, laws) == (device == "cuda" and not all(laws.greedy))
         noise = Noise([rng.choice(SEEDS) for _ in seqs], [rng.randint(0, 50) for _ in seqs])
-        found = decide_at_once(trees, laws, noise, coupled).to_host()
+        found = decide_together(trees, laws, noise, coupled).to_host()
         on_host = Laws(laws.log_weights.cpu(), laws.greedy)
         assert found == verifier.verify(TreeBatch.trees(shapes), on_host, noise).to_host()
         longest = max(longest, *map(len, found[0]))
         with monkeypatch.context() as patch:
             patch.setattr("forerun.verify.walk.CHUNK_ENTRIES", 4 * 3)
-            assert decide_at_once(trees, laws, noise, coupled).to_host() == found
-        assert decide_at_once(trees, laws, noise, not coupled).to_host() != found or trees.nodes < 30
+            assert decide_together(trees, laws, noise, coupled).to_host() == found
+        assert decide_together(trees, laws, noise, not coupled).to_host() != found or trees.nodes < 30
     assert longest > 1
 
 

@@ -215,7 +215,8 @@ def drafts_with_checkpoint(drafter: str) -> bool:
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports
-    from forerun.models.encoder_decoder.load import is_encoder_decoder, load_encoder_decoder
+    from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
+    from forerun.models.encoder_decoder.target import load_encoder_decoder
 
     device = torch.device(_device(config.device))
     if config.tensor_parallel_size > 1:
@@ -228,7 +229,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         from forerun.models.decoder import Decoder
         from forerun.models.kv_budget import allowed_bytes
         from forerun.models.load.shapes import check_shapes
-        from forerun.models.native.choose import native_decoder
+        from forerun.models.native.target import native_decoder
 
         family, share = DecoderConfig.from_hf(checkpoint.config), as_memory("kv_memory", config.kv_memory)
         memory = allowed_bytes(share, device)

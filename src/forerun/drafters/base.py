@@ -30,7 +30,7 @@ class Parts:
     target: Target
     draft: Target | None  # the second checkpoint, if one was given
     speculative: SpeculativeConfig
-    max_batch: int = 1  # sequences decoded at once: GPU graphs are captured for so many
+    max_batch: int = 1  # sequences decoded at once: GPU graphs are captured for this number
     max_length: int | None = None  # tokens of a sequence; None = the target's
     more_drafts: tuple[Target, ...] = ()  # of a cascade: further checkpoints, for which `draft` drafts
     by_host: bool = False  # it is part of a cascade, so the host runs it step by step

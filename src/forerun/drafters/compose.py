@@ -1,19 +1,13 @@
-"""EitherDrafter: two drafters in one; the one whose drafts were accepted more often drafts for a sequence.
-
-Which one drafts is decided per sequence and round from earlier rounds alone, before anything is proposed. The counts
-of the other one decay, so that it is tried again.
-
-HybridDrafter, the composition `a+b`: a lookup such as n-gram where it is reliable, a model or a head elsewhere.
+"""Drafters made of drafters: HybridDrafter, the composition `a+b`, and EitherDrafter, the better of two.
 
 A lookup costs nothing and is right for long stretches of copied text; a model is right more often between them. Which
 one drafts is decided per sequence and round from the committed tokens and from how often each was right, before
 anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here. Where nodes are
-cheap, the n-gram chain is added to the other's tree. Both observe every round.
+cheap, the n-gram chain is added to the other's tree. Both observe every round. EitherDrafter decides from acceptance
+alone; the counts of the other one decay, so that it is tried again.
 
 A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
 has a menu of captured drafts, look-ups are made while there are few sequences, and mostly while the device is at work.
-
-Tenants: whose request a sequence is, so that what drafters learn from it never reaches another's.
 """
 
 from __future__ import annotations
@@ -93,7 +87,6 @@ class EitherDrafter:
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Both observe every round."""
         depths, (paths, _) = trees.host_depths(), verdict.to_host()
         for b, seq in enumerate(seqs):
             held = self._sequences.get(seq.id)

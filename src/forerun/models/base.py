@@ -164,7 +164,7 @@ class Target(Protocol):
         ...
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
-        """Slots for trees of so many nodes behind these sequences; False = they do not all fit, and none was given."""
+        """Slots for trees of `rows` nodes behind these sequences; False = they do not all fit, and none was given."""
         ...
 
     def reused_tokens(self, seq: Seq) -> int:
@@ -187,6 +187,27 @@ class Target(Protocol):
         ...
 
 
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+class BaseTarget:
+    """The answers that most targets give."""
+
+    source_rules: SourceRules | None = None
+
+    @property
+    def can(self: _OnDevice) -> Abilities:
+        return Abilities.of(self.device)
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
+
+
 @runtime_checkable
 class StartsWithPrompts(Protocol):
     """A target whose pass may score a root behind the last tokens of its prompt, which the same pass caches.
@@ -197,7 +218,7 @@ class StartsWithPrompts(Protocol):
     """
 
     def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
-        """Rows of prompts that a pass over so many nodes takes; about `rows` are asked for, so many wait."""
+        """Rows of prompts that a pass over `nodes` nodes takes: about `rows` of the `waiting` ones."""
         ...
 
 

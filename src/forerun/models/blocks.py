@@ -157,7 +157,6 @@ class Checkpoint:
         return weight + 1 if self.config.norm_offset else weight
 
     def _fill(self, into: Tensor, names: Sequence[str]) -> None:
-        """Stack the rows of several equal weights."""
         for part, name in zip(into.chunk(len(names)), names, strict=True):
             part.copy_(self._get(name, tuple(part.shape)))
 

@@ -33,7 +33,7 @@ from forerun.models.layers import (
     rotate_,
     softcap_,
 )
-from forerun.models.partial import Begun, PartialTarget, start_rows, usable
+from forerun.models.partial import EarlyExitChain, PartialTarget, reusable_nodes, rows_after_first_layers
 from forerun.models.slots import Piece, SlotTarget
 
 CHUNK = 512  # rows of prompts per pass
@@ -56,18 +56,18 @@ class Decoder(SlotTarget):
             config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory
         )
         with torch.no_grad(), torch.inference_mode(False):
-            checkpoint = Checkpoint(weights, config, dtype, self._device)
+            checkpoint = Checkpoint(weights, config, dtype, self.device)
             self._embedding = checkpoint.embedding()
             self._blocks = [checkpoint.block(i) for i in range(config.layers)]
             self._final_norm = checkpoint.final_norm()
             self._head = checkpoint.head(self._embedding)
-        self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self.begun: dict[int, Begun] = {}  # drafted with its own first layers, by sequence
+        self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
+        self.early_exits: dict[int, EarlyExitChain] = {}  # drafted with its own first layers, by sequence
 
     def shared(self) -> SharedWeights:
         return SharedWeights(
-            embed=lambda ids: F.embedding(ids.to(self._device), self._embedding),
-            head_rows=lambda ids: self._head[ids.to(self._device)],
+            embed=lambda ids: F.embedding(ids.to(self.device), self._embedding),
+            head_rows=lambda ids: self._head[ids.to(self.device)],
             vocab_size=self.vocab_size,
             width=self.config.width,
             dtype=self._dtype,
@@ -116,7 +116,7 @@ class Decoder(SlotTarget):
             self._run(tokens, spans, [piece.seq for piece in pieces], into)
             self._keep_rows(into, [slot for span in spans for slot in span.slots])
         chains, found = self._with_found(seqs, fresh, hidden)
-        return TreeBatch.chains(chains, self._device), Scores(None, found)
+        return TreeBatch.chains(chains, self.device), Scores(None, found)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -140,7 +140,7 @@ class Decoder(SlotTarget):
             owners += [piece.seq for piece in pieces]
             tokens = [*tokens, *(token for piece in pieces for token in piece.tokens)]
         hidden = self._hidden_rows(needs, len(tokens))
-        logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self._device)
+        logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self.device)
         argmax = self._run_on(seqs, tokens, spans, owners, hidden, logits)
         if hidden:
             self._keep_rows(hidden, [slot for span in spans for slot in span.slots])
@@ -155,7 +155,7 @@ class Decoder(SlotTarget):
             return Scores(logits, hidden, known)
         behind = {layer: rows[nodes:] for layer, rows in hidden.items()}
         chains, behind = self._with_found(prompts.seqs, fresh, behind)
-        read = TreeBatch.chains(chains, self._device), Scores(None, behind)
+        read = TreeBatch.chains(chains, self.device), Scores(None, behind)
         return Scores(logits, {layer: rows[:nodes] for layer, rows in hidden.items()}, known, read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -164,7 +164,7 @@ class Decoder(SlotTarget):
             self.kv.move(moves)
 
     def release(self, seq: Seq) -> None:
-        self.begun.pop(seq.id, None)
+        self.early_exits.pop(seq.id, None)
         super().release(seq)
 
     def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
@@ -179,15 +179,15 @@ class Decoder(SlotTarget):
         hidden: Mapping[int, Tensor],
         logits: Tensor,
     ) -> list[int] | None:
-        """A pass over the trees of these sequences, first of all; what is begun of them is not computed again."""
-        chains = [self.begun.pop(seq.id, None) for seq in drafted]
+        """A pass over the trees of these sequences, first of all; early exits are not computed again."""
+        chains = [self.early_exits.pop(seq.id, None) for seq in drafted]
         mine = {i: chain for i, chain in enumerate(chains) if chain is not None}
         ends = {chain.end for chain in mine.values()}
-        mine = {i: chain for i, chain in mine.items() if chain.is_behind(self.kv.extent(drafted[i].id))}
-        done = usable(mine, tokens, spans) if len(ends) == 1 and not hidden else {}
+        mine = {i: chain for i, chain in mine.items() if chain.follows(self.kv.extent(drafted[i].id))}
+        done = reusable_nodes(mine, tokens, spans) if len(ends) == 1 and not hidden else {}
         if not done:
             return self._run(tokens, spans, seqs, hidden, logits)
-        rows = start_rows(mine, done, tokens, spans, seqs, self.run_layers)
+        rows = rows_after_first_layers(mine, done, tokens, spans, seqs, self.run_layers)
         rest = LayerSubset(self.config.layers, first=ends.pop())
         return self._run(tokens, spans, seqs, hidden, logits, rest, rows)
 
@@ -251,7 +251,7 @@ class Decoder(SlotTarget):
 
     def _embedded(self, tokens: Sequence[int]) -> Tensor:
         """[M, D] what enters the first layer."""
-        x = F.embedding(torch.tensor(tokens, device=self._device), self._embedding)
+        x = F.embedding(torch.tensor(tokens, device=self.device), self._embedding)
         if self.config.embedding_scale != 1.0:
             x.mul_(torch.tensor(self.config.embedding_scale, dtype=self._dtype))
         return x
@@ -291,9 +291,9 @@ class Decoder(SlotTarget):
         positions = [[span.length + depth for depth in span.shape.depths] for span in spans]
         if len(set(regimes)) == 1:
             flat = [position for row in positions for position in row]
-            return rotations.at(torch.tensor(flat, device=self._device), regimes[0])
+            return rotations.at(torch.tensor(flat, device=self.device), regimes[0])
         rows = zip(positions, regimes, strict=True)
-        return torch.cat([rotations.at(torch.tensor(row, device=self._device), r) for row, r in rows])
+        return torch.cat([rotations.at(torch.tensor(row, device=self.device), r) for row, r in rows])
 
 
 def _chain_spans(first: int, pieces: Sequence[Piece]) -> list[Span]:

@@ -52,7 +52,6 @@ def usual_batch(device: str, slots: int | None, threads: int) -> tuple[int, str]
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be taken now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

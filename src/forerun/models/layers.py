@@ -199,7 +199,6 @@ def check_numbers(logits: Tensor) -> Tensor:
 
 
 def not_numbers() -> ModelError:
-    """The error of a model whose logits are NaN."""
     return ModelError(
         "the model computes logits that are not numbers (NaN): its weights are damaged or too large for this "
         "dtype; fetch them again, or use dtype='float32'"

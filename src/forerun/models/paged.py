@@ -60,12 +60,10 @@ class Extent:
         return PAGE * len(self.pages)
 
     def slots(self, first: int, end: int) -> list[int]:
-        """The slots of these positions."""
         return slots_of(self.pages, first, end)
 
 
 def slots_of(pages: Sequence[int], first: int, end: int) -> list[int]:
-    """The slots of positions `first` to `end`."""
     return [pages[position // PAGE] * PAGE + position % PAGE for position in range(first, end)]
 
 
@@ -106,7 +104,6 @@ class PagedKV:
 
     @property
     def capacity(self) -> int:
-        """Slots that there are now."""
         return PAGE * self.pool.size
 
     @property
@@ -116,7 +113,6 @@ class PagedKV:
 
     @property
     def sequences(self) -> int:
-        """Sequences that hold pages."""
         return len(self._extents)
 
     def holds(self, seq_id: int) -> bool:
@@ -137,7 +133,6 @@ class PagedKV:
             return [self.extent(seq_id) for seq_id in seq_ids]  # which says whose there is none
 
     def has_pages(self, count: int) -> bool:
-        """Could so many pages be taken now?"""
         return self._most is None or count <= self._most - self.pool.size + self.pool.available
 
     def admit(self, seq_id: int, tokens: Sequence[int], start: bytes | None, layers: Sequence[int]) -> Extent:
@@ -157,14 +152,14 @@ class PagedKV:
         return extent
 
     def lacking(self, seq_id: int, positions: int) -> int:
-        """How many pages a sequence would have to take to have room to write up to so many positions."""
+        """Pages that a sequence lacks to be written up to `positions`."""
         extent = self.extent(seq_id)
         pages, needed = extent.pages, pages_for(positions)
         shared = sum(self.pool.holders(page) > 1 for page in pages[extent.length // PAGE : needed])
         return max(0, needed - len(pages)) + shared
 
     def grow(self, seq_id: int, positions: int) -> Extent:
-        """Pages for so many positions; those behind the committed ones become its own, to be written."""
+        """Pages for `positions` positions; those behind the committed ones become its own, to be written."""
         extent = self.extent(seq_id)
         if positions <= extent.writable:  # usually; only full pages of committed positions are named later
             return extent
@@ -269,7 +264,7 @@ class PagedKV:
         extent.length = length
 
     def _find_room(self, seq_id: int, count: int) -> None:
-        """Have so many pages to take: free ones, then new ones, then those of finished texts."""
+        """Make `count` pages available: free ones, then new ones, then those of finished texts."""
         pool = self.pool
         free = pool.available - pool.cached
         slot_bytes = self.data.nbytes // max(1, self.data.shape[3])
@@ -283,7 +278,7 @@ class PagedKV:
             )
 
     def _enlarge(self, pages: int) -> None:
-        """Grow the tensor by so many pages, by half its size at least; the copy is rare."""
+        """Grow the tensor by `pages` pages, by half its size at least; the copy is rare."""
         pages = pages_for(max(pages * PAGE, self.capacity // 2, CHUNK))
         if self._most is not None:
             pages = min(pages, self._most - self.pool.size)

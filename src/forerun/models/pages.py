@@ -62,7 +62,6 @@ def digest_of(before: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def pages_for(positions: int) -> int:
-    """How many pages so many positions take."""
     return -(-positions // PAGE)
 
 
@@ -94,17 +93,14 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken."""
         self._check()
         return self.size - len(self._holders)
 
     def holders(self, page: int) -> int:
-        """How many sequences hold a page."""
         self._check()
         return self._holders.get(page, 0)
 
     def grow(self, pages: int) -> None:
-        """Add pages at the end."""
         with self._changing():
             self.size += pages
             for page in range(self.size - pages, self.size):
@@ -112,7 +108,7 @@ class PagePool:
                 heappush(self._heap, page)
 
     def take(self, owner: int, count: int) -> bool:
-        """Give an owner so many more pages, in a row where possible; False = there are too few, and none is given."""
+        """Give an owner `count` more pages, in a row where possible; False = there are too few, and none is given."""
         if count > self.available:
             return False
         with self._changing():

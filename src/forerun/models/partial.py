@@ -4,15 +4,15 @@ It reads the keys and values that the target has cached of the committed tokens,
 prompt to read. Drafted tokens are written behind them, where the target's pass writes the nodes of the tree anyway.
 
 Where it runs the first layers whole, a CPU's pass over the drafted chain need not run them again: their keys and values
-are in place, and `Begun` keeps the rows that enter the next layer. A GPU's pass starts from the tokens
-(models/cuda/part.py says why).
+are in place, and `EarlyExitChain` keeps the rows that enter the next layer. A GPU's pass starts from the tokens
+(models/cuda/target.py says why).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,24 +20,20 @@ from torch import Tensor
 from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import Span
-from forerun.models.base import Abilities, LayerSubset
+from forerun.models.base import BaseTarget, LayerSubset
 from forerun.models.paged import Extent, PagedKV, slots_of
-
-if TYPE_CHECKING:
-    from forerun.models.base import SharedWeights
-
 
 # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
 Leave = Callable[[Tensor], Tensor]
 
 
 class RunsLayers(Protocol):
-    """A target of which some layers can run apart: a Decoder, or the layers of a GPU's (forerun.models.cuda.part)."""
+    """A target of which some layers can run apart: a Decoder, or the layers of a GPU's (forerun.models.cuda.target)."""
 
     @property
     def kv(self) -> PagedKV: ...
     @property
-    def begun(self) -> dict[int, Begun] | None:
+    def early_exits(self) -> dict[int, EarlyExitChain] | None:
         """Chains that its own pass continues, by sequence; None where it starts from the tokens."""
         ...
 
@@ -63,55 +59,21 @@ class RunsLayers(Protocol):
     def logits_of(self, rows: Tensor) -> Tensor: ...
 
 
-class PartialTarget:
+class PartialTarget(BaseTarget):
     """Implements forerun.models.base.Target for sequences that the whole target has prefilled, and no others."""
+
+    used_slots = cached_slots = 0  # all slots are the whole target's
 
     def __init__(self, whole: RunsLayers, layers: LayerSubset, leave: Leave | None = None) -> None:
         """`leave` stands in for the final norm."""
         self.whole, self.layers = whole, layers
+        self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
+        self.slots, self.pass_rows = whole.slots, whole.pass_rows
         self._leave = leave or whole.final_norm_of
-        self._chains: dict[int, Begun] = {}  # what was drafted behind the committed tokens, by sequence
+        self._chains: dict[
+            int, EarlyExitChain
+        ] = {}  # what was drafted behind the committed tokens, by sequence
         self._scored: dict[int, tuple[list[int], Tensor]] = {}  # the last trees: tokens, and rows [M, D]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.whole.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.whole.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self.whole.device
-
-    @property
-    def can(self) -> Abilities:
-        return Abilities.of(self.device)
-
-    @property
-    def used_slots(self) -> int:
-        """All slots are the whole target's."""
-        return 0
-
-    @property
-    def cached_slots(self) -> int:
-        return 0
-
-    @property
-    def slots(self) -> int | None:
-        return self.whole.slots
-
-    @property
-    def source_rules(self) -> None:
-        return None
-
-    @property
-    def pass_rows(self) -> int:
-        return self.whole.pass_rows
-
-    def shared(self) -> SharedWeights | None:
-        return None
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """The whole target has read them."""
@@ -141,12 +103,12 @@ class PartialTarget:
             pages, root = chain.extent.pages, chain.length + len(chain.tokens)
             moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
             self.whole.kv.move([(_slot(pages, source), _slot(pages, place)) for source, place in moved])
-            begun = self.whole.begun
-            if begun is not None:  # before its tokens: a fault between does no harm
+            early_exits = self.whole.early_exits
+            if early_exits is not None:  # before its tokens: a fault between does no harm
                 chain.rows += [rows[node] for node in (0, *path)]
             chain.tokens += [tokens[node] for node in (0, *path)]
-            if begun is not None and self.layers.is_prefix and chain.intact:
-                begun[seq.id] = chain
+            if early_exits is not None and self.layers.is_prefix and chain.intact:
+                early_exits[seq.id] = chain
 
     def truncate(self, seq: Seq, length: int) -> None:
         """Forget drafted tokens; what is committed is the whole target's to forget."""
@@ -154,9 +116,6 @@ class PartialTarget:
         if chain is not None:
             left = max(0, length - chain.length)
             del chain.tokens[left:], chain.rows[left:]
-
-    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
-        """Nothing is prepared."""
 
     def has_room(self, *lengths: int) -> bool:
         return True
@@ -178,19 +137,19 @@ class PartialTarget:
         self._chains.pop(seq.id, None)
         self._scored.pop(seq.id, None)
 
-    def _take_over(self, seq: Seq, chain: Begun) -> None:
+    def _take_over(self, seq: Seq, chain: EarlyExitChain) -> None:
         """What another part drafted for this sequence is about to be overwritten: no pass may go on with it."""
-        begun = self.whole.begun
-        other = None if begun is None else begun.get(seq.id)
-        if begun is not None and other is not None and other is not chain:
+        early_exits = self.whole.early_exits
+        other = None if early_exits is None else early_exits.get(seq.id)
+        if early_exits is not None and other is not None and other is not chain:
             other.intact = False
-            del begun[seq.id]
+            del early_exits[seq.id]
 
-    def _chain(self, seq: Seq) -> Begun:
+    def _chain(self, seq: Seq) -> EarlyExitChain:
         """What was drafted behind the committed tokens: nothing, once others were committed."""
         extent, chain = self.whole.kv.extent(seq.id), self._chains.get(seq.id)
-        if chain is None or not chain.is_behind(extent):
-            chain = self._chains[seq.id] = Begun(extent, extent.length, self.layers.end)
+        if chain is None or not chain.follows(extent):
+            chain = self._chains[seq.id] = EarlyExitChain(extent, extent.length, self.layers.end)
         return chain
 
 
@@ -199,7 +158,7 @@ def _slot(pages: Sequence[int], position: int) -> int:
 
 
 @dataclass(slots=True)
-class Begun:
+class EarlyExitChain:
     """A chain behind the committed tokens of one sequence, and what leaves the first `end` layers for each token."""
 
     extent: Extent
@@ -209,7 +168,7 @@ class Begun:
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)  # [D] each
 
-    def is_behind(self, extent: Extent) -> bool:
+    def follows(self, extent: Extent) -> bool:
         """Is it still what lies behind the committed tokens of this extent?"""
         return self.extent is extent and self.length == extent.length
 
@@ -219,18 +178,20 @@ class Begun:
         return next((i for i, (own, token) in pairs if own != token), min(len(self.tokens), len(tokens)))
 
 
-def usable(begun: Mapping[int, Begun], tokens: Sequence[int], spans: Sequence[Span]) -> dict[int, int]:
+def reusable_nodes(
+    early_exits: Mapping[int, EarlyExitChain], tokens: Sequence[int], spans: Sequence[Span]
+) -> dict[int, int]:
     """Of these chains by span: how many nodes of each span need not go through the first layers again."""
     found = {}
-    for i, chain in begun.items():
+    for i, chain in early_exits.items():
         span = spans[i]
         if span.shape.is_chain and (count := chain.agreeing(tokens[span.first : span.end])):
             found[i] = count
     return found
 
 
-def start_rows(
-    begun: Mapping[int, Begun],
+def rows_after_first_layers(
+    early_exits: Mapping[int, EarlyExitChain],
     done: Mapping[int, int],
     tokens: Sequence[int],
     spans: Sequence[Span],
@@ -249,12 +210,12 @@ def start_rows(
         left.append(Span(start, len(places), span.pages, span.length + have, shape))
         owners.append(seq)
         fresh += tokens[span.first + have : span.end]
-    kept = [(span, begun[i].rows[: done[i]]) for i, span in enumerate(spans) if i in done]
+    kept = [(span, early_exits[i].rows[: done[i]]) for i, span in enumerate(spans) if i in done]
     sample = kept[0][1][0]
     rows = sample.new_empty(len(tokens), len(sample))
     for span, some in kept:
         rows[span.first : span.first + len(some)] = torch.stack(some)
     if places:
-        end = begun[next(iter(done))].end
+        end = early_exits[next(iter(done))].end
         rows[torch.tensor(places, device=rows.device)] = run(fresh, left, owners, LayerSubset(end))
     return rows

@@ -94,7 +94,6 @@ class RopeConfig:
 
     @property
     def has_regimes(self) -> bool:
-        """Do frequencies depend on how long a sequence may become?"""
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:

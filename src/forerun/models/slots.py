@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InvalidInput
-from forerun.core.request import SourceRules
 from forerun.core.tree import ints_of
 from forerun.core.types import Needs, Seq, Verdict, first_rows, offsets
-from forerun.models.base import Abilities
+from forerun.models.base import BaseTarget
 from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
@@ -34,7 +33,7 @@ class Piece:
     tokens: list[int]
 
 
-class SlotTarget:
+class SlotTarget(BaseTarget):
     """The part of forerun.models.base.Target that is about slots; `prefill` and `score` are the decoders'."""
 
     def __init__(
@@ -48,7 +47,8 @@ class SlotTarget:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes."""
-        self.config, self._dtype, self._device = config, dtype, device
+        self.config, self._dtype, self.device = config, dtype, device
+        self.vocab_size, self.max_length = config.vocab_size, config.max_length
         self._lengths: dict[int, int] = {}  # sequence -> how long it may become
         self._wanted: frozenset[int] = frozenset()  # hidden layers of the last pass
         kept = kv_dtype or dtype
@@ -63,24 +63,7 @@ class SlotTarget:
         )
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def can(self) -> Abilities:
-        return Abilities.of(self.device)
-
-    @property
     def used_slots(self) -> int:
-        """KV slots on the pages that sequences hold now."""
         return self.kv.used
 
     @property
@@ -91,15 +74,8 @@ class SlotTarget:
     def slots(self) -> int | None:
         return self.kv.most
 
-    @property
-    def source_rules(self) -> SourceRules | None:
-        return None
-
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
-
-    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
-        """Nothing is prepared."""
 
     def has_room(self, *lengths: int) -> bool:
         """A page more for each, for its trees, and one for each sequence that runs: it will grow."""
@@ -181,7 +157,7 @@ class SlotTarget:
         slots = [
             slot for extent, count in zip(extents, counts, strict=True) for slot in extent.slots(0, count)
         ]
-        places, joined = ints_of(slots, self._device), {}
+        places, joined = ints_of(slots, self.device), {}
         for layer, rows in hidden.items():
             found = torch.split(self.kv.hidden[layer].index_select(0, places), counts)
             pairs = zip(found, torch.split(rows, sizes), strict=True)
@@ -214,7 +190,7 @@ class SlotTarget:
             self.kv.keep(piece.seq.id, piece.seq.tokens[:-1])
 
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
-        """A sequence's pages, with room for a tree of so many nodes."""
+        """A sequence's pages, with room for a tree of `nodes` nodes."""
         if nodes > TREE_MARGIN:
             raise InvalidInput(
                 f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
@@ -226,7 +202,7 @@ class SlotTarget:
     def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:
         """Keep the hidden rows of a pass beside keys and values, for sequences that start alike."""
         if hidden:
-            places = ints_of(slots, self._device)
+            places = ints_of(slots, self.device)
             for layer, rows in hidden.items():
                 self.kv.rows_of(layer, rows.shape[1], rows.dtype).index_copy_(0, places, rows)
 
@@ -260,42 +236,22 @@ class SlotTarget:
         return needs.hidden_layers
 
     def _empty_rows(self, count: int) -> Tensor:
-        """[count, D] where hidden rows will go."""
-        return torch.empty(count, self.config.width, dtype=self._dtype, device=self._device)
+        return torch.empty(count, self.config.width, dtype=self._dtype, device=self.device)
 
 
-class UnpagedTarget(ABC):
+class UnpagedTarget(BaseTarget, ABC):
     """The part of forerun.models.base.Target that is about room, where a token cached is a slot used."""
 
     slots: int | None
+    cached_slots = 0
     _promised: int  # slots for the trees of the coming round; 0 again once they are committed
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
 
     @property
     @abstractmethod
     def used_slots(self) -> int: ...
 
-    @property
-    def can(self) -> Abilities:
-        return Abilities.of(self.device)
-
-    @property
-    def cached_slots(self) -> int:
-        return 0
-
-    @property
-    def source_rules(self) -> SourceRules | None:
-        return None
-
     def reused_tokens(self, seq: Seq) -> int:
         return 0
-
-    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
-        """There is nothing to prepare."""
-        return
 
     def has_room(self, *lengths: int) -> bool:
         return self.slots is None or self.used_slots + self._promised + sum(lengths) <= self.slots

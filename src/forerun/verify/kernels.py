@@ -100,7 +100,6 @@ def rarest(logits, peaks, positions, table, leasts, places, stride, nodes, vocab
 def settle(
     peaks, spots, leasts, places, table, found, stride, nodes, coupled, C: tl.constexpr, C_UP: tl.constexpr
 ):
-    """The token after one node."""
     row, k = tl.program_id(0), tl.arange(0, C_UP)
     inside, at = k < C, row * C + k
     if tl.load(table + stride + row // nodes) == coupled:
@@ -115,7 +114,6 @@ def settle(
 
 
 def walk_by_kernel(trees, ancestors, argmax, paths, accepted, bonus) -> None:
-    """The same as `greedy.walk_by_torch`."""
     _, count, nodes = trees.shape
     depth = paths.shape[1]
     follow[(count,)](

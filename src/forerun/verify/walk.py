@@ -4,7 +4,7 @@ A verifier decides one tree at a time: a walk takes a `TreeView` to the nodes it
 Tokens, parents and the argmax of greedy trees are read from the device once for the whole batch; the rows of
 laws only at nodes that a walk reaches. On a GPU that means several reads for each node. Where tokens were chosen, not
 drawn, the token after a node depends on nothing but its law and its position: so there the tokens after all nodes are
-found together, read once, and the walk goes along them (`_decide_together`).
+found together, read once, and the walk goes along them (`decide_together`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ Walk = Callable[[TreeView], tuple[list[int], int]]  # -> accepted nodes below th
 
 def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk, *, coupled: bool | None = None) -> Verdict:
     """Walk every tree of the batch; exact rules say whether they are `coupled`, so that a GPU is read once."""
-    on_gpu = laws.log_weights.device.type != "cpu"
-    if coupled is not None and on_gpu and trees.drawn_from is None and not all(laws.greedy):
-        return _decide_together(trees, laws, noise, coupled)
+    if coupled is not None and reads_once(trees, laws):
+        return decide_together(trees, laws, noise, coupled)
     walks = [walk(view) for view in _views(trees, laws, noise)]
     return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.device)
 
@@ -106,7 +105,12 @@ def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
 CHUNK_ENTRIES = 1 << 24  # entries of rows that are computed together: temporary memory is a few times that
 
 
-def _decide_together(trees: TreeBatch, laws: Laws, noise: Noise, coupled: bool) -> Verdict:
+def reads_once(trees: TreeBatch, laws: Laws) -> bool:
+    """Are these trees of chosen tokens, on a device that is slow to answer?"""
+    return trees.drawn_from is None and laws.log_weights.device.type != "cpu" and not all(laws.greedy)
+
+
+def decide_together(trees: TreeBatch, laws: Laws, noise: Noise, coupled: bool) -> Verdict:
     """The verdict of coupled or of exact verification on trees of chosen tokens, with one read."""
     rows = laws.log_weights
     owners = [b for b, size in enumerate(trees.sizes()) for _ in range(size)]

@@ -1,13 +1,11 @@
 """Warping: from logits to laws by sampling parameters; the only code that knows what these mean.
 
 Each node is warped with its own path as context, because penalties and bans depend on the sequence as it
-would be if the node were accepted. The order and the semantics are transformers': bias,
+would be if the node were accepted. The order and the semantics are transformers', ties included: bias,
 repetition penalty, presence and frequency penalties, bad words, min tokens, tokens that the model's own settings
 force, the caller's own processors, temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need
 nothing are handed on as they are, without a copy. No number here overflows: parameters have limits (params.py),
 processors are checked.
-
-Top-k, top-p and min-p on log-weights [N, V]: what is cut becomes -inf. As in transformers, ties included.
 
 Top-p is defined by a sort of the whole vocabulary, which on a CPU costs more than the rest of a round. But
 tokens of less than (1 - top_p) / V each have less than 1 - top_p together, so the others reach top_p without
@@ -159,7 +157,6 @@ def adjusts(seq: Seq) -> bool:
 
 
 def _bans(seq: Seq) -> bool:
-    """Can every token become impossible?"""
     params = seq.params
     given = params.bad_words or params.min_tokens or params.logit_bias or params.processors
     return bool(given) or seq.rules is not None
@@ -306,7 +303,6 @@ _CUT = -math.inf
 
 
 def truncate(log_weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """All that are set, one after the other."""
     if top_k:
         log_weights = keep_top_k(log_weights, top_k)
     if top_p < 1.0:

@@ -1,13 +1,8 @@
-"""Shared parts of head drafters: observed hidden rows, calibration, timing, and a base class for last-row heads.
+"""Shared parts of head drafters: observed hidden rows, calibration, timing, the shape of a head, last-row heads.
 
 A head reads the target's hidden rows. They reach it through `observe`: the rows of the root and the accepted
 path of every round, the prompt being a round too. Row t of a sequence belongs to token t, so a sequence of n tokens has
 n - 1 rows when a round starts: the last token, the root, has not been through the target yet.
-
-HeadShape: the layer shape of a head, and what every head made of transformer layers says in its config.json.
-
-EAGLE's heads, multi-token-prediction layers and block drafters are layers of the same kind on the target's features:
-their configs add what is their own. What a file leaves out, embedding or LM head, the target shares.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
-from forerun.models.hidden_rows import HiddenRows, LayerRows
+from forerun.models.native.pass_rows import HiddenRows, LayerRows
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -88,7 +83,6 @@ class Meter:
         self.note(self.elapsed(), levels)
 
     def note(self, seconds: float, levels: int) -> None:
-        """So many levels took so long together."""
         if levels:
             spent, self._drafts = seconds / levels, self._drafts + 1
             if self._drafts <= 2:
@@ -189,7 +183,7 @@ def rehearse(
     budgets: Sequence[Budget],
     params: SamplingParams | None = None,
 ) -> None:
-    """Draft for a made-up sequence of so many rows, so that drafts are captured and timed before texts are written.
+    """Draft for a made-up sequence of `context` rows, so that drafts are captured and timed before texts are written.
 
     `sequences`: the drafter's own, where it looks for rows that it has not read. Above T=0 noise is shared.
     """
@@ -317,7 +311,6 @@ class HeadShape:
             check_weight(folder, weights, name, shape)
 
     def layer_json(self, family: str, depth: int, **more: bool) -> dict[str, Any]:
-        """The layers, as transformers names their settings."""
         return {
             "model_type": family,
             "hidden_size": self.width,
@@ -377,7 +370,6 @@ def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary_of(shape: HeadShape, weights: Mapping[str, Tensor]) -> DraftVocabulary:
-    """The tokens that the head can draft."""
     rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else shape.draft_vocab_size
     return DraftVocabulary.from_file(weights, rows, shape.vocab_size)
 

@@ -173,7 +173,6 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def load_block(folder: Path, target: Target, kind: BlockKind) -> BlockHead:
-    """A block drafter from its folder, for this target."""
     config, weights = read_block(folder, kind=kind)
     shared = target.shared()
     return BlockHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

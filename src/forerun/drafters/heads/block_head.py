@@ -1,19 +1,15 @@
-"""BlockConfig: the shape of a block drafter (DFlash, DSpark), and its config.json as the authors write it.
-
-Files count hidden layers by their outputs (`target_layer_ids`: 0 = what the first layer returns); here, as everywhere
-in this package, i is the input of layer i. DFlash's first row carries the root and predicts nothing, the mask rows
-behind it predict their own token; DSpark's root row predicts too, each row the token after it.
-
-BlockHead: the weights of a block drafter, keys and values of the target's features, and the pass over a block.
+"""BlockHead: the weights of a block drafter (DFlash, DSpark), its config.json, its files, and the pass over a block.
 
 The features of every committed token are fused to one row and projected to keys and values of each draft layer, once,
 when they arrive. A block is the root and mask tokens; its rows see all these and each other, in both directions.
+DFlash's first row carries the root and predicts nothing, the mask rows behind it predict their own token; DSpark's root
+row predicts too, each row the token after it.
 
-Block drafters on disk: the authors' names of weights, in bfloat16 or in int8 with a scale per row.
-
-Embedding and LM head may be absent: the target shares its own. DSpark's Markov head is stored as the authors have it,
-two tables of a row per token (`markov_w1`, `markov_w2`), or as what this package trains: two small matrices (`down`,
-`up`) which make the same tables out of the target's embedding and LM head, at a hundredth of the bytes.
+Files have the authors' names of weights, in bfloat16 or in int8 with a scale per row; embedding and LM head may be
+absent. They count hidden layers by their outputs (`target_layer_ids`: 0 = what the first layer returns); here i is the
+input of layer i. DSpark's Markov head is stored as the authors have it, two tables of a row per token (`markov_w1`,
+`markov_w2`), or as what this package trains: two small matrices (`down`, `up`) which make the same tables out of the
+target's embedding and LM head, at a hundredth of the bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of
 from forerun.drafters.heads.formats import (
     Matrix,
+    config_of,
     read_config,
     read_tensors,
+    readers,
     settings_in,
     size_in,
     write_config,
@@ -73,7 +71,7 @@ class BlockConfig(HeadShape):
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: BlockKind) -> BlockConfig:
         """From a config.json in the authors' form, or in that of speculators."""
-        try:
+        with config_of(f"{NAMES[kind]}'s"):
             own = {**values, **settings_in(values, "dflash_config")}
             _refuse_unknown(own)
             shape = shape_in(values)
@@ -89,10 +87,6 @@ class BlockConfig(HeadShape):
                 markov_rank=size_in(own, "markov_rank", 1) if own.get("markov_rank") else 0,
                 confidence=bool(own.get("enable_confidence_head")),
             )
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DamagedFile(
-                f"config.json of the head lacks or garbles {brief(error)}; is it {NAMES[kind]}'s?"
-            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """config.json in the authors' form, with what only we measure under a key of our own."""
@@ -195,12 +189,7 @@ class BlockHead:
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
 
-        def get(name: str) -> Tensor:
-            return weights[name].detach().to(self.device, dtype).contiguous()
-
-        def maybe(name: str) -> Tensor | None:
-            return get(name) if name in weights else None
-
+        get, maybe = readers(weights, dtype, self.device)
         self.vocabulary = vocabulary_of(config, weights).to(self.device)
         self._shared = _checked(config, weights, shared)
         with torch.no_grad(), torch.inference_mode(False):
@@ -310,7 +299,6 @@ class BlockHead:
         )
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[N, D]"""
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
         assert self._shared is not None
@@ -356,12 +344,10 @@ def write_block(
 ) -> None:
     """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index."""
     write_config(folder, config.to_json())
-    kept = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    write_shards(folder, _to_int8(kept) if stored == "int8" else kept)
+    write_shards(folder, _to_int8(weights) if stored == "int8" else weights)
 
 
 def check_shapes(config: BlockConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Every weight against the config."""
     if config.rows <= config.first:
         raise DamagedFile(f"config.json of {folder} says blocks of {config.rows}; fetch it again")
     tables = "markov_head.markov_w1.weight" in weights

@@ -1,20 +1,13 @@
-"""Candidates of a block: the likeliest tokens of each position, and how likely each is behind those of the one before.
-
-All of it comes from one pass, so it is computed for all levels at once and read by the host once; the tree is then
-grown there. A Markov head corrects only these candidates: what it would lift from below the first 64 is left out, and
-what all other tokens weigh together stays as it was.
-
-BlockRunner: keeps the keys and values of the target's features, and runs blocks behind them, in torch on any device.
+"""BlockRunner: runs blocks behind the keys and values of the target's features, and finds each position's candidates.
 
 A sequence has a row of slots for every draft layer. What is committed is written once; a block is written behind it and
-is overwritten by what comes next, so a draft never depends on earlier drafts.
+is overwritten by what comes next, so a draft never depends on earlier drafts. The likeliest tokens of all positions
+come from one pass and are read by the host once, which grows the tree. A Markov head corrects these candidates alone:
+what it would lift from below the first 64 is left out, and what all other tokens weigh together stays as it was.
 
-GraphRunner: a block draft on a GPU as one captured graph, from the roots to the candidates that the host reads.
-
-A graph is replayed for one number of sequences and one number of slots, a power of two, with shared noise or without;
-lengths, roots and rows of the cache are its inputs, so it holds as texts grow. It reads the cache where it lies, and is
-captured anew where the cache had to grow. The few rows that come with each round are read by graphs too. Drafts under a
-temperature without noise run operation by operation.
+On a GPU a draft is one captured graph (`GraphRunner`), for one number of sequences and one number of slots, a power of
+two, with shared noise or without; lengths, roots and rows of the cache are its inputs, so it holds as texts grow. It is
+captured anew where the cache had to grow. Drafts under a temperature without noise run operation by operation.
 """
 
 from __future__ import annotations
@@ -138,14 +131,14 @@ class ContextCache:
         self.grown = 0  # how often the data moved
 
     def admit(self, seq_id: int, slots: int) -> None:
-        """A row for a sequence, with room for so many slots."""
+        """A row for a sequence, with room for `slots` slots."""
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
         self.reserve(self.rows[seq_id] + 1, slots)
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Room for so many rows of so many slots; what there is grows twofold at least, so that it moves seldom."""
+        """Room for `rows` rows of `slots` slots; what there is grows twofold at least, so that it moves seldom."""
         _, depth, have, wide, *_ = self.data.shape
         if rows > have or slots > wide:
             more = max(rows, 2 * have) if rows > have else have
@@ -175,7 +168,6 @@ class BlockRunner:
 
     @property
     def captures(self) -> int:
-        """Graphs that were captured so far."""
         return 0
 
     @torch.no_grad()
@@ -224,7 +216,7 @@ class BlockRunner:
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
-        """One pass over a block for each of these sequences, as trees are grown from it; so many levels at most."""
+        """One pass over a block for each of these sequences, as trees are grown from it; `levels` levels at most."""
         rows = self.begin(seqs)[:, :levels]
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=self.head.device)
         law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
@@ -337,7 +329,6 @@ class GraphRunner(BlockRunner):
         return [some - self.head.config.rows for some in slots]
 
     def inputs(self, seqs: Sequence[Seq]) -> Tensor:
-        """[3, B] roots, lengths, and rows of the cache."""
         cache = self.cache
         columns = [(seq.tokens[-1], cache.lengths[seq.id], cache.rows[seq.id]) for seq in seqs]
         return torch.tensor(columns, device=self.head.device).t().contiguous()

@@ -1,13 +1,8 @@
-"""EagleDrafter (EAGLE-1): one layer that drafts from the target's last hidden row; a chain, or a tree of one shape.
+"""EagleDrafter: EAGLE-1 (a chain, or a tree of one shape), EAGLE-2 (a tree that follows confidence), EAGLE-3.
 
-EAGLE-2 and EAGLE-3 are the same drafter with a tree that follows the head's confidence, and with another head.
 Each sequence has a KV cache of its own for the head, one slot per row. Before a draft, the rows of tokens committed
 since the last one are run with the target's *true* features and kept; the rows of the draft itself are written behind
 them, seen by their own descendants only, and dropped. So a draft never depends on earlier drafts.
-
-EAGLE-2: EAGLE-1's head, with a tree that grows where the head is confident.
-
-EAGLE-3: a head on the inputs of three layers with a vocabulary of its own; a chain, or a tree that grows.
 """
 
 from __future__ import annotations
@@ -73,7 +68,6 @@ class RunnerSteps(Steps, Protocol):
 
 
 def runner_for(head: EagleHead | NativeHead) -> Runner:
-    """The runner for this head, by its class."""
     return NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
 
 

@@ -1,26 +1,16 @@
-"""HeadLayer: one transformer layer of an EAGLE head or of a multi-token-prediction layer, in torch.
+"""EagleHead: an EAGLE head's shape, its files, its weights, and one pass of its layers over any rows, in torch.
 
-EagleConfig: an EAGLE head's shape, the features it reads, and its measured acceptance.
+Row t of the head is made of the target's feature of token t and the embedding of token t + 1, and predicts token t + 2.
+Steps beyond the committed sequence use the head's own output as the feature. The caller decides what a row attends to.
 
-Three kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
-own LM head turns it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, keeps its own LM head, over
-a reduced vocabulary, and predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction
-layer (`mtp`, forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
-
-EagleHead: an EAGLE head's weights, and one pass of its layers over any rows, in torch.
-
-Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
-the feature), and predicts token t + 2. Steps beyond the committed sequence use the head's own output as
-the feature. The caller decides what a row attends to.
-
-HeadCache: the KV cache of a drafting head, one row of slots per sequence.
-
-EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
+EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's own LM head turns
+it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, has its own LM head, over a reduced vocabulary, and
+predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction layer (`mtp`,
+forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them; they
-are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its
-own. A pickle is read only when asked for, and then as weights only.
+whatever the folder holds; speculators' layout is read too. Layers behind the first are `layers.1.*` and so on.
+Embedding and LM head may be absent: the target shares its own.
 """
 
 from __future__ import annotations
@@ -34,13 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of
 from forerun.drafters.heads.formats import (
     Matrix,
+    config_of,
     in_bytes,
     read_config,
     read_tensors,
+    readers,
     settings_in,
     size_in,
     widened,
@@ -70,12 +62,7 @@ class HeadLayer:
     ) -> None:
         self._config, self._index, dims = config, index, config.head_dim
 
-        def get(name: str) -> Tensor:
-            return weights[prefix + name].detach().to(device, dtype).contiguous()
-
-        def maybe(name: str) -> Tensor | None:
-            return get(name) if prefix + name in weights else None
-
+        get, maybe = readers(weights, dtype, device, prefix)
         q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
         # exact: packed heads run natively
         self._qkv = Matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)), packed=False)
@@ -129,7 +116,7 @@ class EagleConfig(HeadShape):
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: Kind) -> EagleConfig:
         """From a config.json in the authors' form, or in that of speculators; layers stay empty if not named."""
-        try:
+        with config_of("an EAGLE head's config"):
             ids = values.get("eagle_aux_hidden_state_layer_ids") or _nested_ids(values) or ()
             return cls(
                 **shape_in(values),
@@ -141,10 +128,6 @@ class EagleConfig(HeadShape):
                 norm_before_fc=bool(values.get("norm_before_fc")),
                 norm_before_residual=bool(values.get("norm_before_residual")),
             )
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DamagedFile(
-                f"config.json of the head lacks or garbles {brief(error)}; is it an EAGLE head's config?"
-            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """config.json in the authors' form, with what only we measure under a key of our own."""
@@ -219,14 +202,10 @@ class EagleHead:
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
 
-        def get(name: str) -> Tensor:
-            return weights[name].detach().to(self.device, dtype).contiguous()
+        get, maybe = readers(weights, dtype, self.device)
 
         def matrix(weight: Tensor) -> Matrix:  # exact: packed heads run natively
             return Matrix(weight, packed=False)
-
-        def maybe(name: str) -> Tensor | None:
-            return get(name) if name in weights else None
 
         with torch.no_grad(), torch.inference_mode(False):
             self._fc, self._fc_bias = matrix(get("fc.weight")), maybe("fc.bias")
@@ -305,7 +284,6 @@ class EagleHead:
         return self._shared.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[N, D]"""
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
         assert self._shared is not None
@@ -324,7 +302,7 @@ class HeadCache:
         self.lengths: dict[int, int] = {}
 
     def admit(self, seq_id: int, slots: int) -> None:
-        """A row for a sequence, with room for so many slots."""
+        """A row for a sequence, with room for `slots` slots."""
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
@@ -400,7 +378,7 @@ def write_head(
         raise InvalidInput("the speculators layout is for EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
     write_config(folder, config.to_json() if layout == "eagle" else config.to_speculators_json())
     prefix = "midlayer." if config.kind == "eagle3" and layout == "eagle" else "layers.0."
-    named = {name.replace("midlayer.", prefix): weight.contiguous().cpu() for name, weight in weights.items()}
+    named = {name.replace("midlayer.", prefix): weight for name, weight in weights.items()}
     write_shards(folder, in_bytes(named) if one_byte else named)
 
 

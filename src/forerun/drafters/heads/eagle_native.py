@@ -1,17 +1,9 @@
-"""NativeHead: an EAGLE head for the native CPU kernels, in blocks of four or eight bits.
+"""NativeRunner: runs an EAGLE head on the native CPU kernels, in blocks of four or eight bits.
 
 A draft step on a CPU is memory traffic and the number of operations, so here it is an eighth or a quarter of the bytes
-and two calls, and the target's embedding is read in place. Rounding costs a rejected token now and then, and never
-correctness, which is the verifier's: with four bits the packaged head writes 2.09 tokens a round in chains of three
-instead of 2.10 with eight, and a level takes half as long.
-
-The true rows that a native head has not read yet, as its kernels take them: addresses and columns of integers.
-
-WholeDraft: a draft of one sequence in one native call, its new rows and all levels of its tree.
-
-The struct of the call is filled once and changed in place: from one round to the next a few numbers differ.
-
-NativeRunner: runs an EAGLE head on the native CPU kernels; a level is two calls on integers.
+and two calls, and the target's embedding is read in place; a draft of one sequence is one call (`WholeDraft`). Rounding
+costs a rejected token now and then, and never correctness: with four bits the packaged head writes 2.09 tokens a round
+in chains of three instead of 2.10 with eight, and a level takes half as long.
 
 What each row attends to is given as in the decoder's passes: a run of slots, the sequence's own rows, and then its
 ancestors in the draft. Sequences share a pass without padding, and no row depends on its neighbours.
@@ -39,13 +31,11 @@ from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise
 from forerun.models.base import SharedWeights
-from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
-from forerun.models.native import head_library
 from forerun.models.native import library as native
-from forerun.models.native.head_library import Draft, Head, HeadLayer, HeadPass, Ranking, draft_tree, run_rows
-from forerun.models.native.library import Weights
+from forerun.models.native.head_library import Ranking, draft_tree, run_rows
+from forerun.models.native.library import Draft, Head, HeadLayer, HeadPass, Weights
 from forerun.models.native.packing import (
     FloatMode,
     as_q4_1,
@@ -56,7 +46,7 @@ from forerun.models.native.packing import (
     take_rows,
     unpack_rows,
 )
-from forerun.models.native.pass_rows import RotationTables
+from forerun.models.native.pass_rows import LayerRows, RotationTables
 from forerun.models.rope import RopeConfig
 
 Bits = Literal[4, 8]
@@ -97,9 +87,8 @@ class NativeHead:
 
     @staticmethod
     def supports(config: EagleConfig, device: torch.device) -> bool:
-        """Can the kernels run such a head here?"""
         fits = config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
-        return fits and device.type == "cpu" and head_library.available()
+        return fits and device.type == "cpu" and native.available()
 
     def embedded(self, tokens: list[int]) -> Tensor | None:
         """[N, D] of these tokens; None where the kernels look them up themselves."""
@@ -227,7 +216,7 @@ class Features:
         return [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
 
     def of(self, first: int, count: int) -> list[int]:
-        """[rows * layers] of so many rows."""
+        """[count * layers] of `count` rows."""
         return self._addresses[first * self._parts : (first + count) * self._parts]
 
 
@@ -377,7 +366,6 @@ class NativeRunner:
         self.cache.release(seq_id)
 
     def ranking(self, rows: int, count: int) -> Ranking:
-        """Room for the best of so many rows."""
         have = self._ranking
         if rows > have.rows or count > have.count:
             have = Ranking(max(rows, have.rows), max(count, have.count), self.head.int32_ids)
@@ -394,7 +382,6 @@ class NativeRunner:
         return array("f", bytes(4 * rows * self.head.config.width))
 
     def _gather(self, places: Sequence[tuple[Floats, int]]) -> tuple[Floats, int]:
-        """Rows from several places side by side."""
         joined, size = self._room(len(places)), 4 * self.head.config.width
         for i, (out, row) in enumerate(places):
             ctypes.memmove(_address(joined) + i * size, _address(out) + row * size, size)
@@ -471,10 +458,10 @@ class NativeSteps:
         self._rows = len(ids)
         # of each frontier node: its ancestors' slots
         self._paths: list[list[list[int]]] = [[[]] for _ in ids]
-        self._seasoning: KernelDraftLaw | None = None
+        self._draft_law: KernelDraftLaw | None = None
 
     def ranks(self, seqs: Sequence[Seq]) -> NativeSteps:
-        self._seasoning = KernelDraftLaw(seqs)
+        self._draft_law = KernelDraftLaw(seqs)
         return self
 
     def roots(self, count: int) -> list[Ranked]:
@@ -518,7 +505,7 @@ class NativeSteps:
         self.levels += 1
 
     def _ranked(self, count: int) -> list[Ranked]:
-        draft_law, head = self._seasoning, self.runner.head
+        draft_law, head = self._draft_law, self.runner.head
         assert draft_law is not None
         sizes = [len(paths) for paths in self._paths]
         ranking = self.runner.ranking(self._rows, count)

@@ -1,31 +1,22 @@
-"""The files of a trained head: a config.json and safetensors in one folder.
+"""The files of a trained head (config.json and safetensors in one folder), its vocabulary, and its matrices.
 
 Nothing is unpickled unless the caller says so, and then as weights only. A folder is read whole: heads are small.
 
-DraftVocabulary: the tokens a head can draft, and how its rows become the target's ids.
-
 The largest matrix of a small head is its LM head, and most of a large vocabulary is never accepted from a
-draft. So a head may have only the most frequent ids. On disk this is `d2t`, an *offset* per row (the
-target's id is row + d2t[row]), and `t2d`, a mask over the target's ids. Verification never sees any of this: it
-stays over the full vocabulary.
+draft. So a head may have only the most frequent ids (`DraftVocabulary`). On disk this is `d2t`, an *offset* per row
+(the target's id is row + d2t[row]), and `t2d`, a mask over the target's ids. Verification has the full vocabulary.
 
-A head's weight in the form that this machine multiplies fastest.
-
-On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are
-there: a quarter of the bytes. A draft may be rounded: that costs a rejected token now and then, and never
-correctness, which is the verifier's. Small matrices, other devices and other formats stay plain tensors.
-
-Heads in files of one byte per weight: int8 blocks of 32 numbers along a row, with a scale each.
-
-A matrix `name` is stored as int8 [N, K] under its own name and `name.scales` [N, K / 32] in fp16. A block's largest
-number becomes 127, so rounding moves a number by at most 0.4% of it: a head drafts as before.
+On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are there
+(`Matrix`); files may have one byte per weight too: `name` int8 [N, K] and `name.scales` [N, K / 32] in fp16. Rounding
+costs a rejected token now and then, and never correctness, which is the verifier's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +34,11 @@ _SHARD_BYTES = 15 << 20  # small enough for strict hosts; one file where everyth
 
 
 def write_config(folder: Path, values: Mapping[str, Any]) -> None:
-    """Make the folder, with its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head's folder."""
     if not folder.is_dir():
         raise ModelNotFound(f"there is no folder {str(folder)!r}; give the folder of a trained head")
     try:
@@ -123,11 +112,34 @@ def check_weight(folder: Path, weights: Mapping[str, Tensor], name: str, shape: 
         raise DamagedFile(f"weight {name!r} of {folder} is {given} but its config says {shape}")
 
 
+@contextmanager
+def config_of(whose: str) -> Iterator[None]:
+    """While a config.json is read: what it lacks or garbles is a damaged file."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedFile(
+            f"config.json of the head lacks or garbles {brief(error)}; is it {whose}?"
+        ) from None
+
+
+def readers(
+    weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, prefix: str = ""
+) -> tuple[Callable[[str], Tensor], Callable[[str], Tensor | None]]:
+    """How to get a weight under a prefix in one precision on one device: one that must be there, one that may be."""
+
+    def get(name: str) -> Tensor:
+        return weights[prefix + name].detach().to(device, dtype).contiguous()
+
+    return get, lambda name: get(name) if prefix + name in weights else None
+
+
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], stem: str = "model") -> None:
     """One safetensors file, or several of at most 15 MiB (a larger tensor has one to itself) and an index."""
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
-    for name, tensor in tensors.items():
+    for name, given in tensors.items():
+        tensor = given.detach().cpu().contiguous()
         size = tensor.numel() * tensor.element_size()
         if used and used + size > _SHARD_BYTES:
             shards.append({})
@@ -198,7 +210,6 @@ class DraftVocabulary:
         return cls(ids, vocab_size)
 
     def tensors(self) -> dict[str, Tensor]:
-        """`d2t` and `t2d` as files hold them."""
         ids = self.ids.cpu()
         mask = torch.zeros(self.vocab_size, dtype=torch.bool)
         mask[ids] = True
@@ -257,7 +268,6 @@ class Matrix:
         return out
 
     def add_to(self, onto: Tensor, x: Tensor) -> Tensor:
-        """onto += times(x), in place."""
         return onto.add_(self.times(x))
 
 

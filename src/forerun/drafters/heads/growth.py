@@ -1,31 +1,16 @@
-"""Grows a tree of chosen tokens, the likeliest node first, from lists of what may follow each node.
+"""Grows trees: by lists of what may follow each node, by a head's confidence (EAGLE-2), or by draws from its law.
 
-Nodes are made in the order of their survivals, so that every prefix of a tree is the best tree of that size: to cut it
-to what pays is to count.
+Each node of chosen tokens carries its *survival*: the estimated probability that the whole path down to it is accepted.
+It never grows with depth, so the best n nodes by survival are always connected, and 1 + the sum of their survivals is
+the expected number of tokens of the round: to cut a tree to what pays is to count.
 
-TreeBuilder: grows a tree of chosen tokens and cuts it where more nodes would not pay.
+By confidence, level by level, for a whole batch: every frontier node proposes its likeliest children, the best of these
+are the next frontier, and of all that were proposed the best n are kept; ties go to the smaller depth. Trees are plain
+lists on the host: at the sizes of a round that is cheaper than any tensor operation.
 
-Each node carries its *survival*: the estimated probability that the whole path down to it is accepted. It
-never grows with depth, so the best n nodes by survival are always connected, and 1 + the sum of their survivals
-is the expected number of tokens of the round.
-
-Dynamic trees (EAGLE-2): grows trees from a head's likeliest tokens, level by level, for a whole batch.
-
-A head says how likely each token of its vocabulary is after every node of the frontier. Growing a tree from
-that is the same for all heads: every frontier node proposes its likeliest children, the best of these by
-cumulative confidence are the next frontier, and of all that were proposed the best n are kept,
-connected because confidence never grows with depth; ties go to the smaller depth. The nodes are chosen, so the
-tree may be cut where the head's own confidence says that more would not pay.
-
-Only the few best of each node's tokens are needed, so the trees themselves are plain lists on the host: at the
-sizes of a round that is cheaper than any tensor operation. Each sequence grows within its own budget,
-independent of its neighbours.
-
-Sampled trees: nodes drawn from a head's own law, which the verifier tests with p/q.
-
-The shape of a tree is fixed before anything is drawn, because dropping drawn tokens would change their law. It is the
-best one for how often the first, second, ... sibling is accepted where the ones before it were rejected. Siblings are
-drawn without replacement, in index order.
+The shape of a sampled tree is fixed before anything is drawn, because dropping drawn tokens would change their law. It
+is the best one for how often the first, second, ... sibling is accepted where the ones before it were rejected.
+Siblings are drawn without replacement, in index order; the verifier tests them with p/q.
 """
 
 from __future__ import annotations
@@ -88,7 +73,6 @@ class Grown:
     depths: list[int]
 
     def cut(self, count: int) -> BestTree:
-        """The first `count` nodes."""
         pairs = zip(self.tokens[1 : count + 1], self.depths[1:], strict=False)
         nexts = [token for token, depth in pairs if depth == 1]
         return BestTree(self.tokens[: count + 1], self.parents[: count + 1], self.by_depth(count), nexts)
@@ -111,7 +95,7 @@ def grow(
     size: Size,
     least: float,
 ) -> Grown:
-    """A tree of at most so many nodes below its root, levels, and children of a node, down to survivals of `least`.
+    """A tree of at most `size` (nodes below its root, levels, children of a node), down to survivals of `least`.
 
     Of each list of candidates only the best that is not yet in the tree waits: the others cannot come before it. What a
     table adds below a node is a list of its own, of which those that the node has already are passed over.
@@ -257,9 +241,7 @@ class Ranks(Protocol):
     """The same head, asked only for the likeliest tokens, best first; frontiers may differ in size."""
 
     @property
-    def size(self) -> int:
-        """How many tokens there are to rank."""
-        ...
+    def size(self) -> int: ...
 
     def roots(self, count: int) -> list[Ranked]: ...
 
@@ -519,7 +501,7 @@ class _Drawn:
 
 @lru_cache(maxsize=256)
 def best_shape(nodes: int, depth: int, width: int) -> TreeShape:
-    """The tree of so many nodes with the most expected accepted tokens; at most `width` nodes a level branch."""
+    """The tree of `nodes` nodes with the most expected accepted tokens; at most `width` nodes a level branch."""
     made: list[tuple[int, int]] = [(-1, 0)]  # parent, depth
     waiting = [(-RATES[0], 0, 0)] if nodes and depth else []  # survival, parent, which child
     branching = [0] * (depth + 1)

@@ -1,13 +1,11 @@
-"""CapturedHeads: base of drafters with heads on the last row, whose drafts are captured on a GPU and replayed.
-
-A graph holds for one number of sequences and one form of drafts, with shared noise or without. The usual forms for one
-sequence are captured and timed when heads are loaded.
-
-MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
+"""MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
 
 Head k is a few residual blocks, h + SiLU(W h + b), and an LM head: its own, or the target's, which all heads then
 share (one pass over it serves them all). Heads do not see each other's guesses, so the tree has a fixed shape: the
 nodes whose ranks were most often right, by the product of the rates measured on held-back text.
+
+On a GPU drafts are captured and replayed (`CapturedHeads`, Hydra's base too): a graph holds for one number of sequences
+and one form of drafts, with shared noise or without. The usual forms are captured and timed when heads are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
@@ -33,9 +31,11 @@ from forerun.drafters.heads.formats import (
     DraftVocabulary,
     Matrix,
     check_weight,
+    config_of,
     rates_in,
     read_config,
     read_tensors,
+    readers,
     settings_in,
     size_in,
     write_config,
@@ -84,7 +84,6 @@ class CapturedHeads(LastRowDrafter, ABC):
 
     @property
     def captures(self) -> int:
-        """Graphs that were captured so far."""
         return 0 if self._calls is None else self._calls.made
 
     def _replays(self, seqs: Sequence[Seq]) -> bool:
@@ -141,7 +140,7 @@ class HeadsConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], family: Family, width: int, vocab_size: int) -> HeadsConfig:
-        try:
+        with config_of(f"{family}'s"):
             return cls(
                 family=family,
                 count=size_in(values, f"{family}_num_heads"),
@@ -151,10 +150,6 @@ class HeadsConfig:
                 target=str(values.get("base_model_name_or_path") or ""),
                 rates=rates_in(settings_in(values, "forerun")),
             )
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DamagedFile(
-                f"config.json of the head lacks or garbles {brief(error)}; is it {family}'s?"
-            ) from None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -196,8 +191,7 @@ def read_heads(
 def write_heads(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
     """In the form of `medusa_lm_head.safetensors`."""
     write_config(folder, config.to_json())
-    tensors = {name: weight.contiguous().cpu() for name, weight in weights.items()}
-    write_shards(folder, tensors, f"{config.family}_lm_head")
+    write_shards(folder, weights, f"{config.family}_lm_head")
 
 
 class HeadSet:
@@ -214,12 +208,7 @@ class HeadSet:
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
 
-        def have(name: str) -> Tensor:
-            return weights[name].detach().to(self.device, dtype).contiguous()
-
-        def get(name: str) -> Tensor | None:
-            return have(name) if name in weights else None
-
+        have, get = readers(weights, dtype, self.device)
         self.weights = [
             [Matrix(have(f"{i}.{j}.linear.weight")) for j in range(config.blocks)]
             for i in range(config.count)
@@ -248,7 +237,6 @@ class HeadSet:
         self.shared_head = None if head is None else Matrix(head)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., D]"""
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
         assert self._shared is not None
@@ -329,7 +317,6 @@ class MedusaDrafter(CapturedHeads):
 
 
 def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
-    """Heads from their folder, for this target."""
     shared = target.shared()
     width = 0 if shared is None else shared.width
     config, weights = read_heads(folder, family, width, target.vocab_size)

@@ -29,6 +29,7 @@ from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
     read_tensors,
+    readers,
     settings_in,
     write_config,
     write_shards,
@@ -61,10 +62,8 @@ class MtpHead(EagleHead):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(config, weights, shared, dtype=dtype, device=device)
-        self._enorm, self._hnorm = (
-            weights[f"{name}.weight"].detach().to(self.device, dtype).contiguous()
-            for name in ("enorm", "hnorm")
-        )
+        get, _ = readers(weights, dtype, self.device)
+        self._enorm, self._hnorm = get("enorm.weight"), get("hnorm.weight")
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -123,7 +122,7 @@ def write_mtp(folder: Path, config: EagleConfig, weights: Mapping[str, Tensor]) 
     for name, weight in weights.items():
         start = next((ours for ours in places if name.startswith(ours)), "")
         inside = name.removeprefix("midlayer.") if not start else places[start] + name.removeprefix(start)
-        named[name if name in ("d2t", "t2d") else at + inside] = weight.contiguous().cpu()
+        named[name if name in ("d2t", "t2d") else at + inside] = weight
     values = config.to_json()
     ours = {**values["forerun"], "format": "mtp"}
     write_config(

@@ -1,16 +1,10 @@
-"""SpecDecConfig: the shape of a SpecDec drafter, its config.json, and the shapes of its weights.
-
-SpecDecHead: the weights of a SpecDec drafter and its one pass over blocks; the trainer runs the same code.
+"""SpecDecDrafter: drafts a block for an encoder-decoder in one pass over the encoder's rows (Xia et al. 2022).
 
 A block has a row for each token to be drafted. All rows start from the target's last hidden row and the root's
 embedding, joined, and a vector of their place in the block; in every layer they see each other in both directions
 and attend to the encoder's rows, whose keys and values are made once per source. The LM head has the target's rows of a
-part of its vocabulary; the same rows embed the root, and a root outside has none.
-
-SpecDecDrafter: drafts a block for an encoder-decoder in one pass over the encoder's rows (Xia et al. 2022).
-
-The paper accepts what lies among the target's likeliest few; here the target's own verifier decides, so texts are the
-target's. The encoder's rows come from the target with the prompt, once; the last hidden row comes with every round.
+part of its vocabulary; the same rows embed the root, and a root outside has none. The paper accepts what lies among the
+target's likeliest few; here the target's own verifier decides, so texts are the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
@@ -33,6 +27,7 @@ from forerun.drafters.heads.block_runner import CANDIDATES, BlockCandidates
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     check_weight,
+    config_of,
     rates_in,
     read_config,
     read_tensors,
@@ -77,7 +72,7 @@ class SpecDecConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SpecDecConfig:
-        try:
+        with config_of("SpecDec's"):
             ours = settings_in(values, "forerun")
             config = cls(
                 width=size_in(values, "hidden_size"),
@@ -95,10 +90,6 @@ class SpecDecConfig:
             )
             if config.width % config.heads:
                 raise ValueError(f"num_attention_heads = {config.heads} of a width of {config.width}")
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise DamagedFile(
-                f"config.json of the head lacks or garbles {brief(error)}; is it SpecDec's?"
-            ) from None
         return config
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +109,6 @@ class SpecDecConfig:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights that a file must have."""
         width, inner = self.width, self.inner
         found: dict[str, tuple[int, ...]] = {
             "places": (self.levels, width),
@@ -236,7 +226,6 @@ def look_one_by_one(sources: Sequence[Tensor]) -> Look:
 
 
 def read_specdec(folder: Path) -> tuple[SpecDecConfig, dict[str, Tensor], DraftVocabulary]:
-    """A drafter's files, checked."""
     values, weights = read_config(folder), read_tensors(folder)
     if kind_of(values, lambda: weights) != KIND:
         raise InvalidInput(f"{folder} holds no SpecDec drafter; try `forerun drafters check`")
@@ -252,7 +241,7 @@ def write_specdec(
 ) -> None:
     """config.json and safetensors, in half the bytes of float32."""
     write_config(folder, config.to_json())
-    half = {name: weights[name].detach().to(torch.bfloat16).cpu().contiguous() for name in config.shapes()}
+    half = {name: weights[name].to(torch.bfloat16) for name in config.shapes()}
     write_shards(folder, half if vocabulary.is_whole else half | vocabulary.tensors())
 
 

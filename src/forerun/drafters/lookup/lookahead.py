@@ -165,7 +165,6 @@ class LookaheadDrafter(BaseDrafter):
         return tree
 
     def _has_room(self, budget: Budget, used: int) -> bool:
-        """Does the window fit, and is it cheap enough?"""
         last = used + self.columns * self.levels
         if last > budget.nodes or self.columns + self.levels - 1 > budget.depth:
             return False

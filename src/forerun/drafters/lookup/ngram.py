@@ -1,21 +1,14 @@
-"""MatchNeeds: what a look-up needs of a target that runs passes ahead: to stop where a match is worth drafting.
-
-Every match would end a row of plain passes that run in one native call. Matches that were refused are run past, until
-there is a longer one, or one so short was drafted after all.
-
-NgramDrafter (prompt lookup): drafts what followed the last few tokens earlier in the same sequence.
+"""NgramDrafter (prompt lookup): drafts what followed the last few tokens earlier in the same sequence.
 
 The longest recent match wins; where nothing matches, nothing is drafted. The hit rate of matches is learnt at no
 cost: whether or not a guess was proposed, the committed token shows whether it would have been accepted. There is one
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
-one longer.
+one longer. A target that runs plain passes ahead stops where a match is worth drafting (`MatchNeeds`).
 
 The text is kept as a string with a character per token: to search it takes less time than to keep an index of it,
-above all where look-ups are rare.
-
-Of an encoder-decoder the source comes first: it is looked up as if it had been written before the output, behind a
-start token of its own. So drafting begins with the source's first tokens, and wherever the output agrees with the
-source it goes on there: aggressive decoding (Ge et al., 2022).
+above all where look-ups are rare. Of an encoder-decoder the source comes first, behind a start token of its own: so
+drafting begins with the source's first tokens, and goes on wherever the output agrees with the source (aggressive
+decoding, Ge et al. 2022).
 """
 
 from __future__ import annotations
@@ -181,7 +174,6 @@ class NgramDrafter(LookupDrafter):
         self._looked_up.discard(seq.id)
 
     def rewind(self, seq: Seq, length: int) -> None:
-        """Drop what comes after the first `length` tokens."""
         state = self._sequences.get(seq.id)
         if state is not None:
             length += state.source

@@ -5,8 +5,6 @@ drafter keeps the likeliest successors of each pair of tokens and of each single
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
 trusted is learnt from the committed tokens, at no cost. What is kept belongs to one request, or where `shared` is set
 to one tenant.
-
-Trees of a fixed shape: the nodes whose ranks were most often right, by the rates measured on held-back text.
 """
 
 from __future__ import annotations
@@ -174,7 +172,6 @@ class RecyclingDrafter(BaseDrafter):
 
 
 def _ends(tokens: Sequence[int]) -> Context:
-    """The last two tokens."""
     return (tokens[-2] if len(tokens) > 1 else ANY), tokens[-1]
 
 
@@ -225,7 +222,6 @@ def best_tree(
 def filled_tree(
     root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
 ) -> tuple[list[int], list[int]]:
-    """The fixed tree with this sequence's tokens in it."""
     most = min(budget.width, len(guesses[0]))
     tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
     tree = tree[: best_count([survival for *_, survival in tree], budget.price)]

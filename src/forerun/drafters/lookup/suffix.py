@@ -32,7 +32,7 @@ from forerun.drafters.lookup.suffix_index import (
 )
 from forerun.drafters.lookup.suffix_match import ALWAYS, History, Lookup, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, OwnTrust, Successors, least_of, load_or_read
-from forerun.models.native import suffix_library
+from forerun.models.native import library as native
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class SuffixDrafter(LookupDrafter):
         self.longest, self.shortest = longest, shortest
         self.history, self.corpus, self.successors = history, corpus, successors
         is_alone = history is None and corpus is None  # nothing but the request is searched
-        self._runs_native = is_alone and suffix_library.available()
+        self._runs_native = is_alone and native.available()
         self._matches = MatchNeeds(longest, shortest) if is_alone and successors is None else None
         self._sequences: dict[int, _Sequence] = {}
         self._met: set[int] = set()  # sequences that were observed: their outputs go into the history
@@ -187,7 +187,6 @@ class SuffixDrafter(LookupDrafter):
 
     @property
     def _fills(self) -> bool:
-        """Are trees filled up with successors?"""
         return self._fill is not None and self._fill.is_used
 
     def _lookup(self, seq: Seq) -> Lookup:
@@ -213,7 +212,6 @@ class SuffixDrafter(LookupDrafter):
         return grown.tokens, grown.parents
 
     def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> BestTree:
-        """The tree of the coming round."""
         size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
         table = self._fill.of(state.trust) if self._fill is not None and self._fill.is_used else None
         wanted = size, least, budget.price, table is None

@@ -141,7 +141,6 @@ NOWHERE = CorpusPlace(memoryview(b"").cast("I"), [], 0)
 
 
 def _header(raw: memoryview, path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the arrays begin."""
     try:
         (size,) = struct.unpack("<I", raw[8:12])
         head = json.loads(bytes(raw[12 : 12 + size]))

@@ -1,20 +1,13 @@
-"""SuffixAutomaton: every substring of a growing text, with how often each occurs.
+"""SuffixAutomaton: every substring of a growing text, with how often each occurs; and hit rates of continuations.
 
 Tokens are added one at a time in amortised constant time (Blumer et al. 1985). A state stands for all substrings that
 end at the same places; its suffix link leads to the longest shorter suffix that ends at more places. So the link of the
-last state is the longest suffix of the text that occurred earlier, which is what a lookup drafter wants.
+last state is the longest suffix of the text that occurred earlier. A new token occurs in the suffixes of all states
+along the links: the first CLIMB of them are counted, and the shortest suffixes need their counts least.
 
-A new token occurs in the suffixes of all states along the links. Only the first CLIMB of them are counted, because
-their number is not bounded, and the shortest suffixes need their counts least.
-
-Sources of continuations: a place in an indexed text, what followed there, and the place after a token.
-
-The drafter sees all of its texts through one interface: the request itself, past outputs and the corpus.
-
-Hit rates of continuations: how often they were right, by the length of the match and by what its occurrences say.
-
-Rates are learnt at no cost, whether or not a continuation was put to the target: the committed token shows whether it
-would have been accepted. Recent counts weigh more; what was learnt on all sequences is the prior of each.
+A drafter sees the request itself, past outputs and the corpus through one interface (`Place`). Rates are learnt at no
+cost: the committed token shows whether a continuation would have been accepted, by the length of the match and by its
+occurrences. Recent counts weigh more; what was learnt on all sequences is the prior of each.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ class SuffixAutomaton:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens at the end of the text."""
         self.whole = False
         lengths, links, counts, latest, nexts = self.lengths, self.links, self.counts, self.latest, self.nexts
         last, end = self.last, self.size
@@ -203,7 +195,6 @@ class HitRates:
         self.tries[i] = self.tries[i] * memory + 1.0
 
     def rate(self, kind: int, match: int, prior: HitRates) -> float:
-        """The estimate for one sequence."""
         i = kind * self.longest + min(match, self.longest) - 1
         shared = SHARED_TRIES * prior.hits[i] / prior.tries[i]
         return (self.hits[i] + shared) / (self.tries[i] + SHARED_TRIES)

@@ -1,17 +1,11 @@
-"""History: past outputs of each tenant, indexed in bounded memory, and kept in a file on request.
+"""What may follow the end of a sequence: in the request itself, in past outputs of its tenant, and in a corpus.
 
-Outputs of one tenant are never looked up for another. A tenant's outputs go into an automaton; when that is half as
-large as allowed, a second one is started and the one before it is dropped: so nothing is ever rebuilt.
+`PlaceLookup` searches all texts in Python. Where the request is all there is, `NativeLookup` finds the same chain and
+tree by the native library, to the last bit of every probability, in a tenth of the time.
 
-PlaceLookup: what may follow the end of a sequence, in all texts that are searched, in Python.
-
-The request itself, past outputs of its tenant and a corpus are searched. Where the request is all there is, and the
-native library is there, forerun.drafters.lookup.suffix_match finds the same in a tenth of the time.
-
-NativeLookup: what may follow the end of a request in the request itself, found by the native library.
-
-The same chain and the same tree as PlaceLookup finds in Python, to the last bit of every probability, in less time than
-an n-gram look-up takes. Past outputs and a corpus are not searched here.
+`History` has past outputs of each tenant, in bounded memory and on request in a file; they are never looked up for
+another tenant. When a tenant's automaton is half as large as allowed, a second one is started and the one before it is
+dropped: so nothing is ever rebuilt.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ from forerun.drafters.lookup.suffix_index import (
     kind_of,
 )
 from forerun.drafters.lookup.suffix_table import Fill
-from forerun.models.native import suffix_library as native
+from forerun.models.native import library as native
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +102,6 @@ class History:
         return Reader(self._tenant(_digest(tenant)))
 
     def add(self, tenant: str, tokens: Sequence[int]) -> None:
-        """Index an output."""
         if len(tokens) < 2:
             return
         self._tenant(_digest(tenant)).add(tokens, self._most)
@@ -205,16 +198,12 @@ class Lookup(Protocol):
     matched: list[int]  # of the last tree: continuations of matches below its root
 
     def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
-        """The sequence has grown by these tokens: find the chain, so many steps at most."""
+        """The sequence has grown by these tokens: find the chain, `most` steps at most."""
         ...
 
-    def steps(self, most: int) -> Sequence[Step]:
-        """The first steps of the chain."""
-        ...
+    def steps(self, most: int) -> Sequence[Step]: ...
 
-    def tokens(self, most: int) -> list[int]:
-        """Their tokens."""
-        ...
+    def tokens(self, most: int) -> list[int]: ...
 
     def survivals(self) -> Sequence[float]:
         """How likely the first 1, 2, ... tokens of the chain are all accepted."""

@@ -6,13 +6,8 @@ read behind a short opening, the same for all: that of an answer by the chat tem
 any request is in the table. Vocabularies begin with their most frequent tokens, and of these alone it is read: with
 16,384 of 49,152 tokens suffix was 3% slower in replays than with all of them, and loading an 8B is 1 s shorter.
 
-What fills trees of the suffix drafter where matches end: successors, how far they are trusted, and tree sizes.
-
-The table of successors in a file beside t(n): a later start reads it and runs no passes for it.
-
-The file's name stands for the model, its number format and the machine, as that of t(n) does. What else the table
-depends on is part of the checksum, so that a file that is damaged, or of another table, is made again. A table that
-does not fit its model costs speed, and never changes a text.
+The table is kept in a file beside t(n), named by the model, its number format and the machine; a checksum covers
+everything else that it depends on, so that a damaged file, or one of another table, is made again.
 """
 
 from __future__ import annotations
@@ -125,7 +120,7 @@ PRIOR = (1.0, 0.65)  # share of what the table promises that comes: where nothin
 # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
 LEAST = 0.015
 FEW = 2  # sequences that get trees; more get chains
-MANY = 8  # more than so many get matches alone: their doubtful tokens would fill the pass
+MANY = 8  # sequences; larger batches get matches alone: their doubtful tokens would fill the pass
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
 # tokens that offers promise behind a token that was not among them; weight of the last
@@ -181,7 +176,6 @@ class Fill:
 
     @property
     def at(self) -> tuple[int, int, int, int]:
-        """Where the table lies."""
         return self._table.at
 
     def of(self, own: OwnTrust) -> TextTable:
@@ -189,7 +183,7 @@ class Fill:
         return TextTable([min(1.0, own.factor * factor) for factor in self.factors], self.after)
 
     def note_offer(self, promised: float, missed: bool) -> None:
-        """An offer of so many tokens is made; `missed`: the last one had not the token that came."""
+        """An offer that promises this number of tokens is made; `missed`: the last one had not the token that came."""
         if missed:
             self.after_miss += NEWEST * (promised - self.after_miss)
         self._undrafted += 1
@@ -197,7 +191,6 @@ class Fill:
             self.asked = TREE
 
     def note_budgets(self, budgets: Sequence[Budget]) -> None:
-        """These are asked for."""
         first = next((budget for budget in budgets if budget.nodes), None)
         if first is not None:
             self._undrafted = 0

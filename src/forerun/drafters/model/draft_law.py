@@ -15,6 +15,7 @@ from forerun.core.noise import coupling_key, exponential
 from forerun.core.types import Seq
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.native import head_library
+from forerun.models.native import library as native
 
 Noised = Callable[
     [Tensor, int], Tensor
@@ -70,7 +71,6 @@ def has_noise(seq: Seq) -> bool:
 
 
 def factor_of(seq: Seq) -> float:
-    """What a head's logits are multiplied by."""
     factor = 1.0 / seq.params.temperature if seq.params.temperature else 1.0
     return factor * SHARPER if has_noise(seq) else factor
 
@@ -85,7 +85,7 @@ class KernelDraftLaw:
         self._noisy = [has_noise(seq) for seq in seqs]
 
     def scales(self, counts: Sequence[int]) -> list[float] | None:
-        """A factor for each of so many rows per sequence; None = all one."""
+        """A factor for each row, `counts` rows per sequence; None = all one."""
         if self._cool is None:
             return None
         return [factor for factor, count in zip(self._cool, counts, strict=True) for _ in range(count)]
@@ -95,7 +95,7 @@ class KernelDraftLaw:
         return any(self._noisy)
 
     def noise(self, counts: Sequence[int], level: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """The keys of depth `level`, and for each of so many rows per sequence which of them it has; -1 = none."""
+        """The keys of depth `level`, and for each row, `counts` per sequence, which of them it has; -1 = none."""
         keys: list[tuple[int, int]] = []
         rows: list[int] = []
         for seq, noisy, count in zip(self._seqs, self._noisy, counts, strict=True):
@@ -107,7 +107,7 @@ class KernelDraftLaw:
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and rows of the likeliest tokens [B, W, k], best first."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and head_library.available():
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.available():
         values, rows = head_library.top_rows(logits.flatten(0, -2), count)
         shape = (*logits.shape[:-1], count)
         return values.view(shape), rows.view(shape)

@@ -1,18 +1,15 @@
-"""ModelDrafter: drafts with a second, smaller model that shares the target's vocabulary.
+"""ModelDrafter: drafts with a second, smaller model; TextDrafter: the same with another tokenizer, by way of text.
 
 The draft model runs token by token; its KV cache is cut back to the committed sequence before each round. How its
 tokens are picked follows the request: greedy sequences take its argmax (chosen), a verifier that couples by noise
 takes its token under the *same* noise (chosen, and accepted more often), any other samples from its law, which goes
-with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is
-w siblings at the root, each the head of a chain.
+with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is w siblings at the
+root, each the head of a chain.
 
-TextDrafter: a draft model with another tokenizer writes text, which is put into the target's tokens.
-
-String-level exact match (Timor et al. 2025): nothing of the draft model's law is used, so its whole vocabulary may
-draft, not only what the two share. It drafts greedily. The tokens are *chosen*: the verifier follows them where the
-target writes them itself. Where drafted text meets the committed text, both are put into tokens together, because a
-word may go on across the seam; if that would change committed tokens, the drafted text is taken alone. The last token
-is dropped: more text might have made another one of it.
+TextDrafter (string-level exact match, Timor et al. 2025) drafts greedily and puts the text into the target's tokens, so
+that the whole vocabulary of the draft model may draft. Committed and drafted text are put into tokens together, because
+a word may go on across the seam; if that would change committed tokens, the drafted text is taken alone. The last
+token is dropped: more text might have made another one of it.
 """
 
 from __future__ import annotations

@@ -1,24 +1,13 @@
-"""ExitAdapter: what stands between an early exit and the LM head: a gated low-rank correction and a norm.
-
-A row x that leaves the exit layer becomes norm(x + B silu(A norm(x))). With B = 0 and the target's final norm it is the
-target's own early exit, which is where `forerun train early-exit` starts.
-
-LayerPlan: which of a target's layers the drafter `layer_skip` runs, and the file that says so.
-
-The file is JSON: the number of the target's layers, how many of the first ones run, whose attention and whose MLP is
-left out, and, where one was trained, the name of a safetensors file beside it with an exit adapter. The rest of it
-(where the plan came from, what was measured) is for people.
-
-LayerSkipDrafter: drafts with the target's own layers, some of them left out (self-speculation).
+"""LayerSkipDrafter: drafts with the target's own layers, some of them left out (self-speculation).
 
 Either the first layers alone draft, with the LM head, or an exit adapter in front of it, behind the last of them (early
 exit: LayerSkip, Elhoushi et al. 2024; Kangaroo, Liu et al. 2024), or some attentions and MLPs are skipped (Draft &
-Verify, Zhang et al. 2023; SWIFT, Xia et al. 2024). Which ones is said by a plan: a file of `forerun layers search`
-or of `forerun train early-exit` (forerun.drafters.model.layer_skip).
+Verify, Zhang et al. 2023; SWIFT, Xia et al. 2024). A `LayerPlan` says which: a JSON file of `forerun layers search` or
+of `forerun train early-exit`, which names the exit adapter's safetensors file where one was trained.
 
-It has no weights and no KV cache of its own: it reads the keys and values that the target has of the committed tokens.
-After an early exit a CPU's pass over the draft starts where the draft left off, so that the first layers compute each
-drafted token once. On a GPU draft steps are captured when the drafter is built (forerun.models.cuda.part).
+It has no KV cache of its own: it reads the keys and values that the target has of the committed tokens. After an early
+exit a CPU's pass over the draft starts where the draft left off, so that the first layers compute each drafted token
+once. On a GPU draft steps are captured when the drafter is built (forerun.models.cuda.target).
 """
 
 from __future__ import annotations
@@ -61,7 +50,6 @@ class ExitAdapter:
         return len(self.down)
 
     def must_fit(self, width: int) -> None:
-        """Raise unless it reads rows of this width."""
         if self.down.shape[1] != width:
             raise InvalidInput(
                 f"the exit adapter is {self.down.shape[1]} wide, and the target {width}: train another"
@@ -122,7 +110,7 @@ def default_plan(layers: int) -> LayerPlan:
 
 
 def read_plan(given: str, layers: int) -> LayerPlan:
-    """The plan of a file, or the first so many layers where a number is given; for a target of `layers` layers."""
+    """The plan of a file, or the first n layers where a number n is given; for a target of `layers` layers."""
     if re.fullmatch(r"\d+", given):
         return LayerPlan(_subset(given, layers, {"exit": int(given)}))
     path = Path(given).expanduser()
@@ -151,7 +139,7 @@ def read_plan(given: str, layers: int) -> LayerPlan:
 
 
 def write_plan(path: Path, plan: LayerPlan, layers: int) -> None:
-    """Write a plan for a target of so many layers; its adapter goes beside it."""
+    """Write a plan for a target of `layers` layers; its adapter goes beside it."""
     values: dict[str, Any] = {
         **plan.notes,
         "format": FORMAT,
@@ -196,7 +184,6 @@ class LayerSkipDrafter(ModelDrafter):
 
 
 def draft_part(target: Target, plan: LayerPlan) -> Target:
-    """The part of a target that drafts under a plan."""
     shared = target.shared()
     if shared is None or shared.partial is None:
         raise InvalidInput(

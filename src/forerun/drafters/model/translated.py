@@ -1,15 +1,10 @@
-"""TokenMap: how the tokens of a target and of a draft model with another tokenizer correspond.
+"""TranslatedTarget: a draft model with another tokenizer, as a Target in the target's own vocabulary.
 
-Two tokens correspond if they stand for the same bytes: spellings differ (a space is U+0120 in one vocabulary and U+2581
-in another), bytes do not. Special tokens stand for no bytes: they correspond where they are spelt alike, and the ends
-of text always do. A target's token that the draft model lacks is read to it in pieces, the longest first.
-
-TranslatedTarget: a draft model with another tokenizer, as a Target in the target's own vocabulary.
-
-Sequences and trees are read to the model in its own tokens, and its logits come back over the target's ids, impossible
+`TokenMap` has the tokens that correspond: those that stand for the same bytes, however they are spelt; special tokens
+where they are spelt alike, and the ends of text always. A target's token that the draft model lacks is read to it in
+pieces, the longest first: a node becomes a chain of several nodes. Logits come back over the target's ids, impossible
 where the vocabularies have no token in common (token-level intersection, Timor et al. 2025). That masked law is what
-drafters draw from and hand on, so that sampled drafts are tested against exactly what they were drawn from. A node
-whose token the model lacks becomes a chain of several nodes. Any drafter that runs a second model can run this one.
+drafters draw from and hand on, so that sampled drafts are tested against exactly what they were drawn from.
 """
 
 from __future__ import annotations
@@ -23,9 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import PromptTooLong, VocabularyMismatch
-from forerun.core.request import SourceRules
 from forerun.core.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
-from forerun.models.base import Abilities, SharedWeights, Target
+from forerun.models.base import Abilities, BaseTarget, Target
 from forerun.models.load.tokenizer import SENTENCEPIECE_SPACE, from_byte_level, from_sentencepiece
 
 LEAST_SHARED = 0.05  # of the draft model's tokens: below, the vocabularies have nothing to do with each other
@@ -167,24 +161,14 @@ class _Reading:
     nodes: list[list[int]] = field(default_factory=list)  # of the tree scored last: what each node became
 
 
-class TranslatedTarget:
+class TranslatedTarget(BaseTarget):
     """The draft model behind a TokenMap."""
 
     def __init__(self, draft: Target, tokens: TokenMap) -> None:
         self.draft, self.map = draft, tokens
+        self.vocab_size, self.max_length, self.device = tokens.vocab_size, draft.max_length, draft.device
+        self.slots, self.pass_rows, self.source_rules = draft.slots, draft.pass_rows, draft.source_rules
         self._readings: dict[int, _Reading] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.map.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.draft.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self.draft.device
 
     @property
     def can(self) -> Abilities:
@@ -197,21 +181,6 @@ class TranslatedTarget:
     @property
     def cached_slots(self) -> int:
         return self.draft.cached_slots
-
-    @property
-    def slots(self) -> int | None:
-        return self.draft.slots
-
-    @property
-    def source_rules(self) -> SourceRules | None:
-        return self.draft.source_rules
-
-    def shared(self) -> SharedWeights | None:
-        return None
-
-    @property
-    def pass_rows(self) -> int:
-        return self.draft.pass_rows
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         known = [self.cached_tokens(seq) for seq in seqs]

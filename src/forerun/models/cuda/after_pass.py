@@ -61,7 +61,7 @@ class AfterPass:
     def _move_fused(
         self, form: TreeForm, tensors: tuple[Tensor, ...], size: int, plane_stride: int, row_stride: int
     ) -> None:
-        """Tensors of one layout: planes of so many numbers of each slot."""
+        """Tensors of one layout: planes, and numbers of each slot in a plane."""
         from forerun.models.cuda.kernels import trees as tree_kernels
 
         moves, columns = self.grown.moves, tensors[0][..., 0, :].numel()

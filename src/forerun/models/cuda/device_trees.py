@@ -41,7 +41,7 @@ Samples = Callable[[Tensor, Tensor], Tensor]  # logits [B, N, V] and positions [
 
 
 class Place(NamedTuple):
-    """Where a tree is written: behind so many committed positions of its sequence."""
+    """Where a tree is written: behind the committed positions of its sequence."""
 
     pages: Sequence[int]
     length: int
@@ -106,7 +106,7 @@ class GrownBuffers:
         self.passes = 0  # that were decided
         self.form: TreeForm | None = None  # of the last
         self.moved = 0  # the last pass whose paths were moved to their places
-        self.overtaken = 0  # the last pass behind which a plain one was launched before it was read
+        self.superseded = 0  # the last pass behind which a plain one was launched before it was read
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
@@ -292,7 +292,7 @@ class Outcome:
 
     @property
     def is_latest(self) -> bool:
-        return self.number == self.buffers.passes > self.buffers.overtaken
+        return self.number == self.buffers.passes > self.buffers.superseded
 
     @property
     def is_moved(self) -> bool:

@@ -35,7 +35,7 @@ MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and
 FEW_SCORED = (
     128,
     256,
-)  # where many rows are of prompts, so many with logits are captured too: see scored_rows
+)  # where many rows are of prompts, these numbers with logits are captured too: see scored_rows
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
 
 
@@ -70,7 +70,6 @@ class Passes:
 
     @property
     def captured(self) -> int:
-        """How many sizes have a graph."""
         return len(self._graphs)
 
     @property
@@ -314,7 +313,6 @@ class PassClock:
         self._open: Span | None = None
 
     def start(self) -> None:
-        """A pass is about to be launched."""
         if self._open is None:
             span = self._open = next(self._spans)
             span.uses += 1
@@ -324,7 +322,6 @@ class PassClock:
                 span.start = perf_counter()
 
     def stop(self) -> None:
-        """It was launched."""
         assert self._open is not None
         if self._on_gpu:
             self._open.end.record()

@@ -218,7 +218,7 @@ class Steps(Protocol):
         """The same steps over a part of their model, in the same buffers."""
         ...
 
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""
         ...
 

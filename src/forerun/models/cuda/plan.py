@@ -44,7 +44,6 @@ def split_of(position: int) -> int:
 
 
 def splits_of(positions: Ints) -> Ints:
-    """`split_of` of many positions."""
     far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
     return np.where(positions < 1024, positions >> 7, far)
 
@@ -83,7 +82,7 @@ class Size:
     groups: int
     splits: int
     trees: int = 1  # of one form, whose groups lie tree by tree
-    lone: int = 0  # the last so many groups of each are its single nodes, which attend to one split or to two
+    lone: int = 0  # the last groups of each tree are its single nodes, which attend to one split or to two
 
     @property
     def shared(self) -> int:
@@ -91,7 +90,7 @@ class Size:
         return self.groups - self.trees * self.lone
 
     def attending(self, programs: int) -> int:
-        """Programs of attention to a key-value head, where a group that is not lone has so many."""
+        """Programs of attention to a key-value head, where a group that is not lone has `programs`."""
         return self.shared * programs + self.trees * -(-self.lone // TOGETHER)
 
 
@@ -283,7 +282,6 @@ class Found:
 
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
-    """Pieces of prompts as rows of a pass."""
     return [
         Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length)
         for piece in pieces
@@ -291,7 +289,7 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
 
 
 def fitting_rows(nodes: int, rows: int) -> int:
-    """About so many rows of prompts beside these nodes, so that the pass has a size without padding.
+    """About `rows` rows of prompts beside these nodes, so that the pass has a size without padding.
 
     The nearest size, up or down: a row costs about the same in any of them, and fewer rows a pass are more passes until
     a prompt is read.
@@ -302,13 +300,13 @@ def fitting_rows(nodes: int, rows: int) -> int:
 
 
 def rows_beside(nodes: int, rows: int, waiting: int) -> int:
-    """Rows of prompts in a pass over so many nodes, where about `rows` are asked for and so many wait."""
+    """Rows of prompts in a pass over `nodes` nodes: about `rows` of the `waiting` ones."""
     most = waiting if waiting <= rows else fitting_rows(nodes, rows)
     return min(most, max(0, MAX_ROWS - nodes))
 
 
 def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int, least: int = 0) -> list[list[int]]:
-    """What of prompts goes into the pass over trees, where about so many rows were asked for; `least` in any case.
+    """What of prompts goes into the pass over trees, where about `rows` rows were asked for; `least` in any case.
 
     Where there are more, they fill a size that passes have, and pad none. Beside lone roots, and beside trees that were
     grown on a device, no more than fit: those that follow unread ones cannot go into another pass, as the host cannot

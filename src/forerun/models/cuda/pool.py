@@ -44,7 +44,6 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
 
 
 def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor) -> Steps:
-    """The steps of a pass, by these kernels."""
     routed = model.config.moe is not None
     if kernels == "torch":
         return PlainExpertSteps(model, buffers, kv) if routed else PlainSteps(model, buffers, kv)

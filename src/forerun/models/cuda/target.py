@@ -1,47 +1,62 @@
-"""CudaDecoder: our decoder on a GPU, a Target.
+"""CudaDecoder: our decoder on a GPU, a Target; and CudaPart, some of its layers as a draft model.
 
 Keys and values live in a pool of pages made once; the nodes of a tree are written behind its sequence's committed
 tokens, and only an accepted path that is not yet in place is moved. Nothing here waits for the device: plans are made
 from what the host knows, and logits stay where they are.
+
+A part drafts by the decoder's own kernels, over its own KV pool: keys and values go to the slots behind the committed
+tokens, where the target's pass over the draft writes the same bits again. That pass starts from the tokens, unlike a
+CPU's, which goes on where an early exit left off: the last drafted token was never read, so the first layers' weights
+must be read for it in any case, and reading weights is what a pass over few rows takes. A draft step is a pass of the
+layers that are kept, captured for the usual sizes when the drafter is loaded, then a norm or an exit adapter, and the
+LM head. Sizes that were not captured run step by step: nothing is captured in mid-text.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ForerunError
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
-from forerun.models.base import SharedWeights
+from forerun.models.attention import Span as Nodes
+from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import Passes, Replays, timed
-from forerun.models.cuda.network import Buffers, Model
-from forerun.models.cuda.part import CudaPart
+from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
+from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
     MAX_ROWS,
+    ROW_SIZES,
     Found,
+    Need,
     Plan,
+    Size,
     Span,
     beside_trees,
     chunks_of,
     joined,
     least_rows,
+    padding,
     plan_pass,
+    round_up,
     rows_beside,
     rows_of,
 )
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
+from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
 
 log = logging.getLogger(__name__)
@@ -71,13 +86,14 @@ class CudaDecoder(SlotTarget):
         self.buffers = Buffers(self.model)
         slots = kv_slots or pool_slots(self.model, kv_memory)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
-        self.kernels = pick_kernels(kernels, self._device, dtype)
+        self.max_length = self.model.max_length
+        self.kernels = pick_kernels(kernels, self.device, dtype)
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
-        self.grown = GrownBuffers(self._device, greedy_walk, self._group_nodes)
+        self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
-        replays = Replays(self._device, capture=fused)
+        replays = Replays(self.device, capture=fused)
         self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
         self.placing = Placing(self.kv, self._extent_for)
         self.plain = PlainRounds(
@@ -87,10 +103,6 @@ class CudaDecoder(SlotTarget):
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
-
-    @property
-    def max_length(self) -> int:
-        return self.model.max_length
 
     @property
     def pool_bytes(self) -> int:
@@ -158,7 +170,7 @@ class CudaDecoder(SlotTarget):
         if self.plain.takes(trees):
             if trees.follows is not None and self.placing.last is not None:  # roots behind trees
                 self.after.move_decided()
-                self.grown.overtaken = self.grown.passes
+                self.grown.superseded = self.grown.passes
             return self.plain.score(seqs, trees, layers, chunks)
         return self._score_trees(seqs, trees, layers, chunks)
 
@@ -282,3 +294,144 @@ class CudaDecoder(SlotTarget):
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
+
+
+progress = logging.getLogger("forerun.progress")
+
+FEWEST = 16  # rows up to which passes are captured at least: a chain of a cascade's lower level
+
+
+class CudaPart(PartialTarget):
+    """Implements forerun.models.base.Target for sequences that the whole target has prefilled."""
+
+    def __init__(self, target: CudaDecoder, layers: LayerSubset, leave: Leave | None = None) -> None:
+        dtype = target.model.dtype
+        self.runs = CudaLayers(target, layers)
+        super().__init__(self.runs, layers, None if leave is None else lambda rows: leave(rows.to(dtype)))
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Capture the passes that drafts for `max_batch` sequences take; run what follows them once in every size."""
+        if not self.runs.replays.capture:
+            return
+        started = perf_counter()
+        try:
+            self.runs.capture(max_batch, min(max_length, self.max_length), self._leave)
+        except Exception as error:  # no memory, no working Triton: neither stops generation
+            self.runs.sizes = []
+            log.warning("draft passes are not captured: %s: %s", type(error).__name__, error)
+            return
+        count, spent = self.runs.replays.captured, perf_counter() - started
+        step = 1e3 * self.runs.step_seconds(self._leave)
+        log.info("captured %d draft passes in %.1f s; a step of one row takes %.2f ms", count, spent, step)
+
+
+class CudaLayers:
+    """Implements forerun.models.partial.RunsLayers."""
+
+    early_exits = None
+
+    def __init__(self, target: CudaDecoder, layers: LayerSubset) -> None:
+        self._target, self._layers = target, layers
+        self.kv, self.slots, self.device, self.make_room = (
+            target.kv,
+            target.slots,
+            target.device,
+            target.make_room,
+        )
+        self.vocab_size, self.max_length, self.pass_rows = (
+            target.vocab_size,
+            target.max_length,
+            target.pass_rows,
+        )
+        self._steps = target.passes.steps.on(target.model.part(layers))
+        self.replays = Replays(target.device, capture=target.passes.capture)
+        self.sizes: list[Size] = []  # that are captured, smallest first
+
+    @torch.inference_mode()
+    def run_layers(
+        self, tokens: Sequence[int], spans: Sequence[Nodes], seqs: Sequence[Seq], layers: LayerSubset
+    ) -> Tensor:
+        """[M, D] fp32, valid until the next pass: in one pass, or several where they are more than MAX_ROWS."""
+        assert layers == self._layers, "a part runs its own layers"
+        target, found = self._target, list[Tensor]()
+        own = [Span(tokens[span.first : span.end], span.shape, span.pages, span.length) for span in spans]
+        for some in _in_passes(own):
+            plan = plan_pass(some, target.grown.group_nodes, self._size_for)
+            target.buffers.send(plan)
+            self._do_pass(plan.size)
+            found.append(target.buffers.x[: plan.rows])
+            if len(own) > len(some):
+                found[-1] = found[-1].clone()  # another pass follows
+        return joined(found)
+
+    def final_norm_of(self, rows: Tensor) -> Tensor:
+        model = self._target.model
+        normed = F.rms_norm(rows, rows.shape[-1:], None, model.config.norm_eps)
+        return (normed * model.final_norm.float()).to(model.dtype)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """[M, V] fp32, valid until the next pass."""
+        buffers, found = self._target.buffers, list[Tensor]()
+        for some in torch.split(rows, MAX_ROWS):
+            buffers.rows[: len(some)].copy_(some)
+            run = Run.of(Size(round_up(len(some), ROW_SIZES), 0, 0), buffers.ints)
+            self._steps.head_of_normed(run)
+            found.append(buffers.logits[: len(some)])
+            if len(some) < len(rows):
+                found[-1] = found[-1].clone()
+        return joined(found)
+
+    @torch.inference_mode()
+    def capture(self, max_batch: int, max_length: int, leave: Leave) -> None:
+        """Capture the passes of drafts for up to `max_batch` sequences, over rows that are written nowhere."""
+        buffers, most = self._target.buffers, round_up(min(max(FEWEST, 2 * max_batch), MAX_ROWS), ROW_SIZES)
+        sizes = dict.fromkeys(size for size, scored in menu(max_length) if scored and size.rows <= most)
+        self.sizes = sorted(sizes, key=lambda size: (size.rows, size.groups, size.splits))
+        for i, size in enumerate(self.sizes):
+            progress.info("capturing passes of some layers: %d of %d", i + 1, len(sizes))
+            buffers.send(padding(size))
+            self._step(size, leave)
+
+    @torch.inference_mode()
+    def step_seconds(self, leave: Leave, repeats: int = 3) -> float:
+        """What a draft step of one row takes on the device, in a short context; the choice of a token comes on top."""
+        self._target.buffers.send(padding(self.sizes[0]))
+        return seconds_of(lambda: self._step(self.sizes[0], leave), self.device, repeats)
+
+    def _step(self, size: Size, leave: Leave) -> None:
+        self._do_pass(size)
+        self.logits_of(leave(self._target.buffers.x[: size.rows]))
+
+    def _size_for(self, need: Need) -> Size:
+        return next((size for size in self.sizes if need.fits(size)), need.rounded())
+
+    def _do_pass(self, size: Size) -> None:
+        if size in self.sizes:
+            self.replays.do(size, lambda: self._launch(size))
+        else:
+            self._launch(size)
+
+    def _launch(self, size: Size) -> None:
+        """From tokens to what leaves the last layer, in `Buffers.x`."""
+        run, steps, layers = Run.of(size, self._target.buffers.ints), self._steps, self._layers
+        steps.embed(run)
+        for i in range(layers.end):
+            if i not in layers.without_attention:
+                steps.qkv(run, i)
+                steps.attend(run, i)
+                steps.leave_attention(run, i)
+            if i not in layers.without_mlp:
+                steps.gate(run, i)
+                steps.leave_mlp(run, i)
+
+
+def _in_passes(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    some, rows = list[Span](), 0
+    for span in spans:
+        if rows + len(span.tokens) > MAX_ROWS:
+            yield some
+            some, rows = [], 0
+        some.append(span)
+        rows += len(span.tokens)
+    yield some

@@ -207,7 +207,7 @@ class SequenceCache:
         self.length = 0  # committed slots
 
     def reserve(self, nodes: int) -> None:
-        """Slots for so many nodes behind the committed ones."""
+        """Slots for `nodes` nodes behind the committed ones."""
         have, wanted = self.data.shape[3], self.length + nodes
         if wanted > have:
             grown = self.data.new_empty(*self.data.shape[:3], -(-wanted // STEP) * STEP, self.data.shape[4])

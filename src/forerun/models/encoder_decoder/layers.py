@@ -75,7 +75,6 @@ class Stack:
     final_norm: Norm | None
 
     def embed(self, tokens: list[int], positions: list[int], scale: float) -> Tensor:
-        """[M, D] the rows that enter the first layer."""
         device = self.embedding.device
         x = F.embedding(torch.tensor(tokens, device=device), self.embedding)
         if scale != 1.0:
@@ -93,7 +92,6 @@ def apply_part(x: Tensor, norm: Norm, norms_first: bool, part: Callable[[Tensor]
 
 
 def feed_forward(x: Tensor, part: FeedForward, config: EncoderDecoderConfig) -> Tensor:
-    """x [M, D] -> [M, D]."""
     inner = part.up(x)
     if not config.gated:
         return part.down(activate(inner, config.activation))

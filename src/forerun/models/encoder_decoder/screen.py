@@ -31,7 +31,7 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Places = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 STEP = 0.503 / 127  # of a block's largest number: how far rounding may move one of its numbers
-MOST = 8  # where more than one token in so many may be the largest, all logits are computed
+MOST = 8  # where more than one token in eight may be the largest, all logits are computed
 _UP = 1.000001  # norms are rounded to float32: not down
 _ROWS = 4096  # rows of the head whose norms are computed at once
 

@@ -3,11 +3,12 @@
 The tokens of a sequence are the decoder's: its start token, and what was written. Keys and values of the source are
 kept beside them and shared by all nodes of its trees. A sequence that was released, after a round that failed, is read
 again from its source. A sequence without a source, such as the cost model's probes, gets one of a single token.
+On a CPU it runs on the native kernels, elsewhere in torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from forerun.core.errors import InvalidInput
 from forerun.core.request import SourceRules
 from forerun.core.tree import chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
-from forerun.models.base import SharedWeights
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Encoder, SequenceCache, Span
 from forerun.models.encoder_decoder.weights import Reader
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.tokenizer import read_json
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 from forerun.models.slots import UnpagedTarget
@@ -40,36 +42,18 @@ class EncoderDecoder(UnpagedTarget):
         mode: FloatMode | None = None,  # of the native kernels; None = torch
         kv_slots: int | None = None,
     ) -> None:
-        self.config, self._dtype, self._device = config, dtype, torch.device(device)
+        self.config, self._dtype, self.device = config, dtype, torch.device(device)
         self.slots, self._promised, self._mode = kv_slots, 0, mode
+        self.vocab_size, self.max_length = config.vocab_size, config.max_length
+        self.source_rules: SourceRules = config.source_rules
         with torch.no_grad(), torch.inference_mode(False):
-            model = Reader(weights, config, dtype, self._device, mode).model()
+            model = Reader(weights, config, dtype, self.device, mode).model()
         self._encoder, self._decoder = Encoder(config, model), DecoderPass(config, model)
         self._caches: dict[int, SequenceCache] = {}
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
     def used_slots(self) -> int:
         return sum(cache.length for cache in self._caches.values())
-
-    @property
-    def source_rules(self) -> SourceRules:
-        return self.config.source_rules
-
-    def shared(self) -> SharedWeights | None:
-        """No head is made for these families."""
-        return None
 
     @property
     def pass_rows(self) -> int:
@@ -90,7 +74,7 @@ class EncoderDecoder(UnpagedTarget):
                 self._run(some, [Span(0, len(some), cache, chain_of(len(some)))], into)
                 cache.length += len(some)
         encoded = [self._caches[seq.id].encoded for seq in seqs] if needs.encoded else None
-        return TreeBatch.chains(fresh, self._device), Scores(None, hidden, encoded=encoded)
+        return TreeBatch.chains(fresh, self.device), Scores(None, hidden, encoded=encoded)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -154,5 +138,30 @@ class EncoderDecoder(UnpagedTarget):
                 raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.decoder.layers}")
         shape = count, self.config.width
         return {
-            layer: torch.empty(shape, dtype=self._dtype, device=self._device) for layer in needs.hidden_layers
+            layer: torch.empty(shape, dtype=self._dtype, device=self.device) for layer in needs.hidden_layers
         }
+
+
+_MODES: dict[str, FloatMode] = {"auto": "float32", "float32": "float32", "q8": "q8"}
+
+
+def load_encoder_decoder(
+    checkpoint: Checkpoint,
+    dtype: str,
+    torch_dtype: Callable[[str, torch.device], torch.dtype],
+    device: torch.device,
+    kv_slots: int | None,
+) -> EncoderDecoder:
+    """`dtype` as the user gave it: q8 needs the native kernels, one byte per weight on a GPU is not supported."""
+    if dtype in ("int8", "fp8", "gguf"):
+        raise InvalidInput(f"dtype={dtype!r} is not for encoder-decoders; use float32, bfloat16 or q8")
+    config = EncoderDecoderConfig.from_hf(
+        checkpoint.config, read_json(checkpoint.path / "generation_config.json")
+    )
+    mode = _MODES.get(dtype) if device.type == "cpu" and native.available() else None
+    if mode is None and dtype == "q8":
+        raise InvalidInput(
+            f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}"
+        )
+    kept = torch.float32 if mode is not None else torch_dtype(dtype, device)
+    return EncoderDecoder(config, checkpoint.weights, dtype=kept, device=device, mode=mode, kv_slots=kv_slots)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-SLOT_STEP = 256  # a slab grows by so many slots at a time
+SLOT_STEP = 256  # slots that a slab grows by
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,6 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def used(self) -> int:
-        """Slots committed, of all sequences."""
         return sum(row.length for row in self.rows.values())
 
     def length(self, seq_id: int) -> int:

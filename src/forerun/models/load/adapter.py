@@ -68,7 +68,6 @@ class Adapter:
         return cls(base, rank, scale, _pairs(folder, tensors, rank))
 
     def write(self, folder: Path) -> None:
-        """In PEFT's form."""
         modules = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in self.changes})
         values = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "r": self.rank,

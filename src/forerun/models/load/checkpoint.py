@@ -40,7 +40,6 @@ class Checkpoint:
     adapted_from: str = ""  # the base that an adapter changes: another target, whose texts are not the base's
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, built when it is first asked for."""
         return self.load_tokenizer()
 
 

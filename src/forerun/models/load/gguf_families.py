@@ -220,7 +220,6 @@ def family_of(metadata: Metadata) -> Family:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """A Hugging Face style config for the model in the file."""
     metadata = Metadata.of(file)
     family = family_of(metadata)
     layers = _count_layers(metadata, file)

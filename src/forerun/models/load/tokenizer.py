@@ -89,7 +89,6 @@ class Tokenizer:
         return self._backend.to_str()
 
     def parts(self) -> TokenizerParts:
-        """The whole of it in plain values."""
         ends = tuple(sorted(self.eos_ids))
         return TokenizerParts(self.to_json(), ends, self.bos_id, self._template, self._special)
 
@@ -250,7 +249,6 @@ def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
 
 
 def tokenizer_from_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder."""
     settings = read_json(folder / "tokenizer_config.json")
     generation = read_json(folder / "generation_config.json")
     backend = _folder_backend(folder)

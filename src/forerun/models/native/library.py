@@ -12,7 +12,18 @@ import ctypes
 import logging
 import os
 import sys
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -129,7 +140,7 @@ class Pass(Structure):
         ("normed", c_void_p),
         ("logits", c_void_p),
         ("tops", c_void_p),
-        ("woken", c_void_p),
+        ("active_experts", c_void_p),
     ]
 
 
@@ -152,6 +163,121 @@ class Run(Structure):
     ]
 
 
+class HeadLayer(Structure):
+    """fr_head_layer: one of its layers."""
+
+    _fields_: ClassVar[Fields] = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
+    ]
+
+
+class Head(Structure):
+    """fr_head: the weights of an EAGLE head."""
+
+    _fields_: ClassVar[Fields] = [
+        *[
+            (name, c_int64)
+            for name in ("width", "heads", "kv_heads", "head_dim", "inner", "features", "parts")
+        ],
+        *[(name, c_int64) for name in ("joins_token", "norm_before_residual", "norm_output", "depth")],
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        *[(name, c_void_p) for name in ("token_norm", "feature_norm", "out_norm")],
+        *[(name, c_void_p) for name in ("input_norm", "part_norms")],
+        *[(name, Weights) for name in ("fc", "lm_head")],
+        ("layers", POINTER(HeadLayer)),
+        ("embedding", Table),
+    ]
+
+
+class HeadPass(Structure):
+    """fr_head_pass: the rows of one pass and where everything goes."""
+
+    _fields_: ClassVar[Fields] = [
+        ("rows", c_int64),
+        ("keys_only", c_int64),
+        *[(name, c_void_p) for name in ("tokens", "embedded", "features", "before", "parents", "out")],
+        *[(name, c_void_p) for name in ("cosines", "sines", "position", "write")],
+        ("reach", Reach),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("head_stride", c_int64),
+        ("layer_stride", c_int64),
+    ]
+
+
+class Top(Structure):
+    """fr_top: rows of logits, how they are read, and their best entries."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_int64) for name in ("rows", "count", "k")],
+        *[(name, c_void_p) for name in ("x", "scale", "noise", "noise_row", "values", "indices", "totals")],
+    ]
+
+
+class Draft(Structure):
+    """fr_draft: a whole draft of one sequence, what it may be, and what it became."""
+
+    _fields_: ClassVar[Fields] = [
+        ("fresh", c_int64),
+        *[(name, c_void_p) for name in ("tokens", "features", "out")],
+        *[(name, c_int64) for name in ("base", "length", "nodes", "depth", "width", "frontier", "branch")],
+        ("price", c_void_p),
+        ("prices", c_int64),
+        *[(name, c_double) for name in ("level", "power", "shift")],
+        ("ids", c_void_p),
+        ("vocabulary", c_int64),
+        ("logits", c_void_p),
+        ("tree", c_void_p),
+        *[(name, c_int64) for name in ("count", "levels", "drafted")],
+        *[(name, c_double) for name in ("expected", "first", "further")],
+        ("scale", c_float),
+    ]
+
+
+MOST_NODES, MOST_STEPS = 256, 24  # of a look-up
+
+
+class Lookup(Structure):
+    """fr_lookup: what is asked about the end of a text, and what was found."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_void_p) for name in ("own_hits", "own_tries", "all_hits", "all_tries")],
+        ("longest", c_int64),
+        ("shortest", c_int64),
+        ("shared_tries", c_double),
+        ("stops", c_void_p),
+        ("stop_count", c_int64),
+        ("table", c_void_p),
+        ("shares", c_void_p),
+        ("rows", c_int64),
+        ("kept", c_int64),
+        ("factors", c_double * 2),
+        ("most_steps", c_int64),
+        ("always", c_int64),
+        ("negligible", c_double),
+        *[(name, c_int64) for name in ("nodes", "depth", "width")],
+        ("least", c_double),
+        ("price", c_void_p),
+        ("prices", c_int64),
+        ("steps", c_int64),
+        *[(name, c_int32 * MOST_STEPS) for name in ("step_tokens", "step_kinds", "step_matches")],
+        ("step_seconds", c_int32 * MOST_STEPS),
+        ("step_rates", c_double * MOST_STEPS),
+        ("step_survivals", c_double * MOST_STEPS),
+        ("count", c_int64),
+        ("matched", c_int64),
+        *[(name, c_int32 * (MOST_NODES + 1)) for name in ("tokens", "parents", "depths")],
+        ("matches", c_int32 * MOST_STEPS),
+        ("survivals", c_double * MOST_NODES),
+        *[(name, c_int64) for name in ("best", "levels", "next_count")],
+        ("by_depth", c_double * MOST_NODES),
+        ("nexts", c_int32 * MOST_NODES),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_layout": (c_int64, []),
     "fr_isa": (c_char_p, []),
@@ -170,6 +296,18 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
     "fr_decode_run": (c_int, [POINTER(Model), POINTER(Pass), POINTER(Run)]),
     "fr_argmax_rows": (None, [c_void_p, c_int64, c_int64, c_void_p]),
+    "fr_head_layout": (c_int64, []),
+    "fr_head_run": (c_int, [POINTER(Head), POINTER(HeadPass)]),
+    "fr_head_rank": (c_int, [POINTER(Head), c_void_p, c_void_p, POINTER(Top)]),
+    "fr_top_rows": (c_int, [POINTER(Top)]),
+    "fr_log_noise": (None, [c_void_p, c_int64, c_uint32, c_uint32, c_void_p]),
+    "fr_draft_layout": (c_int64, []),
+    "fr_head_draft": (c_int, [POINTER(Head), POINTER(HeadPass), POINTER(Draft)]),
+    "fr_lookup_layout": (c_int64, []),
+    "fr_suffix_new": (c_void_p, []),
+    "fr_suffix_free": (None, [c_void_p]),
+    "fr_suffix_read": (c_int, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "fr_suffix_grow": (None, [c_void_p, c_void_p]),
 }
 
 
@@ -193,14 +331,6 @@ def paths() -> dict[str, bool]:
 def why_not() -> str | None:
     """Why the library is not used, and what would mend it; None where it is."""
     return _load()[1]
-
-
-def skips_sublayers() -> bool:
-    """Can a pass leave out the attention or the MLP of a layer? Libraries built before this was added cannot."""
-    try:
-        return bool(library()["fr_skips_sublayers"]())
-    except AttributeError:
-        return False
 
 
 def library() -> Any:
@@ -246,15 +376,21 @@ def _load() -> tuple[Any, str | None]:
     except (OSError, AttributeError) as error:  # a symbol is missing: an older build, as after `git pull`
         log.warning(_BUILD_AGAIN, path)
         return None, f"{path.name} does not load ({error}): install forerun again"
-    sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
-    expected = ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
-    if found.fr_layout() != expected:
+    layouts = found.fr_layout(), found.fr_head_layout(), found.fr_draft_layout(), found.fr_lookup_layout()
+    if layouts != (
+        ABI * 10**9 + _sizes(Model, Layer, Pass), _sizes(Head, HeadPass, Top), _sizes(Draft), _sizes(Lookup)
+    ):  # fmt: skip
         log.warning(_BUILD_AGAIN, path)
         return None, f"{path.name} is of another version: install forerun again"
     if not found.fr_isa():
         return None, "this processor lacks AVX2 and FMA"
     _choose(found, os.environ.get("FORERUN_ISA", ""))
     return found, None
+
+
+def _sizes(*structs: type[Structure]) -> int:
+    """As the library gives them: sizes in one number, three digits each."""
+    return sum(ctypes.sizeof(one) * 1000**i for i, one in enumerate(reversed(structs)))
 
 
 def _paths(found: Any) -> dict[str, bool]:
@@ -266,7 +402,6 @@ def _paths(found: Any) -> dict[str, bool]:
 
 
 def _choose(found: Any, wanted: str) -> None:
-    """Force the path that FORERUN_ISA names."""
     if wanted and found.fr_choose(wanted.encode()):
         here = ", ".join(name for name, has in _paths(found).items() if has)
         raise InvalidInput(f"FORERUN_ISA={wanted}: this machine cannot run that; it can run {here}")

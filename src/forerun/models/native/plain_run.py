@@ -18,8 +18,8 @@ from functools import lru_cache
 from torch import Tensor
 
 from forerun.core.types import Greedy, Needs, Scores, Seq, TreeBatch
-from forerun.models.hidden_rows import HiddenRows
 from forerun.models.native import library as native
+from forerun.models.native.pass_rows import HiddenRows
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.paged import Extent
 
@@ -93,7 +93,7 @@ class PlainRun:
         needs: Needs,
         layers: Sequence[int] = (),
     ) -> tuple[int, float]:
-        """The pass that the TreePass has, over a chain of these tokens, and up to so many behind it.
+        """The pass that the TreePass has, over a chain of these tokens, and up to `most` behind it.
 
         `layers`: of these, the rows that enter them are kept for each. How many were run, and the first one's share of
         the time.
@@ -120,7 +120,7 @@ class PlainRun:
         return count, one.own
 
     def _write_text(self, tokens: list[int], extent: Extent, nodes: int) -> None:
-        """The text of this sequence, with room behind it for what is found behind so many nodes."""
+        """The text of this sequence, with room behind it for tokens found behind `nodes` nodes."""
         length = len(tokens)
         if extent is not self._reader or length < self._read:
             self._reader, self._read = extent, 0

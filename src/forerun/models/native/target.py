@@ -1,4 +1,4 @@
-"""Our decoder on the native kernels: a Target whose whole pass is one call into the C library.
+"""NativeDecoder: our decoder on the native kernels, a Target whose whole pass is one call into the C library.
 
 Weights keep the checkpoint's own quantisation where it has one. Every row of a pass has the same bits whatever
 other rows are in it, so text with and without drafting is bit-equal in every mode. Slots, prompts and trees are
@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.attention import Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hidden_rows import HiddenRows
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
-from forerun.models.native.packing import table_of, unpack_rows
-from forerun.models.native.pass_rows import RotationTables, rows_of
+from forerun.models.native.packing import is_packable, table_of, unpack_rows
+from forerun.models.native.pass_rows import HiddenRows, RotationTables, rows_of
 from forerun.models.native.plain_run import PlainRun, without_rows
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
@@ -62,29 +62,29 @@ class NativeDecoder(Decoder):
         self.mode = mode
         self._decode = native.library().fr_decode
         self._pass = native.Pass()  # filled anew by every pass, but for what seldom changes
-        self._woken = (ctypes.c_int32 * config.layers)()
-        self._pass.woken = ctypes.addressof(self._woken)
+        self._active_experts = (ctypes.c_int32 * config.layers)()
+        self._pass.active_experts = ctypes.addressof(self._active_experts)
         self._known_data: Tensor | None = None  # the KV cache that it points to
         self._stored: tuple[list[int], list[Tensor]] = [], []  # layers whose rows lie beside it, and where
         self._stores_at = array("Q")
         self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
-        self.begun = {}
+        self.early_exits = {}
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
             self._final_norm = reader.names.final_norm()
-            self._kept, self._asleep = reader.kept, sum(reader.asleep)
+            self._kept, self._inactive_bytes = reader.kept, sum(reader.inactive_bytes)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         self._alone = TreePass(self._model)
-        self._alone.one.woken = self._pass.woken
-        self._ahead = PlainRun(self._alone, config.layers, config.width)
+        self._alone.one.active_experts = self._pass.active_experts
+        self._plain_run = PlainRun(self._alone, config.layers, config.width)
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
-        self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
+        self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
         self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
         self._regime_of = rope.regime if rope.has_regimes else None
 
@@ -114,7 +114,7 @@ class NativeDecoder(Decoder):
         rows: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
-        self._ahead.drop()  # their keys and values may be overwritten
+        self._plain_run.drop()  # their keys and values may be overwritten
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer
         ids, tops = None, None if logits is None else array("i", bytes(4 * scored))
@@ -154,8 +154,12 @@ class NativeDecoder(Decoder):
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
         """As every decoder's; the tree of one sequence has a shorter way to the same call."""
-        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
-        if alone and needs.last_row and (needs.rests or self._ahead.has_next(self._extent_for(seqs[0], 1))):
+        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.early_exits
+        if (
+            alone
+            and needs.last_row
+            and (needs.rests or self._plain_run.has_next(self._extent_for(seqs[0], 1)))
+        ):
             needs = without_rows(needs)  # nobody drafts behind this pass
         if alone and -1 not in needs.hidden_layers:
             return self._score_alone(seqs[0], trees, needs)
@@ -168,9 +172,9 @@ class NativeDecoder(Decoder):
         nodes, extent = len(tokens), self._extent_for(seq, len(tokens))
         if extent.layers:
             self._note_layers((seq,), needs)
-        if (known := self._ahead.known(extent, tokens, needs)) is not None:
+        if (known := self._plain_run.known(extent, tokens, needs)) is not None:
             return known
-        most, last = self._ahead.passes(seq, extent, trees, needs), self.config.layers
+        most, last = self._plain_run.passes(seq, extent, trees, needs), self.config.layers
         end = extent.length + nodes
         regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
         table = self._tables.at(regime, end + most)
@@ -183,7 +187,7 @@ class NativeDecoder(Decoder):
         logits, ahead, own = alone.logits(nodes), 0, 1.0
         native.match_threads(torch.get_num_threads())
         if most:
-            ahead, own = self._ahead.run(seq, extent, tokens, most, needs, tuple(hidden))
+            ahead, own = self._plain_run.run(seq, extent, tokens, most, needs, tuple(hidden))
         elif self._decode(*alone.at):
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
         del shown
@@ -193,11 +197,11 @@ class NativeDecoder(Decoder):
         return Scores(logits, hidden, Greedy(found), ahead=ahead, own=own)
 
     def truncate(self, seq: Seq, length: int) -> None:
-        self._ahead.drop()
+        self._plain_run.drop()
         super().truncate(seq, length)
 
     def release(self, seq: Seq) -> None:
-        self._ahead.drop()
+        self._plain_run.drop()
         super().release(seq)
 
     def _show(self, one: native.Pass, hidden: Mapping[int, Tensor], end: int) -> Sequence[array[int]]:
@@ -282,12 +286,14 @@ class NativeDecoder(Decoder):
     @property
     def weight_bytes(self) -> int:
         """What a pass over one node reads; of experts, those that one node picks."""
-        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._asleep
+        return (
+            sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._inactive_bytes
+        )
 
     @property
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         """By layer, how many experts the last pass read; empty where the model has none."""
-        return [] if self.config.moe is None else self._woken[:]
+        return [] if self.config.moe is None else self._active_experts[:]
 
 
 def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
@@ -295,3 +301,38 @@ def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
     if isinstance(table, Tensor):
         return F.embedding(torch.as_tensor(ids), table).float().contiguous()
     return unpack_rows(table, ids)
+
+
+def native_decoder(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    dtype: str,
+    kv_slots: int | None,
+    kv_memory: int | None,
+) -> NativeDecoder | None:
+    """The native decoder of a checkpoint; None where it runs in torch."""
+    mode = choose_mode(config, weights, dtype)
+    if mode is None:
+        return None
+    return NativeDecoder(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory)
+
+
+def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
+    """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
+    required = dtype in ("gguf", "q8")
+    if not (native.available() and NativeDecoder.supports(config)):
+        if required:
+            reason = native.why_not() or f"the {config.family} family runs in torch"
+            raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
+        return None
+    if dtype == "gguf" and not isinstance(weights, GgufWeights):
+        raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
+    if dtype == "auto":
+        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
+    modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
+    return modes.get(dtype)
+
+
+def _all_packable(weights: GgufWeights) -> bool:
+    tensors = weights.file.tensors
+    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())

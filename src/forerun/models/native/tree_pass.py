@@ -48,7 +48,7 @@ class TreePass:
         return logits
 
     def spare_rows(self, rows: int) -> int:
-        """Where so many rows of logits [1, V] lie one behind the other; `take_rows` takes those that were filled."""
+        """Where `rows` rows of logits [1, V] lie one behind the other; `take_rows` takes those that were filled."""
         if len(self._spare) < rows:
             self._make_spare()
         return self._spare[-1][1]
@@ -107,14 +107,14 @@ class TreePass:
         self._reach.most = length + stride
 
     def _lay_out(self, nodes: int, pages: Sequence[int]) -> None:
-        """Room for so many nodes, behind these pages."""
+        """Room for `nodes` nodes, behind these pages."""
         none = [0] * nodes
         self._numbers = array("i", [*none, *none, *[1] * nodes, *none, *none, *none, *pages])
         self._ids, self._tops, self._pages = array("q", none), array("i", none), pages
         self._point(nodes, 1)
 
     def _point(self, nodes: int, stride: int) -> None:
-        """To the columns of so many nodes, with so many slots in each tail."""
+        """To the columns of `nodes` nodes, with `stride` slots in each tail."""
         one, reach, at, size = self.one, self._reach, self._numbers.buffer_info()[0], 4 * nodes
         one.nodes = one.scored = nodes
         one.tokens, one.tops = self._ids.buffer_info()[0], self._tops.buffer_info()[0]

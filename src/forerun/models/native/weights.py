@@ -14,13 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forerun.core.errors import InvalidInput
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
-from forerun.models.native import library as native
 from forerun.models.native.library import Experts, Layer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side
@@ -35,7 +33,9 @@ class NativeReader:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
-        self.asleep = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
+        self.inactive_bytes = list[
+            int
+        ]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(
             min(8, torch.get_num_threads())
         ) as pool:  # packing is C and needs no interpreter
@@ -131,7 +131,7 @@ class NativeReader:
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
             found.shared_gate = self._router(at + "shared_expert_gate.weight", 1)
         size = sum(part.data.nbytes for parts in packed for some in parts for part in some)
-        self.asleep.append(size * (moe.experts - moe.per_token) // moe.experts)
+        self.inactive_bytes.append(size * (moe.experts - moe.per_token) // moe.experts)
         self.kept.extend((*arrays, found))
         return {"experts": ctypes.pointer(found)}
 
@@ -143,7 +143,6 @@ class NativeReader:
         return side_by_side([packed])
 
     def _expert(self, at: str, index: int, moe: MoeConfig) -> tuple[list[PackedWeight], list[PackedWeight]]:
-        """Gate and up, and down, of one expert."""
         width, inner = self.config.width, moe.inner
         if (stacked := at + "experts.gate_up_proj") in self.weights:
             self._check(stacked, (moe.experts, 2 * inner, width))
@@ -203,10 +202,6 @@ class NativeReader:
 
 def some_layers(model: Model, layers: LayerSubset) -> Model:
     """The same model with some of its layers only, over the same weights."""
-    if layers.skips and not native.skips_sublayers():
-        raise InvalidInput(
-            "the native kernels here were built before layers could be skipped: build forerun again"
-        )
     made = (Layer * (layers.end - layers.first))(*[model.layer[i] for i in range(layers.first, layers.end)])
     for index in layers.without_attention:
         made[index - layers.first].attention_norm = None

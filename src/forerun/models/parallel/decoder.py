@@ -136,14 +136,14 @@ class ParallelTarget(ParallelDecoder):
     def shared(self) -> SharedWeights:
         """The model's own shape; rows of the LM head, of which this rank has a part, come from the checkpoint."""
         own = super().shared()
-        return replace(own, config=self.whole, head_rows=lambda ids: self._lm_head[ids.to(self._device)])
+        return replace(own, config=self.whole, head_rows=lambda ids: self._lm_head[ids.to(self.device)])
 
     @cached_property
     def _lm_head(self) -> Tensor:
         if self.whole.tied:
             return self._embedding
         with torch.no_grad(), torch.inference_mode(False):
-            return Checkpoint(self._weights, self.whole, self._dtype, self._device).head(self._embedding)
+            return Checkpoint(self._weights, self.whole, self._dtype, self.device).head(self._embedding)
 
     def _run(
         self,
@@ -187,7 +187,6 @@ class ParallelFollower(ParallelDecoder):
     """Another rank: no requests, no pages; it computes what plans say."""
 
     def serve(self) -> None:
-        """Replay passes until the process is ended."""
         while True:
             self.replay(PassPlan.from_numbers(self.group.receive_plan()))
 
@@ -201,7 +200,7 @@ class ParallelFollower(ParallelDecoder):
         seqs = [PlainSeq(i, []) for i in range(len(plan.spans))]
         logits, hidden = None, dict[int, Tensor]()
         if plan.scored:
-            logits = torch.empty(plan.scored, 0, dtype=self._dtype, device=self._device)
+            logits = torch.empty(plan.scored, 0, dtype=self._dtype, device=self.device)
         elif not plan.ends_with_keys:  # rank 0 needs this rank's part of the whole last layer
             hidden[self.config.layers] = self._empty_rows(len(plan.tokens))
         self._run(plan.tokens, plan.spans, seqs, hidden, logits)

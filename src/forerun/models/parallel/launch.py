@@ -73,7 +73,6 @@ class Worker:
         self.settled.set()
 
     def close(self) -> None:
-        """Tell it to end."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
@@ -133,7 +132,6 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """End all; a second call changes nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -31,7 +31,6 @@ class PassPlan:
     ends_with_keys: bool  # of the last layer: nobody reads what leaves it
 
     def to_numbers(self) -> list[int]:
-        """The plan as whole numbers."""
         numbers = [self.slots, self.scored, int(self.ends_with_keys), len(self.copies)]
         for copies in self.copies:
             numbers.append(len(copies))

@@ -27,7 +27,7 @@ class Part:
     size: int
 
     def of(self, total: int) -> slice:
-        """Its range of so many things: neighbours, and as many as others have or one more."""
+        """Its range of `total` things: neighbours, and as many as others have or one more."""
         each, more = divmod(total, self.size)
         low = self.rank * each + min(self.rank, more)
         return slice(low, low + each + (self.rank < more))
@@ -38,7 +38,6 @@ class Part:
 
     @property
     def all(self) -> list[Part]:
-        """Every rank's part, in order."""
         return [Part(rank, self.size) for rank in range(self.size)]
 
 
@@ -52,7 +51,6 @@ def check_split(config: DecoderConfig, size: int) -> None:
 
 
 def config_of(config: DecoderConfig, part: Part) -> DecoderConfig:
-    """The config of one rank's decoder."""
     check_split(config, part.size)
     kv_heads, moe = part.count(config.kv_heads), config.moe
     if moe is not None:

@@ -25,7 +25,6 @@ from forerun.models.parallel.split import DTYPES, Part
 
 
 def load(job: dict[str, Any]) -> ParallelFollower:
-    """This rank's part of the model."""
     device = torch.device(job["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -87,6 +87,5 @@ class GrammarLaw:
 
 
 def reason_of(matcher: Any) -> str:
-    """Why a matcher has failed, in one line."""
     told = re.split(r"\s*<(?:state|non-verbose/)>", str(matcher.get_error()))[0]
     return "no text matches the schema" if told.startswith(_NO_TEXT) else brief(told) or "no reason given"

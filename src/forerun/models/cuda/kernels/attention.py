@@ -136,7 +136,7 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
             low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
             WINDOW: tl.constexpr, SIZE: tl.constexpr, TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
             ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Every so many-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
+    """Every n-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
 
     `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
     """
@@ -193,7 +193,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
            EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
            WINDOW: tl.constexpr, TREES: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
            ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
+    """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
     takes TOGETHER; the others have PROGRAMS each. WALKS: all groups are counted as those of one tree; where a group has
@@ -314,7 +314,7 @@ def combine(out, positions, parts, tops, sums, split_stride, rows, H: tl.constex
             ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add up the splits of one row and HEADS heads; a warp has a head.
 
-    SKIPS: of every so many-th row, MOST at most, but for those whose splits were added up before.
+    SKIPS: of every n-th row, MOST at most, but for those whose splits were added up before.
     """
     i, programs = tl.program_id(0), tl.num_programs(0)
     position = tl.load(positions + i)

@@ -23,7 +23,7 @@ from forerun.models.cuda.weights import ExpertWeights, Weight
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
 BLOCKS = (16, 32, 64, 128)  # pairs of one expert that a program takes
-UNEVEN = 1.5  # some experts get so many times their share
+UNEVEN = 1.5  # times its share that an expert may get
 ENOUGH = 132  # programs of a pass over one row that keep a GPU's memory busy
 
 
@@ -79,8 +79,8 @@ class FusedExpertSteps(FusedSteps):
         norm, eps = self.model.next_norm(layer), self.model.config.norm_eps
         self.room_for_experts.leave(run, self.buffers.x, norm, experts, eps, left, layer)
 
-    def woken(self) -> list[int]:
-        return self.room_for_experts.woken()
+    def active_experts(self) -> list[int]:
+        return self.room_for_experts.active_experts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class ExpertBuffers:
             EACH=self.moe.per_token, SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         """Experts that the last pass read, by layer: 0 in dense ones."""
         found: list[int] = (self.ends > self.starts).sum(1).tolist()
         return found

@@ -154,7 +154,7 @@ class FusedSteps:
         steps.model = model
         return steps
 
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         return []
 
     def _linear(

@@ -111,7 +111,7 @@ class PlainSteps:
         steps.model = model
         return steps
 
-    def woken(self) -> list[int]:
+    def active_experts(self) -> list[int]:
         return []
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
@@ -165,10 +165,10 @@ class PlainExpertSteps(PlainSteps):
 
     def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
-        self._woken = [0] * len(model.layers)
+        self._active_experts = [0] * len(model.layers)
 
-    def woken(self) -> list[int]:
-        return list(self._woken)
+    def active_experts(self) -> list[int]:
+        return list(self._active_experts)
 
     def gate(self, run: Run, layer: int) -> None:
         if self.model.layers[layer].experts is None:
@@ -179,18 +179,17 @@ class PlainExpertSteps(PlainSteps):
         if weights.experts is None:
             super().leave_mlp(run, layer)
             return
-        live = (run.slots >= 0).nonzero().flatten()  # padding would only wake experts
+        live = (run.slots >= 0).nonzero().flatten()  # padding would only activate experts
         rows = self._normed(run, weights.mlp_norm)[live]
         self.buffers.x[live] += self._mix(rows, weights.experts, layer)
 
     def _mix(self, rows: Tensor, experts: ExpertWeights, layer: int) -> Tensor:
-        """[M, D] -> [M, D] in fp32."""
         moe = self.model.config.moe
         assert moe is not None
         count = moe.experts
         weights, picked = route(rows, experts.router[:count], moe)
         out = torch.zeros(rows.shape, device=rows.device)
-        self._woken[layer] = len(set(picked.flatten().tolist()))
+        self._active_experts[layer] = len(set(picked.flatten().tolist()))
         for expert, places, ranks in by_expert(picked, count):
             gate_up, down = part_of(experts.gate_up, expert, count), part_of(experts.down, expert, count)
             found = _feed_forward(rows[places], gate_up, down)

@@ -93,7 +93,6 @@ def rows_per_tile(rows: int, whole: bool = False) -> int:
 
 
 def power_of_two(value: int) -> int:
-    """The power of two that is no less."""
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -102,7 +101,7 @@ class Sharing:
     """How many programs there are, which groups have just one, and how those are compiled."""
 
     programs: int  # to a group that is not lone and a key-value head
-    # a group with all splits of its nodes, and no more than so many, has one program; 0: none has
+    # a group with all splits of its nodes, and no more than this number, has one program; 0: none has
     walked: int
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
@@ -110,7 +109,7 @@ class Sharing:
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
-    """For passes of this size over so many key-value heads. Other GPUs than Hopper's were not measured."""
+    """For passes of this size over `heads` key-value heads. Other GPUs than Hopper's were not measured."""
     few = 2 * size.shared * heads < 3 * processors  # so few groups that a program each would leave some idle
     if few or head_dim > WIDEST or not hopper or _may_branch(size):
         return shared_out(size, heads, head_dim, processors)

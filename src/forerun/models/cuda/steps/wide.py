@@ -106,7 +106,7 @@ def library_pays(name: str, rows: int, splits: int) -> bool:
 
 
 def _half(rows: int) -> int:
-    """The smallest tile of which two hold so many rows."""
+    """The smallest tile of which two hold these rows."""
     return next(size for size in _PIECES if 2 * size >= rows)
 
 
@@ -187,7 +187,7 @@ class WideProducts:
         return total
 
     def takes(self, count: int) -> bool:
-        """Are passes of so many rows done here?"""
+        """Are passes of `count` rows done here?"""
         return ("gate", count) in self.tiles
 
     def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> Parts:

@@ -105,18 +105,18 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     b->pending = 1;
 }
 
-/* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. The last one
+/* A layer without a norm for its attention, or for its MLP, leaves that part out. The last one
  * goes no further than keys and values with rows of which nobody reads what leaves it. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
     if (layer->attention_norm) attend_layer(m, p, i, n, b);
-    if (p->woken && layer->experts) p->woken[i] = 0;
+    if (p->active_experts && layer->experts) p->active_experts[i] = 0;
     if (!layer->mlp_norm || !n) return;
     norm_rows(m, layer->mlp_norm, b->normed, n, b);
     if (layer->experts) {
-        int64_t woken = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
-        if (p->woken) p->woken[i] = (int32_t)woken;
+        int64_t active_experts = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
+        if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
         fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
         fr_swiglu(b->gate_up, b->mlp, n, m->inner);
@@ -169,9 +169,6 @@ FR_API int64_t fr_layout(void) {
     return FR_ABI * 1000000000ll + (int64_t)sizeof(fr_decoder) * 1000000 + (int64_t)sizeof(fr_layer) * 1000 +
            (int64_t)sizeof(fr_pass);
 }
-
-/* Libraries without this function run every part of every layer. */
-FR_API int fr_skips_sublayers(void) { return 1; }
 
 /* 0 = done, 1 = out of memory. */
 FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {

@@ -52,7 +52,7 @@ FR_API void fr_use_huge_pages(void *memory, int64_t bytes); /* memory.c */
 /* ---- dispatch.c: compiled for the least of machines ---- */
 fr_kernel fr_packed_kernel(int kind);
 int fr_chosen_width(void);             /* of the panels that the chosen path reads */
-int fr_uses_tiles(int64_t rows);       /* does it want so many rows in tiles? */
+int fr_uses_tiles(int64_t rows);       /* does it want this number of rows in tiles? */
 fr_quantize_range fr_chosen_quantize(void);
 FR_API const char *fr_isa(void);       /* "" where the machine lacks what the library is built on */
 FR_API const char *fr_variant(int i);  /* names of all paths of this architecture, best first; NULL after the last */
@@ -143,7 +143,7 @@ typedef struct {
     float *q, *k;
     int64_t q_stride, k_stride;
 } fr_projected;
-/* Queries, so many numbers each, of rows first .. first + count, keys and values of all; into [rows, all outputs]. */
+/* Queries, of that length each, of rows first .. first + count, keys and values of all; into [rows, all outputs]. */
 fr_projected fr_project(const fr_weights *qkv, int64_t queries, const float *x, int64_t rows, int64_t first, int64_t count,
                         float *into, void *scratch);
 
@@ -185,11 +185,10 @@ typedef struct {
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [scored, vocab] or NULL */
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
-    int32_t *woken; /* [layers] how many experts the layer read, or NULL */
+    int32_t *active_experts; /* [layers] how many experts the layer read, or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);
-FR_API int fr_skips_sublayers(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
 
@@ -199,7 +198,7 @@ typedef struct {
     double seconds;       /* none of them starts that would end later than that */
     const int64_t *stops; /* [stop_count] tokens that end a text: nothing is computed behind them */
     int64_t stop_count;
-    int64_t match;        /* nor where the last so many tokens of the text came before; 0 = that is not asked */
+    int64_t match;        /* nor where the last `match` tokens of the text came before; 0 = that is not asked */
     int32_t *text;        /* [length + nodes of the first + most] the tokens up to the first; takes those that are found */
     int64_t length;
     float *logits;        /* [most, vocab] */

@@ -56,7 +56,7 @@ static void enter(fr_suffix *text, int32_t edge) {
     text->slots[at] = edge;
 }
 
-/* Room for two more states and so many more edges; 1 = out of memory. */
+/* Room for two more states and `edges` more edges; 1 = out of memory. */
 static int reserve(fr_suffix *text, int64_t edges) {
     if (text->state_count + 2 > text->state_room) {
         int64_t room = 2 * text->state_room;

@@ -151,7 +151,7 @@ enum { FR_APART = FR_TILE_ROWS };
  * scratch holds fr_quants_bytes(room, inputs). */
 void fr_linear_segments(fr_segment *segments, int64_t count, const float *x, float *y, int64_t room, void *scratch);
 
-/* Does the AMX kernel read so many rows from tiles? P6K has a step for every sixteen inputs: there tiles pay later. */
+/* Does the AMX kernel read these rows from tiles? P6K has a step for every sixteen inputs: there tiles pay later. */
 FR_INLINE int fr_reads_tiles(int kind, int64_t rows) {
     return fr_width(kind) == FR_WIDEST && (fr_format(kind) != FR_P6K || rows >= 16);
 }
