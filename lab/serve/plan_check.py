@@ -22,11 +22,10 @@ from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.batches import parse_batches
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model
-from forerun.measure.plan.contention import Contention, newest_child
+from forerun.measure.plan.advice import Ask, simulate
+from forerun.measure.plan.measure import Contention, newest_child, prompts_of
 from forerun.measure.plan.measure import measure as measure_profile
-from forerun.measure.plan.measure import prompts_of
 from forerun.measure.plan.profile import Profile
-from forerun.measure.plan.simulate import Ask, simulate
 from lab.runner import Document, Run, share
 from lab.serve.command import serving
 from lab.serve.load import arrivals, send_all

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from forerun.measure.plan.contention import Contention
+from forerun.measure.plan.advice import Ask, simulate
+from forerun.measure.plan.measure import Contention
 from forerun.measure.plan.profile import PLAIN, Point, Profile
-from forerun.measure.plan.simulate import Ask, simulate
 from lab.serve.load import arrivals
 from lab.serve.plan_check import forecast
 

@@ -11,8 +11,7 @@ import pytest
 
 from forerun.cli import app
 from forerun.core.errors import InvalidInput
-from forerun.measure.bench.compare import compare
-from forerun.measure.bench.schema import read_result
+from forerun.measure.bench.compare import compare, read_result
 
 
 def figure(value: float, spread: float = 0.05) -> dict[str, float]:

@@ -144,7 +144,7 @@ def compare(
 ) -> None:
     """Show what changed between two results, and whether it is more than noise."""
     from forerun.measure.bench import compare as comparing
-    from forerun.measure.bench.schema import read_result
+    from forerun.measure.bench.compare import read_result
 
     found = comparing.compare(read_result(before), read_result(after))
     if write_document(json_file, found):

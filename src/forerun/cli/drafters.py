@@ -175,7 +175,7 @@ def search(
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
     with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
         from forerun.drafters.model.layer_skip import write_plan
-        from forerun.measure.advise.layer_search import count_layers, run_search
+        from forerun.measure.advise.layers import count_layers, run_search
 
         plan = run_search(settings, seconds)
         write_plan(out, plan, count_layers(model))
@@ -204,7 +204,7 @@ def measure(
     check_model(model)
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, 0)
     with Console(stderr=True).status(f"measuring layers of {model}"):
-        from forerun.measure.advise.layer_search import run_measure
+        from forerun.measure.advise.layers import run_measure
 
         found = run_measure(settings, draft_layers)
     if not write_document(json_file, found):

@@ -20,8 +20,7 @@ from forerun.measure.advise import run as advise
 from forerun.measure.advise.answer import document, in_words
 from forerun.measure.advise.commands import Setup
 from forerun.measure.advise.evidence import BATCHES, Evidence, gather, prospects
-from forerun.measure.advise.predict import Costs, Drafting
-from forerun.measure.advise.replay import Text
+from forerun.measure.advise.predict import Costs, Drafting, Text
 from forerun.measure.bench.alternate import Prompt
 from forerun.measure.bench.settings import Settings, parse_setups
 from forerun.testing import TableLM

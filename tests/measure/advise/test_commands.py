@@ -21,8 +21,7 @@ from forerun.measure.advise import run as advise
 from forerun.measure.advise.answer import document, in_words
 from forerun.measure.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config
 from forerun.measure.advise.evidence import Evidence
-from forerun.measure.advise.predict import Costs, Drafting
-from forerun.measure.advise.replay import Text
+from forerun.measure.advise.predict import Costs, Drafting, Text
 from forerun.measure.bench.settings import Settings
 from forerun.testing import TableLM
 from tests.measure.advise.known import changed, complete

@@ -18,7 +18,7 @@ from forerun.measure.advise.answer import document, in_words
 from forerun.measure.advise.commands import Setup
 from forerun.measure.advise.decide import Verdict, decide, judge
 from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, conclude_from, prospects
-from forerun.measure.advise.replay import Text
+from forerun.measure.advise.predict import Text
 from forerun.measure.bench.alternate import Run
 from forerun.measure.bench.settings import PLAIN
 from forerun.measure.bench.stats import Spread, jackknife

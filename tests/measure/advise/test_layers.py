@@ -17,10 +17,22 @@ from forerun.control.cost import CostModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import LayerPlan, read_plan
-from forerun.measure.advise import layer_search
-from forerun.measure.advise.layer_search import Judge, neighbour, rank, search, sizes, sublayers, without
-from forerun.measure.advise.layer_windows import DEPTH, Shares, cut_windows, gains, release, survivals
-from forerun.models.base import LayerSubset
+from forerun.measure.advise import layers
+from forerun.measure.advise.layers import (
+    DEPTH,
+    Judge,
+    Shares,
+    cut_windows,
+    gains,
+    neighbour,
+    rank,
+    release,
+    search,
+    sizes,
+    sublayers,
+    survivals,
+    without,
+)
 from forerun.models.decoder import Decoder
 from tests.exactness.harness import run
 from tests.measure.conftest import Letters
@@ -132,8 +144,8 @@ def test_the_commands(
     target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none"), tokenizer=Letters())
-    monkeypatch.setattr(layer_search, "load", lambda settings: (LLM(engine, Letters(), "tiny"), FLAT))  # type: ignore[arg-type]
-    monkeypatch.setattr(layer_search, "count_layers", lambda model: LAYERS)
+    monkeypatch.setattr(layers, "load", lambda settings: (LLM(engine, Letters(), "tiny"), FLAT))  # type: ignore[arg-type]
+    monkeypatch.setattr(layers, "count_layers", lambda model: LAYERS)
     monkeypatch.setattr("forerun.cli.drafters.check_model", lambda model: None)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcabc", "hello there")))

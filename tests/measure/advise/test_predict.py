@@ -9,8 +9,16 @@ from forerun.core.types import Budget
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.measure.advise.evidence import calibrate
-from forerun.measure.advise.predict import Costs, Drafting, at_acceptance, estimate, worst_prompt
-from forerun.measure.advise.replay import Text, can_replay, replay
+from forerun.measure.advise.predict import (
+    Costs,
+    Drafting,
+    Text,
+    at_acceptance,
+    can_replay,
+    estimate,
+    replay,
+    worst_prompt,
+)
 from forerun.measure.bench.alternate import Run
 from forerun.measure.bench.contenders import own_contender
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.measure.bench.alternate import Contender, Drafts, Run, differences
+from forerun.measure.bench.compare import SCHEMA
 from forerun.measure.bench.figures import Figures, summarise
-from forerun.measure.bench.schema import SCHEMA
 
 TOKENS = 40
 PARTS = {"draft": 0.001, "pass": 0.02, "verdict": 0.001, "host": 0.002}

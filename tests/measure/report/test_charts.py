@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from forerun.measure.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Dot, Line, ticks
+from forerun.measure.report.html import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Dot, Line, ticks
 
 
 def chart(*lines: Line, **more: object) -> ET.Element:

@@ -13,9 +13,8 @@ from typing import Any
 
 from forerun.build.engine import needs_head
 from forerun.measure.advise.commands import Setup, forerun_command, vllm_config
-from forerun.measure.advise.decide import Decision, decide, judge
+from forerun.measure.advise.decide import Decision, decide, head_in_words, head_prospect, judge
 from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, accepted, prospects, spread
-from forerun.measure.advise.head import head_in_words, head_prospect
 from forerun.measure.bench.figures import acceptance_document
 from forerun.measure.bench.stats import Spread
 from forerun.measure.report.summary import busy_warning

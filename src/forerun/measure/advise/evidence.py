@@ -1,9 +1,11 @@
 """Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
 
-The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
-Every drafter writes them once more, right beside it (`writing`): look-ups, heads and hybrids as the
-controller has them, the others drafting as much as they may. For one at a time that is the answer. For more at once,
-look-ups are replayed on the texts under the price list of the batch size, others are cut, and t(n) says what it costs.
+The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts. Every
+drafter writes them once more, prompt by prompt right beside it, because machines drift: look-ups, heads and hybrids as
+the controller has them, the others drafting as much as they may. Drafters that are only replayed write the first few
+prompts, and so do those that would lose clearly on these at any length. For one sequence at a time that is the answer.
+For more at once, look-ups are replayed on the texts under the price list of the batch size, others are cut, and t(n)
+says what it costs.
 
 Both prompts and the machine's noise move a figure. So the evidence is also kept without each prompt, costs included,
 and intervals come from how much a figure changes then (forerun.measure.bench.stats.jackknife).
@@ -11,7 +13,8 @@ and intervals come from how much a figure changes then (forerun.measure.bench.st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -28,10 +31,8 @@ from forerun.core.types import Budget
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.measure.advise.predict import Costs, Drafting, estimate, worst_prompt
-from forerun.measure.advise.replay import Text, can_replay, replay
-from forerun.measure.advise.writing import Runs, write_in_turn
-from forerun.measure.bench.alternate import Group, Prompt, Run
+from forerun.measure.advise.predict import Costs, Drafting, Text, can_replay, estimate, replay, worst_prompt
+from forerun.measure.bench.alternate import Contender, Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import own_contender
 from forerun.measure.bench.figures import Accepted, interval_of
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
@@ -342,3 +343,35 @@ def spread(found: Spread) -> dict[str, float | None]:
     """A figure and its interval as plain JSON values; null where there is no interval."""
     low, high = interval_of(found) or (None, None)
     return {"value": round(found.value, 4), "low": low, "high": high}
+
+
+FEW = 3  # prompts that every drafter writes
+progress = logging.getLogger("forerun.progress")  # what the command line shows
+
+Runs = dict[str, list[Run]]  # by contender
+
+
+def write_in_turn(
+    plain: Contender,
+    contenders: Sequence[Contender],
+    groups: Sequence[Group],
+    max_tokens: int,
+    goes_on: Callable[[str, Runs], bool],
+) -> Runs:
+    """The runs of each; after a few prompts, only those go on of whom `goes_on` says so."""
+    for number, one in enumerate((plain, *contenders), start=1):
+        progress.info("warming up %s, %d of %d", one.name, number, len(contenders) + 1)
+        warm_up([one], groups[0], min(8, max_tokens))
+    going, runs = list(contenders), Runs({one.name: [] for one in (plain, *contenders)})
+    for index, group in enumerate(groups):
+        if index == FEW:
+            going = [one for one in going if goes_on(one.name, runs)]
+        for run in _rotated((plain, *going), index, group, max_tokens):
+            runs[run.contender].append(run)
+            progress.info("prompt %d of %d, written with %s", index + 1, len(groups), run.contender)
+    return runs
+
+
+def _rotated(contenders: Sequence[Contender], by: int, group: Group, max_tokens: int) -> Iterable[Run]:
+    first = by % len(contenders)
+    return alternate((*contenders[first:], *contenders[:first]), [group], max_tokens, 1)

@@ -1,17 +1,20 @@
 """Compare two benchmark results: what changed, and whether the change is more than noise.
 
 Only ratios are compared as such: they were measured within one process. Speeds of two runs differ by whatever
-the machine did meanwhile, so they are shown and not judged.
+the machine did meanwhile, so they are shown and not judged. `read_result` checks a document's schema version and keys.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from forerun.core.errors import InvalidInput
 from forerun.measure.report.terminal import number
 
 ALL = "all tasks"
@@ -84,3 +87,46 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
             table.add_row(key, *map(str, pair))
         shown.append(table)
     return shown
+
+
+SCHEMA = 2  # 2: 95% intervals may be null, `intervals` replaces the spread of repeats, acceptance has counts
+REQUIRED = (
+    "schema",
+    "t",
+    "contenders",
+    "by_task",
+    "speedup",
+    "ratios",
+    "intervals",
+    "equal",
+    "cells",
+    "samples",
+    "conditions",
+)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result from a file that holds the document, or a whole output that ends with it."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read {str(path)!r}: {error.strerror}; give a file that --json wrote"
+        ) from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{str(path)!r} is not UTF-8 text; give a file that --json wrote") from None
+    try:
+        found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
+    except ValueError:
+        raise InvalidInput(f"{str(path)!r} does not end with JSON; give a file that --json wrote") from None
+    missing = [key for key in REQUIRED if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise InvalidInput(
+            f"{str(path)!r} is no benchmark result: {missing[0]!r} is missing; run forerun bench"
+        )
+    if found["schema"] != SCHEMA:
+        raise InvalidInput(
+            f"{str(path)!r} has schema {found['schema']} and this version reads {SCHEMA}; measure again"
+        )
+    result: dict[str, Any] = found
+    return result

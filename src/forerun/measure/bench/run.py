@@ -1,7 +1,7 @@
 """Run a benchmark: load, measure every cell in turn, sum up. `forerun bench` and its presets call `run`.
 
 The baseline is our own plain loop, in the same process and on the same prompts, a moment before or after. The
-document that comes back is described in docs/benchmarking.md and checked by `forerun.measure.bench.schema`.
+document that comes back is described in docs/benchmarking.md and checked by `forerun.measure.bench.compare`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from forerun.measure.bench.alternate import (
     warm_up,
     without_lost,
 )
+from forerun.measure.bench.compare import SCHEMA
 from forerun.measure.bench.contenders import load, load_peers, own_contenders
 from forerun.measure.bench.figures import Figures, samples, summarise
 from forerun.measure.bench.run_log import RunLog
-from forerun.measure.bench.schema import SCHEMA
 from forerun.measure.bench.settings import Cell, Settings
 from forerun.measure.bench.suites import Item, load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes

@@ -1,11 +1,16 @@
-"""Measure a profile on this machine: a short batch sweep of the real engine, plain and with its drafter."""
+"""Measure a profile on this machine: a short batch sweep of the real engine, plain and with its drafter.
+
+`Contention` says how much slower a process is because others use the same cores: what its threads ran and waited.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean
 
 from forerun.api.llm import LLM
@@ -13,7 +18,6 @@ from forerun.core.params import SamplingParams
 from forerun.measure.bench.batches import PLAIN, Call, Setup, Sweep, Text
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts
-from forerun.measure.plan.contention import Contention
 from forerun.measure.plan.profile import Point, Profile, points_of
 
 PROMPTS = 8
@@ -77,3 +81,44 @@ def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
     items = load_suite(None)
     chosen = [items[i * len(items) // count] for i in range(min(count, len(items)))]
     return [tuple(llm.tokenizer.chat_ids(list(item.messages), True)) for item in chosen]
+
+
+class Contention:
+    """Of one process, from one look to the next; 1.0 where the system does not tell (only Linux does)."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._folder = Path("/proc") / str(os.getpid() if pid is None else pid) / "task"
+        self._last = self._now()
+
+    def slowdown(self) -> float:
+        """Since the last look: time that its busiest thread ran or would have run, over the time that it ran.
+
+        The busiest one is the engine's: threads that wake up for a moment wait long for little.
+        """
+        before, self._last = self._last, self._now()
+        spent = [
+            (run - before.get(thread, (0, 0))[0], wait - before.get(thread, (0, 0))[1])
+            for thread, (run, wait) in self._last.items()
+        ]
+        ran, waited = max(spent, default=(0, 0))
+        return (ran + waited) / ran if ran > 0 else 1.0
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for file in self._folder.glob("*/schedstat"):
+            try:
+                run, wait, _ = file.read_text().split()
+            except (OSError, ValueError):  # a thread that has just ended
+                continue
+            found[file.parent.name] = int(run), int(wait)
+        return found
+
+
+def newest_child() -> int | None:
+    """The process that this one started last; None where the system does not tell."""
+    me = os.getpid()
+    try:
+        children = (Path("/proc") / str(me) / "task" / str(me) / "children").read_text().split()
+    except OSError:
+        return None
+    return max(map(int, children), default=None)
