@@ -8,9 +8,8 @@ last was read by the real engine (forerun.engine.engine). How many tokens of a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,9 @@ from forerun.core.types import (
     first_rows,
 )
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.eagle_plan import FORMS, ROOM, bucket_of, forms_for
+from forerun.drafters.device.plan import FORMS, ROOM, bucket_of, forms_for
+from forerun.drafters.device.protocol import Seats, Unread
+from forerun.models.base import Target
 from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.shared import SharedWeights
@@ -116,8 +117,9 @@ class SimulatedGPU(CountedTokens):
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
         self.host_works(len(seqs))
-        fresh = list[list[int]]()
+        fresh, starting = list[list[int]](), set[int]()
         if prompts is not None:
+            starting = {seq.id for seq in prompts.seqs}
             fresh = self._fresh(prompts.seqs)
             fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
         nodes, beside = len(seqs) if trees.form is None else trees.form.rows, sum(map(len, fresh))
@@ -125,21 +127,21 @@ class SimulatedGPU(CountedTokens):
         end = self._run(nodes, beside)
         taken = end - started
         known = Greedy(
-            verdict=lambda: self._decide(seqs, trees, end),
+            verdict=lambda: self._decide(seqs, trees, end, starting),
             next_roots=next_roots,
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
         return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
 
-    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float, starting: set[int]) -> Verdict:
         self.clock.wait_until(end)
         form = trees.form
         if form is None:
             return Verdict.of([()] * len(seqs), [self._word(seq, 0) for seq in seqs], self.device)
         parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
         tokens, paths, bonus = list[int](), list[range](), list[int]()
-        for b, seq in enumerate(seqs):
-            count = self._accepted(seq, form) if b < len(seqs) - trees.undrafted else 0
+        for seq in seqs:
+            count = 0 if seq.id in starting else self._accepted(seq, form)
             right = [self._word(seq, depth) for depth in range(count)]
             tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
             paths.append(range(1, count + 1))
@@ -161,8 +163,6 @@ class SimulatedGPU(CountedTokens):
 class SimulatedHead(BaseDrafter):
     """Trees that the simulated device grows, behind unread ones too."""
 
-    follows_undrafted = True
-
     def __init__(self, gpu: SimulatedGPU) -> None:
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)
         self._offer = Offer(menu=self.menu)
@@ -180,25 +180,26 @@ class SimulatedHead(BaseDrafter):
         listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
         return self._grow(max(listed), len(seqs), None)
 
-    def follow(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> TreeBatch | None:
-        assert trees.form is not None
-        return self._behind(going, _shape(trees.form))
-
-    @property
-    def switcher(self) -> SimulatedHead:
+    def device(self, seqs: Sequence[Seq]) -> SimulatedHead:
         return self
 
-    def switch(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
-    ) -> TreeBatch | None:
-        return self._behind(going, Form(budget.nodes, budget.depth, budget.width))
+    def launch(self, seats: Seats, form: Form | None, behind: Unread | None = None) -> TreeBatch | None:
+        assert behind is not None, "else it proposes"
+        if form is None:
+            assert behind.trees.form is not None
+            form = _shape(behind.trees.form)
+        return self._behind(seats, form)
 
-    def rest(self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+    def is_ready(self, seq: Seq) -> bool:
+        return True
+
+    def rest(self, seats: Seats, behind: Unread) -> None:
         """It keeps no rows."""
 
-    def _behind(self, going: Sequence[tuple[Any, int]], form: Form) -> TreeBatch | None:
+    def rehearse(self, target: Target, max_batch: int, max_length: int) -> None:
+        """Nothing is captured."""
+
+    def _behind(self, going: Seats, form: Form) -> TreeBatch | None:
         if form not in forms_for(bucket_of(len(going))):
             return None
         self._read([seq for seq, _ in going])
@@ -210,8 +211,8 @@ class SimulatedHead(BaseDrafter):
         self.gpu.busy_for(seconds)
         trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
-        starts, timed = trees.starts(count), lambda: seconds
-        return TreeBatch(rows, rows, starts, form=trees, device_seconds=timed, grower=self, follows=follows)
+        starts = trees.starts(count)
+        return TreeBatch(rows, rows, starts, form=trees, draft_seconds=seconds, follows=follows)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Prompts are read before the first draft behind them, or when a sequence has no places for more rows."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forerun.core.offer import Form
-from forerun.drafters.device.eagle_plan import FORMS, bucket_of, forms_for
 from forerun.drafters.device.features import PASSES
+from forerun.drafters.device.plan import FORMS, bucket_of, forms_for
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from lab.simulate.menu import accepted_of
 
@@ -63,10 +63,21 @@ def h200(**other: float) -> Speeds:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedForms:
-    """The menu of a head on a GPU; implements forerun.core.offer.Menu."""
+    """The menu of a head on a GPU; implements forerun.drafters.device.protocol.DeviceMenu."""
 
     speeds: Speeds
     rate: float
+    switches: bool = True
+    complete_to: int = 0
+
+    def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
+        return Form(nodes, depth, width)
+
+    def knows(self, form: Form, batch: int) -> bool:
+        return True
+
+    def drafting(self, form: Form, batch: int) -> float:
+        return self.speeds.of_draft(form, bucket_of(batch))
 
     @property
     def forms(self) -> tuple[Form, ...]:

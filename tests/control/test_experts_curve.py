@@ -6,7 +6,7 @@ import pytest
 
 from forerun.control.cost import CostModel
 from forerun.core.types import Budget
-from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.plan import FORMS
 from lab.moe.passes import chance
 from lab.simulate.control import Make, Simulation, TextKind
 from lab.simulate.menu import MenuSimulation, SimulatedMenu, Trace
