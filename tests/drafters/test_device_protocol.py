@@ -81,7 +81,7 @@ def holds_device(node: ast.expr) -> bool:
         return holds_device(node.body) or holds_device(node.orelse)
     if isinstance(node, ast.Call):
         if isinstance(node.func, ast.Attribute):
-            return node.func.attr == "device" and "drafter" in ast.unparse(node.func.value)
+            return node.func.attr == "device" and ast.unparse(node.func.value).endswith("drafters")
         return isinstance(node.func, ast.Name) and node.func.id == "device_of"
     return False
 
