@@ -17,10 +17,9 @@ from torch import Tensor
 from forerun.core.noise import Noise
 from forerun.core.types import Budget, Needs, TreeBatch, Verdict
 from forerun.drafters.base import committed_tokens
-from forerun.drafters.device.eagle import DeviceEagle, capture_menu
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import DraftMenu
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.head import make_net
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, expected_shapes
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.cuda.target import CudaDecoder
@@ -68,13 +67,13 @@ def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY, *
 
 def make_drafter(
     target: CudaDecoder, head: Head, kind: WeightKind | None, max_batch: int = 0, max_length: int = 0
-) -> DeviceEagle:
+) -> OnDevice[HeadDraft]:
     """A drafter whose graphs are captured now, for batches up to `max_batch`; 0 = when they are first used."""
-    capture, menu = target.kernels == "triton", DraftMenu(head[0].rates)
-    draft = DeviceDraft(*make_net(*head, target, kind), capture=capture, menu=menu)
-    drafter = DeviceEagle(draft, _no_other)
+    capture = target.kernels == "triton"
+    draft = HeadDraft(*make_net(*head, target, kind), capture=capture, rates=head[0].rates)
+    drafter = OnDevice(draft, _no_other)
     if max_batch:
-        capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
+        draft.rehearse(target, max_batch, max_length or target.max_length)
     return drafter
 
 
@@ -109,7 +108,7 @@ def measure_rounds(
 
 
 def _measure_round(
-    target: CudaDecoder, drafter: DeviceEagle, batch: int, budget: Budget, context: int
+    target: CudaDecoder, drafter: OnDevice[HeadDraft], batch: int, budget: Budget, context: int
 ) -> dict[str, float]:
     seqs = [
         FakeSeq(i, [(7 * i + j) % 199 for j in range(context + 1)], max_length=context + 400)
@@ -124,7 +123,7 @@ def _measure_round(
         for _ in range(ROUNDS if timed else 3):
             play(target, drafter, seqs, budget, parts)
         whole = (perf_counter() - started) / ROUNDS
-    draft = seconds_of(drafter.draft.replay_last, 20)
+    draft = seconds_of(drafter.draft._replay_last, 20)
     device = seconds_of(target.passes.replay_last, 20)
     plain = _plain_round(target, seqs)
     plain_device = seconds_of(target.passes.replay_last, 20)
@@ -138,7 +137,7 @@ def _measure_round(
 
 def play(
     target: CudaDecoder,
-    drafter: DeviceEagle,
+    drafter: OnDevice[HeadDraft],
     seqs: Sequence[FakeSeq],
     budget: Budget,
     parts: dict[str, float],

@@ -19,7 +19,7 @@ import torch
 from forerun.api.llm import LLM
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget
-from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.plan import FORMS
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from lab.inflate.model import PRESETS

@@ -9,7 +9,7 @@ What the target says comes from texts that are known, or is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
 from typing import Protocol
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.core.offer import Form
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
-from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.plan import FORMS
 from forerun.models.base import SharedWeights
 from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from forerun.models.slots import UnpagedTarget
@@ -80,7 +80,9 @@ class Answers(Protocol):
     def start(self, seq: Seq) -> None:
         """Its prompt is read."""
 
-    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict: ...
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch, starting: Collection[int]) -> Verdict:
+        """Sequences of the ids in `starting` have nodes that were not drafted."""
+
     def forget(self, seq: Seq) -> None: ...
 
 
@@ -96,7 +98,7 @@ class KnownAnswers:
             prompt = tuple(seq.tokens[: seq.prompt_length])
             self._known[seq.id] = [*prompt, *self.texts[prompt]]
 
-    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict:
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch, starting: Collection[int]) -> Verdict:
         if not trees.is_plain():
             return walked(seqs, trees, self._after)
         trees.note_host([seq.tokens[-1] for seq in seqs], trees.to_host()[1])
@@ -127,7 +129,7 @@ class DrawnAnswers:
     def forget(self, seq: Seq) -> None:
         """Nothing was known."""
 
-    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch) -> Verdict:
+    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch, starting: Collection[int]) -> Verdict:
         form = trees.form
         if form is None and not trees.is_plain():
             return walked(seqs, trees, self.word)
@@ -135,8 +137,8 @@ class DrawnAnswers:
             return Verdict.of([()] * len(seqs), [self.word(seq, 0) for seq in seqs], trees.device)
         parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
         tokens, paths, bonus = list[int](), list[range](), list[int]()
-        for b, seq in enumerate(seqs):
-            count = self.accepted(seq, form) if b < len(seqs) - trees.undrafted else 0
+        for seq in seqs:
+            count = 0 if seq.id in starting else self.accepted(seq, form)
             right = [self.word(seq, depth) for depth in range(count)]
             tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
             paths.append(range(1, count + 1))
@@ -207,14 +209,16 @@ class SimulatedDevice(UnpagedTarget):
         """Prompts share the pass."""
         began = perf_counter()
         self.host_works(len(seqs))
-        fresh = list[list[int]]()
+        fresh, starting = list[list[int]](), set[int]()
         if prompts is not None:
+            starting = {seq.id for seq in prompts.seqs}
             fresh = self._fresh(prompts.seqs)
             fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
         end, taken = self._run(trees.nodes if trees.form is None else trees.form.rows, sum(map(len, fresh)))
         follows = trees.is_plain() or trees.form is not None
         known = Greedy(
-            verdict=lambda: self._decide(seqs, trees, end), next_roots=next_roots if follows else None
+            verdict=lambda: self._decide(seqs, trees, end, starting),
+            next_roots=next_roots if follows else None,
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
         self.spent += perf_counter() - began
@@ -237,10 +241,12 @@ class SimulatedDevice(UnpagedTarget):
         self._cached.pop(seq.id, None)
         self.answers.forget(seq)
 
-    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
+    def _decide(
+        self, seqs: Sequence[Seq], trees: TreeBatch, end: float, starting: Collection[int]
+    ) -> Verdict:
         began = perf_counter()
         self.clock.wait_until(end)
-        verdict = self.answers.verdict(seqs, trees)
+        verdict = self.answers.verdict(seqs, trees, starting)
         self.spent += perf_counter() - began
         return verdict
 

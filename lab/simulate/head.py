@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from forerun.core.offer import Form, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.eagle_plan import ROOM, bucket_of, forms_for
+from forerun.drafters.device.plan import ROOM, bucket_of, forms_for
+from forerun.drafters.device.protocol import Seats, Unread
+from forerun.models.base import Target
 from lab.simulate.device import SimulatedDevice, listed_form
 from lab.simulate.speeds import SimulatedForms
 
 
 class SimulatedHead(BaseDrafter):
     """Trees that the simulated device grows, behind unread ones too."""
-
-    follows_undrafted = True
 
     def __init__(self, gpu: SimulatedDevice, rate: float) -> None:
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, rate)
@@ -38,25 +36,26 @@ class SimulatedHead(BaseDrafter):
         listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
         return self._grow(max(listed), len(seqs), None)
 
-    def follow(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> TreeBatch | None:
-        assert trees.form is not None
-        return self._behind(going, listed_form(trees.form))
-
-    @property
-    def switcher(self) -> SimulatedHead:
+    def device(self, seqs: Sequence[Seq]) -> SimulatedHead:
         return self
 
-    def switch(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
-    ) -> TreeBatch | None:
-        return self._behind(going, Form(budget.nodes, budget.depth, budget.width))
+    def launch(self, seats: Seats, form: Form | None, behind: Unread | None = None) -> TreeBatch | None:
+        assert behind is not None, "else it proposes"
+        if form is None:
+            assert behind.trees.form is not None
+            form = listed_form(behind.trees.form)
+        return self._behind(seats, form)
 
-    def rest(self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+    def is_ready(self, seq: Seq) -> bool:
+        return True
+
+    def rest(self, seats: Seats, behind: Unread) -> None:
         """It keeps no rows."""
 
-    def _behind(self, going: Sequence[tuple[Any, int]], form: Form) -> TreeBatch | None:
+    def rehearse(self, target: Target, max_batch: int, max_length: int) -> None:
+        """Nothing is captured."""
+
+    def _behind(self, going: Seats, form: Form) -> TreeBatch | None:
         if form not in forms_for(bucket_of(len(going))):
             return None
         self._read([seq for seq, _ in going])
@@ -68,8 +67,7 @@ class SimulatedHead(BaseDrafter):
         self.gpu.busy_for(seconds)
         trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
-        starts, timed = trees.starts(count), lambda: seconds
-        return TreeBatch(rows, rows, starts, form=trees, device_seconds=timed, grower=self, follows=follows)
+        return TreeBatch(rows, rows, trees.starts(count), form=trees, draft_seconds=seconds, follows=follows)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Prompts are read before the first draft behind them, or when a sequence has no places for more rows."""

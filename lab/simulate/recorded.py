@@ -23,7 +23,7 @@ from forerun.core.offer import Form, Offer
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Event, Round, Seq, TreeForm
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle_plan import BUCKETS, DraftMenu, bucket_of
+from forerun.drafters.device.plan import BUCKETS, DraftMenu, bucket_of
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from forerun.core.offer import Form
-from forerun.drafters.device.eagle_plan import FORMS, bucket_of, forms_for
 from forerun.drafters.device.features import PASSES
+from forerun.drafters.device.plan import FORMS, bucket_of, forms_for
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 
 # milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
@@ -104,10 +104,21 @@ AT_ONCE = Speeds({1: 0.0, MAX_ROWS: 0.0}, host=0.0, host_row=0.0)  # passes take
 
 @dataclass(frozen=True, slots=True)
 class SimulatedForms:
-    """The menu of a head on a GPU; implements forerun.core.offer.Menu."""
+    """The menu of a head on a GPU; implements forerun.drafters.device.protocol.DeviceMenu."""
 
     speeds: Speeds
     rate: float
+    switches: bool = True
+    complete_to: int = 0
+
+    def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
+        return Form(nodes, depth, width)
+
+    def knows(self, form: Form, batch: int) -> bool:
+        return True
+
+    def drafting(self, form: Form, batch: int) -> float:
+        return self.speeds.of_draft(form, bucket_of(batch))
 
     @property
     def forms(self) -> tuple[Form, ...]:

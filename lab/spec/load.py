@@ -23,7 +23,7 @@ from forerun.core import registry
 from forerun.core.params import Dtype, EngineConfig, SpeculativeConfig
 from forerun.core.types import Needs
 from forerun.drafters.base import CompositeClass, Drafter
-from forerun.drafters.device.eagle import DeviceDrafter
+from forerun.drafters.device.drafter import OnDevice
 from forerun.heads import open_head
 from forerun.measure.bench.contenders import LAYERS, build_head, fresh_costs
 from forerun.measure.bench.settings import DrafterSetup
@@ -131,8 +131,8 @@ class Builder:
         assert setup.head is not None
         if chosen:
             drawing = self._build(setup)
-            if isinstance(drawing, DeviceDrafter):  # the same graphs
-                return DeviceDrafter(drawing.draft, lambda: drawing.plain)
+            if isinstance(drawing, OnDevice):  # the same graphs
+                return OnDevice(drawing.draft, lambda: drawing.plain)
         ready = replace(setup, head=self._at_shape(setup.head))
         return build_head(self.llm, ready, self._models, drawn=not chosen)
 

@@ -6,7 +6,7 @@ import pytest
 
 from forerun.control.cost import CostModel
 from forerun.core.types import Budget
-from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.plan import FORMS
 from lab.moe.passes import chance
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.simulate.menu import MenuSimulation, Trace

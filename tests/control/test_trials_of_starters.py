@@ -7,6 +7,7 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.core.types import Round
 from forerun.engine.engine import Engine
+from forerun.engine.round import LaunchedRound
 from lab.simulate.load import Ask, SimulatedServer
 
 ANSWER = 64  # tokens: as many rounds as lie between trials, so that every trial is due with a new text
@@ -40,11 +41,11 @@ def test_no_trial_is_lost_to_a_round_that_requests_start_with(monkeypatch: pytes
 def test_negative_control_a_plan_for_those_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
     server, real = SimulatedServer(True, rate=0.05), Engine._launch
 
-    def planned(engine: Engine, seqs, trees, *more) -> None:  # type: ignore[no-untyped-def]
-        if trees.undrafted == len(seqs):
+    def planned(engine: Engine, seqs, trees, readers, *more) -> None:  # type: ignore[no-untyped-def]
+        if all(seq in readers for seq in seqs):
             engine.controller.plan(seqs)
-            trees.undrafted = 0
-        real(engine, seqs, trees, *more)
+        real(engine, seqs, trees, readers, *more)
 
     monkeypatch.setattr(Engine, "_launch", planned)
+    monkeypatch.setattr(LaunchedRound, "starters", lambda *_: 0)
     assert 0 in trials_of(server, monkeypatch)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forerun.control.cost import WIDE
 from forerun.core.offer import Form
-from forerun.drafters.device.eagle import contexts_of, jobs_of
-from forerun.drafters.device.eagle_plan import (
+from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
+from forerun.drafters.device.plan import (
     BUCKETS,
     FORMS,
     ROWS,
@@ -22,11 +22,11 @@ from forerun.drafters.device.eagle_plan import (
     Lane,
     aligned,
     bucket_of,
+    contexts_of,
     extent_of,
     forms_for,
     plan_draft,
 )
-from forerun.drafters.device.growth import Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
 from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
 from forerun.models.paged import Ints
@@ -307,7 +307,7 @@ def test_a_menu_says_what_was_timed() -> None:
 @pytest.mark.parametrize("max_length", [300, 1000, 1020, 1024, 8192, 100_000])
 def test_what_is_captured_covers_every_context(max_length: int) -> None:
     """No text that is written up to its end, with any form behind it, needs a graph that is not there."""
-    captured = {(form, splits_to(reach + form.depth)) for _, form, reach in jobs_of(1, max_length)}
+    captured = {(form, splits_to(reach + form.depth)) for _, form, reach in DraftMenu().jobs(1, max_length)}
     for form in forms_for(1):
         for length in {0, 500, 1000, 1017, 1018, 1023, max_length // 2, max_length - 1}:
             if length < max_length:
@@ -316,6 +316,6 @@ def test_what_is_captured_covers_every_context(max_length: int) -> None:
 
 
 def test_batches_larger_than_asked_for_are_not_captured() -> None:
-    assert {bucket for bucket, _, _ in jobs_of(8, 500)} == {1, 2, 4, 8}
-    assert {bucket for bucket, _, _ in jobs_of(9, 500)} == {1, 2, 4, 8, 12}
-    assert max(bucket for bucket, _, _ in jobs_of(1000, 500)) == 128
+    assert {bucket for bucket, _, _ in DraftMenu().jobs(8, 500)} == {1, 2, 4, 8}
+    assert {bucket for bucket, _, _ in DraftMenu().jobs(9, 500)} == {1, 2, 4, 8, 12}
+    assert max(bucket for bucket, _, _ in DraftMenu().jobs(1000, 500)) == 128

@@ -14,7 +14,7 @@ from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle_plan import DraftMenu
+from forerun.drafters.device.plan import DraftMenu
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Verdict
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.head import make_net
 from forerun.drafters.heads.eagle import Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, read_head, write_head
 from forerun.drafters.heads.eagle_native import NativeHead
@@ -47,19 +47,22 @@ def _narrow(target: CudaDecoder, width: int = 32) -> tuple[EagleConfig, dict[str
     return config, weights
 
 
-def _drafters(target: CudaDecoder) -> list[EagleDrafter | DeviceEagle]:
+def _drafters(target: CudaDecoder) -> list[EagleDrafter | OnDevice[HeadDraft]]:
     """The same head by torch, by the native kernels, on the device, and with its embedding written out."""
     config, weights = _narrow(target)
     shared = target.shared()
     table = shared.embed(torch.arange(VOCAB)) @ weights["embed_proj.weight"].t()
     whole = {name: weight for name, weight in weights.items() if name != "embed_proj.weight"}
     plain = Eagle3Drafter(EagleHead(config, {**whole, "embed_tokens.weight": table}, shared))
-    found: list[EagleDrafter | DeviceEagle] = [plain, Eagle3Drafter(EagleHead(config, weights, shared))]
+    found: list[EagleDrafter | OnDevice[HeadDraft]] = [
+        plain,
+        Eagle3Drafter(EagleHead(config, weights, shared)),
+    ]
     if native_library.available():
         found.append(Eagle3Drafter(NativeHead(config, weights, shared)))
     return [
         *found,
-        DeviceEagle(DeviceDraft(*make_net(config, weights, target), capture=False), lambda: plain),
+        OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain),
     ]
 
 

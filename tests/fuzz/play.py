@@ -265,7 +265,7 @@ def _inject(player: Player, patch: pytest.MonkeyPatch) -> None:
         if "rows" in vars(draft):
             places += [("append", draft.rows, "append_decided"), ("draft", draft, "_draft_for")]
         else:
-            places += [("draft", draft, "_launch")]
+            places += [("draft", draft, "_draft")]
     for place, owner, name in places:
         patch.setattr(owner, name, _failing(player, place, getattr(owner, name)))
 

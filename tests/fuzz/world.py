@@ -22,13 +22,12 @@ from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device import eagle as capture
-from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import bucket_of
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.growth import _same_of_levels
-from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft
+from forerun.drafters.device.head import make_net
+from forerun.drafters.device.model import ModelDraft, over_model
+from forerun.drafters.device.plan import DraftMenu, bucket_of
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter
@@ -133,9 +132,7 @@ def make_drafter(name: str, target: Any, setting: Setting) -> Drafter:
         return (DFlashDrafter if name == "dflash" else DSparkDrafter)(block_head)
     if name == "draft_model":
         model = make_target(setting, draft=True)
-        return DeviceModelDrafter(
-            ModelDraft(model, VOCAB, target.grown.last), lambda: ModelDrafter(model, VOCAB)
-        )
+        return over_model(ModelDraft(model, VOCAB, target.grown.last), lambda: ModelDrafter(model, VOCAB))
     return _eagle(name, target, shared, dtype, on_device=setting.target == "twin" and name != "plain-eagle3")
 
 
@@ -165,7 +162,7 @@ def _eagle(name: str, target: Any, shared: Any, dtype: torch.dtype, on_device: b
 
     if not on_device:
         return plain()
-    return DeviceEagle(DeviceDraft(*make_net(config, weights, target, None), capture=False), plain)
+    return OnDevice(HeadDraft(*make_net(config, weights, target, None), capture=False), plain)
 
 
 class RandomForms:
@@ -260,7 +257,7 @@ class World:
                     draft.model.passes.capture = draft.model.after.replays.capture = True
                 else:
                     draft.replays.capture = True
-                    capture.capture_menu(draft, self.target, draft.needs, setting.batch, 200)
+                    draft.rehearse(self.target, setting.batch, 200)
         return drafter
 
     def device_drafts(self) -> list[Any]:
@@ -270,7 +267,7 @@ class World:
 def drafts_of(drafters: Iterable[Any]) -> list[Any]:
     """What these drafters grow on a device."""
     found = [one.second if isinstance(one, HybridDrafter) else one for one in drafters]
-    return [one.draft for one in found if isinstance(one, DeviceDrafter)]
+    return [one.draft for one in found if isinstance(one, OnDevice)]
 
 
 def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
@@ -282,9 +279,8 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
     world = World(engine, target, {})
     if setting.captures and setting.target == "twin":
         patch.setattr(graphs, "capture", record)
-        patch.setattr(
-            capture, "jobs_of", lambda batch, length: [(bucket_of(min(batch, 4)), Form(5, 5, 1), 200)]
-        )
+        jobs = [(bucket_of(min(setting.batch, 4)), Form(5, 5, 1), 200)]
+        patch.setattr(DraftMenu, "jobs", lambda *_: jobs)
         target.passes.capture = target.after.replays.capture = True
     make = engine.drafters._make
 

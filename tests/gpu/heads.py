@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from forerun.core.types import Scores, TreeBatch, Verdict
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.head import make_net
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind
 from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
@@ -67,12 +67,12 @@ def plain_drafter(target: CudaDecoder, config: EagleConfig, weights: dict[str, T
 
 def both_drafters(
     target: CudaDecoder, kind: WeightKind | None = None, **more: Any
-) -> tuple[DeviceEagle, EagleDrafter]:
+) -> tuple[OnDevice[HeadDraft], EagleDrafter]:
     """A head drafting on the device, and the same head as everywhere."""
     config, weights = make_head(target, **more)
     plain = plain_drafter(target, config, weights)
-    draft = DeviceDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
-    return DeviceEagle(draft, lambda: plain), plain
+    draft = HeadDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
+    return OnDevice(draft, lambda: plain), plain
 
 
 def settled(scores: Scores) -> Verdict:

@@ -19,10 +19,10 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.request import ALWAYS
 from forerun.core.types import Budget, Request, TreeForm
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import DraftForm, Lane
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.head import make_net
+from forerun.drafters.device.plan import DraftForm, Lane
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
@@ -63,7 +63,7 @@ class MadeUp:
         """Of a plain pass."""
         return self.tokens[:rows]
 
-    def silence(self, draft: DeviceDraft | None) -> None:
+    def silence(self, draft: HeadDraft | None) -> None:
         """From now on the target's passes, and drafts, do nothing else."""
         target, plain = self.target, self.target.passes.plain
         new: list[tuple[object, str, Any]] = [
@@ -83,12 +83,12 @@ class MadeUp:
             setattr(owner, name, call)
 
 
-def _with_roots(draft: DeviceDraft) -> Any:
+def _with_roots(draft: HeadDraft) -> Any:
     real = draft._draft_for
 
     def draft_for(lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
         planned = real(lanes, form, farthest)
-        trees = draft._tree_ints[:, : planned.trees.rows].view(2, planned.sequences, -1)
+        trees = draft.trees[:, : planned.trees.rows].view(2, planned.sequences, -1)
         trees[1] = torch.arange(-1, planned.trees.nodes - 1) if form.width == 1 else 0
         roots = np.array([lane.root for lane in lanes])  # no tensor of a list: on a GPU that would wait
         trees[0, :, 0], trees[1, :, 0] = torch.from_numpy(roots), -1
@@ -104,12 +104,12 @@ def make_silent(batch: int) -> Engine:
         DecoderConfig.from_hf(weights.config), weights, dtype=torch.float32, device="cpu", kernels="torch",
         kv_slots=(batch + batch // 4 + 4) * 800, greedy_walk=device_walk(torch.device("cpu")),
     )  # fmt: skip
-    draft = DeviceDraft(*make_net(*random_head(target, 1024), target, "plain"), capture=False)
+    draft = HeadDraft(*make_net(*random_head(target, 1024), target, "plain"), capture=False)
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({2}), speculative, EngineConfig(max_batch=batch))
     engine.timeline.depth, engine.scheduler.reads_early = 2, True
     engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows)
-    engine.drafters.add("device", HybridDrafter(NgramDrafter(), DeviceEagle(draft, NgramDrafter)))
+    engine.drafters.add("device", HybridDrafter(NgramDrafter(), OnDevice(draft, NgramDrafter)))
     engine.default_drafter = "device"
     engine.controller = controller = FixedController(1)
     controller.budget = Budget(2, 2, repeats=ALWAYS)

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from forerun.core.types import Request
-from forerun.drafters.device import eagle as capture
-from forerun.drafters.device.eagle import DeviceEagle, capture_menu
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.plan import DraftMenu
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
@@ -24,11 +25,11 @@ from tests.gpu.test_following import TREE, Forms, make, plain_texts, requests, w
 Change = Callable[[Engine, Request], int]
 
 
-def built(target: CudaDecoder, name: str, head: str | None = None) -> DeviceEagle:
+def built(target: CudaDecoder, name: str, head: str | None = None) -> OnDevice[HeadDraft]:
     """As on a GPU, with all of its graphs."""
     drafter = both_drafters(target, borrows=True)[0]
     drafter.draft.replays.capture = True
-    capture_menu(drafter.draft, target, drafter.needs, 4, 200)
+    drafter.draft.rehearse(target, 4, 200)
     return drafter
 
 
@@ -56,7 +57,7 @@ def test_texts_stay_while_a_drafter_is_built(change: Change, monkeypatch: pytest
     ]
     wanted = plain_texts(willing_target(words=4), some)
     monkeypatch.setattr(graphs, "capture", record)
-    monkeypatch.setattr(capture, "jobs_of", lambda batch, length: [(4, TREE, 100)])
+    monkeypatch.setattr(DraftMenu, "jobs", lambda menu, batch, length: [(4, TREE, 100)])
     target = willing_target(words=4)
     engine = captures(target, make(target, Forms([TREE], 9), follows=True))
     monkeypatch.setattr(engine.drafters, "_make", lambda name, head=None: built(target, name, head))

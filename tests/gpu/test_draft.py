@@ -12,10 +12,10 @@ from forerun.build.engine import make_engine
 from forerun.core.offer import Form
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, TreeBatch, TreeForm, Verdict
-from forerun.drafters.device.eagle import DeviceEagle, on_device
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import aligned, bucket_of, expected
-from forerun.drafters.device.fusion import why_not
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft, on_device
+from forerun.drafters.device.head import why_not
+from forerun.drafters.device.plan import aligned, bucket_of, expected
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
@@ -83,11 +83,11 @@ def test_the_next_draft_starts_before_it_is_asked_for(
     target = make_target("llama", "cpu", seed=seed)
     device, plain = both_drafters(target)
     launched: list[Form] = []
-    launch = DeviceDraft._launch
+    launch = HeadDraft._start
     monkeypatch.setattr(
-        DeviceDraft,
-        "_launch",
-        lambda self, owners, wanted, form: (launched.append(form), launch(self, owners, wanted, form))[1],
+        HeadDraft,
+        "_start",
+        lambda self, going, form: (launched.append(form), launch(self, going, form))[1],
     )
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=40)
     trees, scores = target.prefill([seq], device.needs)
@@ -118,7 +118,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(
 def test_texts_whose_drafts_are_drawn_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
     target = make_target("llama", "cpu")
     device, plain = both_drafters(target)
-    device = DeviceEagle(device.draft, lambda: plain, sampled=True)
+    device = OnDevice(device.draft, lambda: plain, sampled=True)
     warm = SamplingParams(temperature=0.7)
     seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8], params=warm), FakeSeq(2, [9, 9, 1])]
     trees, scores = target.prefill(seqs, device.needs)
@@ -293,7 +293,7 @@ def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
     target = make_target("llama", "cpu")
     config, weights = make_head(target, borrows=True)
     write_head(tmp_path / "head", config, weights)
-    assert isinstance(on_device(tmp_path / "head", target, lambda: pytest.fail("not needed")), DeviceEagle)
+    assert isinstance(on_device(tmp_path / "head", target, lambda: pytest.fail("not needed")), OnDevice)
     odd = replace(config, head_dim=8)
     assert "head_dim=8" in why_not(odd, target)
     assert why_not(config, object())
@@ -309,7 +309,7 @@ def test_where_no_graph_fits_nothing_is_drafted_and_nothing_is_lost(monkeypatch:
     for refused in (True, False, True, False):
         with monkeypatch.context() as patch:
             if refused:
-                patch.setattr(drafter.draft, "fitting", lambda *_: None)
+                patch.setattr(drafter.draft.menu, "fitting", lambda *_: None)
             grown = drafter.propose([seq], [Budget(3, 3)])
         assert grown.is_plain() == refused
         wanted = plain.propose([seq], [Budget(3, 3)])
@@ -334,8 +334,8 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     run = drafter.draft.ints.all[MAX_ROWS:]
     form = drafter.draft._last
     assert form is not None
-    rows, width = form.level(drafter.draft._group_nodes).rows, form.shape.width
-    level = form.level_at(form.shape.depth - 2, drafter.draft._group_nodes) + 2 * aligned(rows)
+    rows, width = form.level(drafter.draft.net.group_nodes).rows, form.shape.width
+    level = form.level_at(form.shape.depth - 2, drafter.draft.net.group_nodes) + 2 * aligned(rows)
     slots = run[level : level + rows].tolist()
     for b in range(2):
         mine = slots[b * width : (b + 1) * width]

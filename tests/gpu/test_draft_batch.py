@@ -15,10 +15,10 @@ from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import FORMS
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.features import ROOM, FeatureRows
+from forerun.drafters.device.plan import FORMS
 from forerun.drafters.heads.eagle import EagleDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
@@ -53,7 +53,7 @@ class RandomForms:
         pass
 
 
-def _engine(device: str, drafter: DeviceEagle, target: CudaDecoder, batch: int) -> Engine:
+def _engine(device: str, drafter: OnDevice[HeadDraft], target: CudaDecoder, batch: int) -> Engine:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=batch))
     engine.drafters.add("device", drafter)
@@ -112,6 +112,12 @@ def _forms_scored(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> list[
     return forms
 
 
+def launched(draft: HeadDraft, seqs: Sequence[Seq], budget: Budget) -> TreeBatch:
+    grown = draft.launch([(seq, -1) for seq in seqs], Form(budget.nodes, budget.depth, budget.width))
+    assert grown is not None
+    return grown
+
+
 class Batch:
     """Rounds without an engine: a target, a head on the device, the same head as everywhere, and some sequences."""
 
@@ -122,7 +128,7 @@ class Batch:
         self.joined = 0
 
     @property
-    def drafters(self) -> tuple[DeviceEagle, EagleDrafter]:
+    def drafters(self) -> tuple[OnDevice[HeadDraft], EagleDrafter]:
         return self.ours, self.plain
 
     def join(self, *lengths: int, longest: int = 400) -> None:
@@ -174,11 +180,11 @@ def test_padding_changes_no_tree(budget: Budget, layers: int) -> None:
     """Three sequences in a bucket of four, and each of them alone."""
     batch = Batch(layers=layers)
     batch.join(4, 30, 9)
-    together = as_lists(batch.ours.draft.propose(batch.seqs, Form(budget.nodes, budget.depth, budget.width)))
+    together = as_lists(launched(batch.ours.draft, batch.seqs, budget))
     assert batch.ours.draft._last is not None
     assert batch.ours.draft._last.sequences == 4
     for seq, tree in zip(batch.seqs, together, strict=True):
-        alone = batch.ours.draft.propose([seq], Form(budget.nodes, budget.depth, budget.width))
+        alone = launched(batch.ours.draft, [seq], budget)
         assert as_lists(alone) == [tree]
     assert as_lists(batch.draft(budget)[0]) == together
     rows = batch.ours.draft.rows
@@ -197,9 +203,9 @@ def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(
     assert draft._ahead is not None
     batch.join(12)
     captured = list[int]()
-    rehearse = draft.rehearse
-    monkeypatch.setattr(draft, "knows", lambda form, sequences: sequences < 2 or bool(captured))
-    monkeypatch.setattr(draft, "rehearse", lambda form, *more: (captured.append(1), rehearse(form, *more))[1])
+    rehearse = draft._rehearse
+    monkeypatch.setattr(draft.menu, "knows", lambda form, sequences: sequences < 2 or bool(captured))
+    monkeypatch.setattr(draft, "_rehearse", lambda *args: (captured.append(1), rehearse(*args))[1])
     ours, plain = batch.draft(budget)
     assert captured
     assert ours.to_host() == plain.to_host()
@@ -265,13 +271,13 @@ def test_a_prompt_of_several_passes_is_read_in_order(layers: int) -> None:
 
 
 def test_a_draft_that_was_started_survives_a_leave_and_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, launch = list[list[int]](), DeviceDraft._launch
+    launched, launch = list[list[int]](), HeadDraft._start
     monkeypatch.setattr(
-        DeviceDraft,
-        "_launch",
-        lambda self, owners, wanted, form: (
-            launched.append([seq_id for seq_id, _ in wanted]),
-            launch(self, owners, wanted, form),
+        HeadDraft,
+        "_start",
+        lambda self, going, form: (
+            launched.append([seq.id for seq, _ in going]),
+            launch(self, going, form),
         )[1],
     )
     batch, budget = Batch(), Budget(8, 3, 3)
@@ -295,13 +301,13 @@ def test_whoever_is_read_beside_a_round_is_drafted_for_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next draft starts when a round ends: it includes sequences whose prompts were read in the same pass."""
-    launched, launch = list[list[int]](), DeviceDraft._launch
+    launched, launch = list[list[int]](), HeadDraft._start
     monkeypatch.setattr(
-        DeviceDraft,
-        "_launch",
-        lambda self, places, wanted, form: (
-            launched.append([seq_id for seq_id, _ in wanted]),
-            launch(self, places, wanted, form),
+        HeadDraft,
+        "_start",
+        lambda self, going, form: (
+            launched.append([seq.id for seq, _ in going]),
+            launch(self, going, form),
         )[1],
     )
     target = make_target("llama", "cpu")
@@ -401,8 +407,7 @@ def test_a_rehearsal_changes_nothing(layers: int) -> None:
     draft, target = batch.ours.draft, batch.target
     before = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     for bucket, reach in ((1, 100), (4, 3000), (12, 100)):
-        trees = draft.rehearse(form, bucket, reach)
-        draft.rows.rehearse(target.rehearse(trees, batch.ours.needs, reach), trees)
+        draft._rehearse(target, bucket, form, reach)
     draft.rows.rehearse_reading()
     after = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     assert torch.equal(before[0].nan_to_num(), after[0].nan_to_num())
@@ -482,15 +487,18 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     draft = batch.ours.draft
     monkeypatch.setattr(draft.replays, "capture", True)  # as on a GPU, but for the graphs themselves
     monkeypatch.setattr(draft.replays, "do", lambda name, work: work())
-    rehearsed, rehearse = list[tuple[Form, int]](), draft.rehearse
+    rehearsed, rehearse = list[tuple[Form, int]](), draft._rehearse
     monkeypatch.setattr(
         draft,
-        "rehearse",
-        lambda form, bucket, reach: (rehearsed.append((form, bucket)), rehearse(form, bucket, reach)),
+        "_rehearse",
+        lambda target, bucket, form, reach: (
+            rehearsed.append((form, bucket)),
+            rehearse(target, bucket, form, reach),
+        ),
     )
     for form in (Form(3, 3, 1), Form(15, 6, 5)):
-        rehearse(form, 12, 100)
-    draft.complete_to = 12
+        rehearse(None, 12, form, 100)
+    draft.menu.complete_to = 12
     assert batch.ours.propose(batch.seqs, [Budget(15, 6, 5)] * 9).form is not None
     assert batch.ours.propose(batch.seqs, [Budget(59, 7, 10)] * 9).sizes() == [16] * 9
     few = batch.seqs[:3]
@@ -500,7 +508,7 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     assert not rehearsed
     assert batch.ours.propose(few, [Budget(7, 7)] * 3).sizes() == [8] * 3
     assert rehearsed == [(Form(7, 7, 1), 4)], "not on the menu"
-    draft.complete_to = 8  # the batch is larger than what was captured for
+    draft.menu.complete_to = 8  # the batch is larger than what was captured for
     assert batch.ours.propose(batch.seqs, [Budget(24, 5, 6)] * 9).sizes() == [25] * 9
     assert rehearsed[1:] == [(Form(24, 5, 6), 12)]
 

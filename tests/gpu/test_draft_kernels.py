@@ -16,12 +16,10 @@ import torch
 
 from forerun.core.offer import Form
 from forerun.core.types import Budget, TreeForm, Verdict
-from forerun.drafters.device import eagle_graphs as draft_runner
+from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device import features as feature_rows
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import BUCKETS, Lane, plan_draft
-from forerun.drafters.device.fusion import make_net
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.growth import (
     DraftNoise,
     Frontier,
@@ -32,7 +30,8 @@ from forerun.drafters.device.growth import (
     grow_level,
     grow_plainly,
 )
-from forerun.drafters.device.head import append_decided, pick_fused, pick_plainly
+from forerun.drafters.device.head import append_decided, make_net, pick_fused, pick_plainly
+from forerun.drafters.device.plan import BUCKETS, Lane, plan_draft
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
@@ -290,7 +289,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     config, weights = make_head(target, **more)
     plain = plain_drafter(target, config, weights)
     target.kernels, target.after.fused = "triton", True
-    drafter = DeviceEagle(DeviceDraft(*make_net(config, weights, target), capture=False), lambda: plain)
+    drafter = OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain)
     seqs = [
         FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))
     ]

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
+from forerun.core.offer import Form
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.model import IN_VAIN, DeviceModelDrafter, ModelDraft, capture_chains
-from forerun.drafters.device.model_graphs import DEEPEST
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.model import IN_VAIN, ModelDraft, over_model
+from forerun.drafters.device.plan import DEEPEST
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
@@ -32,21 +34,25 @@ def _targets(device: str, *seeds: int | None) -> list[CudaDecoder]:
     return [make_target("llama", device, dtype, seed=seed) for seed in seeds]
 
 
-def _drafter(draft: CudaDecoder, target: CudaDecoder | None = None) -> DeviceModelDrafter:
+def _drafter(draft: CudaDecoder, target: CudaDecoder | None = None) -> OnDevice[ModelDraft]:
     """On the device; graphs are captured where a target is given."""
     model = ModelDraft(draft, VOCAB, None if target is None else target.grown.last)
     if target is not None:
-        capture_chains(model, target, 4, 256)
-    return DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
+        model.rehearse(target, 4, 256)
+    return over_model(model, lambda: ModelDrafter(draft, VOCAB))
 
 
-def _read(drafter: DeviceModelDrafter, target: CudaDecoder, seq: FakeSeq) -> None:
+def _read(drafter: OnDevice[ModelDraft], target: CudaDecoder, seq: FakeSeq) -> None:
     trees, scores = target.prefill([seq], drafter.needs)
     drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1]]))
 
 
 def _advance(
-    drafter: DeviceModelDrafter, target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch, verdict: Verdict
+    drafter: OnDevice[ModelDraft],
+    target: CudaDecoder,
+    seqs: list[FakeSeq],
+    trees: TreeBatch,
+    verdict: Verdict,
 ) -> None:
     """One round's end, with a verdict from elsewhere."""
     scores, drafted = target.score(seqs, trees, drafter.needs), as_lists(trees)
@@ -181,10 +187,10 @@ def test_all_that_drafts_need_is_captured_when_they_are_loaded(monkeypatch: pyte
     monkeypatch.setattr(graphs, "capture", Again)
     model = ModelDraft(draft, VOCAB)
     target.passes.capture = draft.passes.capture = model.graphs.replays.capture = True
-    assert capture_chains(model, target, 4, 256) > 0.0
-    drafter = DeviceModelDrafter(model, lambda: ModelDrafter(other, VOCAB))
+    model.rehearse(target, 4, 256)
+    drafter = over_model(model, lambda: ModelDrafter(other, VOCAB))
     assert all(0.0 < model.menu.seconds(form, 3) < float("inf") for form in model.menu.forms)
-    assert model.knows(model.menu.forms[-1], 3)
+    assert model.menu.knows(model.menu.forms[-1], 3)
     known = model.graphs.replays.captured, draft.passes.captured, target.passes.captured_grown
     assert min(known) > 0
     assert _texts(_engine(target, drafter), SamplingParams(max_tokens=24, ignore_eos=True)) == wanted
@@ -231,11 +237,11 @@ def test_the_next_draft_starts_before_it_is_asked_for(device: str, monkeypatch: 
     target, draft = _targets(device, 1, 2)
     drafter = _drafter(draft, target if device == "cuda" else None)
     launched: list[int] = []
-    launch = ModelDraft._launch
+    launch = ModelDraft._start
     monkeypatch.setattr(
         ModelDraft,
-        "_launch",
-        lambda self, seqs, tokens, depth: (launched.append(depth), launch(self, seqs, tokens, depth))[1],
+        "_start",
+        lambda self, going, form: (launched.append(form.depth), launch(self, going, form))[1],
     )
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=60)
     _read(drafter, target, seq)
@@ -260,7 +266,7 @@ def test_a_sequence_that_leaves_does_not_waste_the_draft_of_the_others(
     trees = drafter.propose(seqs, [Budget(3, 3)] * 3)
     _advance(drafter, target, seqs, trees, Verdict.of([[], [1], []], [7, 8, 9], device))
     drafter.forget(seqs[1])
-    monkeypatch.setattr(drafter.draft, "_launch", lambda *args: pytest.fail("it was drafted already"))
+    monkeypatch.setattr(drafter.draft, "_start", lambda *args: pytest.fail("it was drafted already"))
     left = [seqs[0], seqs[2]]
     found = drafter.propose(left, [Budget(3, 3)] * 2)
     assert as_lists(found) == as_lists(host.propose(left, [Budget(3, 3)] * 2))
@@ -315,7 +321,7 @@ def test_rounds_without_drafts_between_others_are_caught_up_with() -> None:
 def test_the_offer_says_what_the_device_takes() -> None:
     draft = _targets("cpu", 2)[0]
     drafter = _drafter(draft)
-    drafter.draft.menu.note(1, 3e-3, 2e-3)
+    drafter.draft.menu.note(1, Form(4, 4, 1), 9e-3)
     offer = drafter.offer(FakeSeq(0, [1, 2]))
     assert offer.menu is drafter.draft.menu
     chain = drafter.draft.menu.forms[3]

@@ -20,8 +20,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle import capture_menu
-from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft, capture_chains
+from forerun.drafters.device.model import ModelDraft, over_model
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
@@ -82,7 +81,7 @@ def _captures_all(*targets: CudaDecoder) -> None:
 def _head(target: CudaDecoder) -> Drafter:
     drafter, _ = both_drafters(target, borrows=True)
     drafter.draft.replays.capture = True
-    capture_menu(drafter.draft, target, drafter.needs, MOST, LENGTH)
+    drafter.draft.rehearse(target, MOST, LENGTH)
     return drafter
 
 
@@ -92,8 +91,8 @@ def _model(target: CudaDecoder) -> Drafter:
     _captures_all(draft)
     model = ModelDraft(draft, VOCAB, target.grown.last)
     model.graphs.replays.capture = True
-    capture_chains(model, target, MOST, LENGTH)
-    return DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
+    model.rehearse(target, MOST, LENGTH)
+    return over_model(model, lambda: ModelDrafter(draft, VOCAB))
 
 
 def _load(kind: str, captures: Captures) -> tuple[Engine, CudaDecoder]:

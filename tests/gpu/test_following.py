@@ -17,7 +17,8 @@ from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device import drafter as device_drafter
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
@@ -162,21 +163,22 @@ def test_trees_of_another_draft_than_the_last_are_followed(
 ) -> None:
     """A draft was made for more than have stayed, or first for some and then for those who joined."""
     parts, behind = list[int](), Counter[tuple[bool, bool]]()
-    rearrange, follow = DeviceDraft._rearrange, DeviceDraft.follow
+    rearrange, follow = HeadDraft._rearrange, HeadDraft._follow
 
-    def rearranged(draft: DeviceDraft, seqs: Any, known: Any, missing: Sequence[Any], form: Form) -> None:
-        parts.append(len(missing))
-        rearrange(draft, seqs, known, missing, form)
+    def rearranged(draft: HeadDraft, known: Any, seqs: Sequence[Any], form: Form) -> frozenset[int]:
+        parts.append(sum((seq.id, seq.tokens[-1]) not in known for seq in seqs))
+        return rearrange(draft, known, seqs, form)
 
-    def followed(draft: DeviceDraft, *given: Any) -> TreeBatch | None:
+    def followed(draft: HeadDraft, *given: Any) -> TreeBatch | None:
         found = follow(draft, *given)
         if parts:
             behind[parts[-1] > 0, found is not None] += 1
         parts.clear()
         return found
 
-    monkeypatch.setattr(DeviceDraft, "_rearrange", rearranged)
-    monkeypatch.setattr(DeviceDraft, "follow", followed)
+    monkeypatch.setattr(HeadDraft, "_rearrange", rearranged)
+    monkeypatch.setattr(HeadDraft, "_follow", followed)
+    monkeypatch.setattr(device_drafter, "_goes_on", lambda *_: True)  # also for sequences that end now
     monkeypatch.setattr(Scheduler, "starters", lambda *_: [])  # else who has a plain round depends on company
     target, some = willing_target(words=5), [one for one in requests(30, 4) if len(one.prompt) > 1]
     target.model.head[1] = 0.0  # texts go on

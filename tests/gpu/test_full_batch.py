@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.core.types import Budget
-from forerun.drafters.device.eagle_plan import MOST, PLACES
+from forerun.drafters.device.plan import MOST, PLACES
 from forerun.engine.scheduler import EARLY
 from tests.drafters.rounds import as_lists
 from tests.gpu.test_draft_batch import Batch

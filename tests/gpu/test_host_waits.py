@@ -16,8 +16,8 @@ from forerun.control.fixed import FixedController
 from forerun.core.params import SamplingParams
 from forerun.core.request import ALWAYS
 from forerun.core.types import Budget, Request
-from forerun.drafters.device import eagle as drafter
-from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device import drafter as drafter
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.features import RowReader
 from forerun.engine.engine import Engine
 from forerun.models import slots
@@ -58,7 +58,7 @@ def test_nothing_waits_while_requests_join_and_leave(
 ) -> None:
     """Rounds that follow unread ones and rounds that were read first; some prompts are found in the prefix cache."""
     calls: Counter[str] = Counter()
-    for owner, name in ((DeviceDraft, "follow"), (DeviceDraft, "_rearrange"), (RowReader, "read")):
+    for owner, name in ((HeadDraft, "_follow"), (HeadDraft, "_rearrange"), (RowReader, "read")):
         counted(calls, owner, name, monkeypatch)
     # else some draft and some do not, where many of few end at once
     monkeypatch.setattr(drafter, "SHARED", 0.0)
@@ -74,7 +74,7 @@ def test_nothing_waits_while_requests_join_and_leave(
     assert waits.places == {}
     assert engine.stats.reused > 0
     assert calls["read"]
-    assert calls["follow"] or not repeats
+    assert calls["_follow"] or not repeats
     assert calls["_rearrange"] or repeats
 
 

@@ -11,9 +11,9 @@ import pytest
 from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_plan import ROOM
+from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.features import FeatureRows
+from forerun.drafters.device.plan import ROOM
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
@@ -95,7 +95,7 @@ def test_after_a_failure_no_round_is_taken_for_one_whose_rows_were_kept(
     assert noted
     assert all(noted), "only rounds that were followed"
     drafter = engine.drafters.get("device")
-    assert isinstance(drafter, DeviceEagle)
+    assert isinstance(drafter, OnDevice)
     assert drafter.draft.rows.held == 0
 
 

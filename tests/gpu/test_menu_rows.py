@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from forerun.core.offer import Form
-from forerun.drafters.device import eagle_plan as draft_plan
-from forerun.drafters.device import eagle_plan as menu
-from forerun.drafters.device import model_graphs as chain_menu
-from forerun.drafters.device import model_graphs as chain_plan
+from forerun.drafters.device import plan as menu
 from forerun.models.cuda import plan
 from tests.fuzz.world import limit_rows
 
-HEAD, MODEL = (menu.forms_for, draft_plan.BUCKETS), (chain_menu.forms_for, chain_plan.BUCKETS)
+HEAD = menu.forms_for, menu.BUCKETS
+MODEL = partial(menu.forms_for, forms=menu.CHAINS), menu.CHAIN_BUCKETS
 
 
 @pytest.mark.parametrize(("forms_for", "buckets"), [HEAD, MODEL])
@@ -35,6 +34,6 @@ def test_trees_of_a_menu_fit_a_pass(
 @pytest.mark.parametrize(("name", "batch"), [("head", 24), ("model", 32)])
 def test_forms_that_do_not_fit_are_not_ready(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_rows(96, monkeypatch)
-    made = menu.DraftMenu() if name == "head" else chain_menu.ChainMenu()
+    made = menu.DraftMenu(chains=name == "model")
     ready = [form for form in made.forms if made.seconds(form, batch) < float("inf")]
     assert ready == [form for form in made.forms if batch * (form.nodes + 1) <= 96 and form.width == 1]

@@ -14,7 +14,8 @@ from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Request, Round
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.model import DeviceModelDrafter, ModelDraft, capture_chains
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.model import ModelDraft, over_model
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine
@@ -62,13 +63,13 @@ def _draft_model(device: str = "cpu", blur: float = 0.0, words: int = 8) -> Cuda
 
 def _engine(
     target: CudaDecoder, draft: CudaDecoder, forms: Forms, *, follows: bool = True, lookup: bool = False
-) -> tuple[Engine, DeviceModelDrafter]:
+) -> tuple[Engine, OnDevice[ModelDraft]]:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=4))
     model = ModelDraft(draft, VOCAB, target.grown.last)
     if target.device.type == "cuda":
-        capture_chains(model, target, 4, 256)
-    drafter = DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
+        model.rehearse(target, 4, 256)
+    drafter = over_model(model, lambda: ModelDrafter(draft, VOCAB))
     both: Drafter = HybridDrafter(NgramDrafter(), drafter) if lookup else drafter
     engine.drafters.add("device", both)
     engine.controller, engine.prefill_rows = forms, PrefillRows(ON_CPU.prefill, target.pass_rows, 16)
@@ -76,7 +77,7 @@ def _engine(
     return engine, drafter
 
 
-def _is_clean(drafter: DeviceModelDrafter) -> bool:
+def _is_clean(drafter: OnDevice[ModelDraft]) -> bool:
     """Nothing is held, nothing has failed."""
     model = drafter.draft
     return model.model.used_slots == 0 and not model._proposed and not drafter._failed
@@ -155,7 +156,7 @@ def test_texts_stay_beside_look_ups_and_under_graphs(monkeypatch: pytest.MonkeyP
     target.passes.capture = target.after.replays.capture = drafter.draft.graphs.replays.capture = True
     for depth in (SHORT.depth, LONG.depth):
         for bucket in (1, 2, 4):
-            drafter.draft.note_captured(bucket, Form(depth, depth, 1))
+            drafter.draft.menu.note_captured(bucket, Form(depth, depth, 1))
     assert write(engine, some, 5)[0] == wanted
     assert watched.followed > 8
     assert target.passes.captured_grown > 0

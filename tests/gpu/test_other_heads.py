@@ -8,7 +8,7 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Verdict
-from forerun.drafters.device.eagle import DeviceEagle
+from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import on_device as draft_on_device
 from forerun.drafters.heads.base import LastRowDrafter
 from forerun.drafters.heads.hydra import HydraDrafter
@@ -53,7 +53,7 @@ def test_a_text_is_the_same_with_and_without(name: str, device: str, tmp_path: P
     assert texts[0] == texts[1]
     built = engine.drafters.get(name)
     if device == "cuda":
-        assert isinstance(built, DeviceEagle) if name == "mtp" else built.captures > 0  # type: ignore[attr-defined]
+        assert isinstance(built, OnDevice) if name == "mtp" else built.captures > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle3"])
@@ -63,7 +63,7 @@ def test_the_files_of_an_mtp_layer_are_read_for_the_device(name: str, tmp_path: 
     folder = save_head("mtp", target, tmp_path)
     if name == "mtp":
         drafter = draft_on_device(folder, target, lambda: pytest.fail("not needed"), read=MtpDrafter.read)
-        assert isinstance(drafter, DeviceEagle)
+        assert isinstance(drafter, OnDevice)
         assert drafter.needs.hidden_layers == read_mtp(folder)[0].layers == (-1,)
         assert drafter.offer(FakeSeq(0, [1])).menu is drafter.draft.menu
         return

@@ -13,8 +13,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig
 from forerun.core.tree import chain_of
 from forerun.core.types import Needs, TreeBatch
-from forerun.drafters.device.fusion import make_net
-from forerun.drafters.device.head import HeadNet
+from forerun.drafters.device.head import HeadNet, make_net
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.target import CudaDecoder

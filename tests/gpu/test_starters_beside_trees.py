@@ -46,8 +46,8 @@ class Started:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched = self.following = 0
-        self._real = engine_module.with_undrafted
-        monkeypatch.setattr(engine_module, "with_undrafted", self._count)
+        self._real = engine_module.with_starters
+        monkeypatch.setattr(engine_module, "with_starters", self._count)
 
     def _count(self, trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> TreeBatch:
         self.launched += len(roots) * (trees.follows is None)
@@ -92,7 +92,7 @@ def together(target: CudaDecoder) -> tuple[list[FakeSeq], TreeBatch, Scores]:
     seqs, form = [running, one, alike], TreeForm(8, 4, 2)
     tokens = torch.tensor([running.tokens[-1], 5, 6, 7])
     drafted = TreeBatch(tokens, torch.tensor([-1, 0, 0, 1]), (0, 4), form=form)
-    trees = engine_module.with_undrafted(drafted, form, [seq.tokens[-1] for seq in seqs[1:]])
+    trees = engine_module.with_starters(drafted, form, [seq.tokens[-1] for seq in seqs[1:]])
     return seqs, trees, target.score(seqs, trees, NEEDS, Prompts([one, alike, long], 400))
 
 
@@ -107,8 +107,6 @@ def test_scores_are_those_behind_a_prompt_that_was_read() -> None:
     torch.testing.assert_close(roots_of(trees, scores.required_logits), logits, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(roots_of(trees, scores.hidden[1]), hidden, atol=1e-4, rtol=1e-4)
     assert [target.cached_tokens(seq) for seq in seqs] == [len(seq.tokens) - 1 for seq in seqs]
-    assert trees.undrafted == 2
-    assert trees.kept([0, 2]).undrafted == trees.kept([1]).undrafted == 1
     verdict = settled(scores)
     target.commit(seqs, trees, verdict)
     for seq, path, last in zip(seqs, *verdict.to_host(), strict=True):
@@ -261,7 +259,7 @@ def test_whoever_cannot_start_waits_a_round(case: str, monkeypatch: pytest.Monke
     target.model.head[1] = 0.0
     engine = engine_of(target, Forms([TREE], 60))
     if case == "a draft that follows its own alone":
-        monkeypatch.setattr(engine.drafters.get("device").draft, "follows_undrafted", False, raising=False)
+        monkeypatch.setattr(engine.drafters.get("device").draft.menu, "switches", False)
 
     for draw in range(4 if case == "full" else 3):
         engine.submit(request(30, draw))

@@ -12,8 +12,8 @@ import pytest
 from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request, Round, Seq
-from forerun.drafters.device.eagle import DeviceEagle
-from forerun.drafters.device.eagle_graphs import DeviceDraft
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
@@ -93,9 +93,9 @@ def counted(engine: Engine, kinds: Counter[str]) -> Engine:
 def captured_at_load(engine: Engine) -> None:
     """As a menu is: what is captured in mid-text is read first."""
     drafter = engine.drafters.get("device")
-    assert isinstance(drafter, DeviceEagle)
+    assert isinstance(drafter, OnDevice)
     for form in {one for one in ALL if one is not None}:
-        drafter.draft.rehearse(form, 8, 256)
+        drafter.draft._rehearse(None, 8, form, 256)
 
 
 def long_texts(count: int = 6, tokens: int = 60, heat: float = 0.0) -> list[Request]:
@@ -164,7 +164,7 @@ def test_drafts_are_those_of_rounds_that_were_read(
     assert sum(map(sum, accepted)) > 20, "something is accepted"
 
 
-def only_the_form(draft: DeviceDraft, trees: Any, form: Form) -> tuple[Form, ...]:
+def only_the_form(draft: HeadDraft, trees: Any, form: Form) -> tuple[Form, ...]:
     return (form,)
 
 
@@ -184,7 +184,7 @@ def test_negative_control_rows_that_a_head_has_not_read(
     some, forms = long_texts(heat=1.0), (DEEP, Form(1, 1, 1))
     texts, accepted, _ = accepted_of(False, some, monkeypatch, forms=forms)
     assert accepted_of(True, some, monkeypatch, forms=forms)[:2] == (texts, accepted)
-    monkeypatch.setattr(DeviceDraft, name, mistake)
+    monkeypatch.setattr(HeadDraft, name, mistake)
     found = accepted_of(True, some, monkeypatch, forms=forms)
     assert found[0] == texts
     assert found[1] != accepted

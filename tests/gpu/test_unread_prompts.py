@@ -12,6 +12,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Prompts, Request, TreeBatch, Verdict
 from forerun.drafters.device import features as unread_prompts
 from forerun.drafters.device.features import ROOM, FeatureRows
+from forerun.drafters.device.protocol import Unread
 from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.testing import FakeSeq
@@ -176,7 +177,7 @@ def test_a_draft_behind_an_unread_round_reads_the_prompts_of_all(layers: int) ->
     going = [(batch.seqs[0], 0), (batch.seqs[1], 1), (new, -1)]
     scores = batch.target.score(batch.seqs, ours, batch.ours.needs)
     assert draft.rows.prompts.rows_of(new.id) == 79
-    assert draft.follow(going, ours, scores.hidden) is not None
+    assert draft.launch(going, None, Unread(ours, scores.hidden)) is not None
     assert draft.rows.prompts.rows == 0
 
 

@@ -9,10 +9,10 @@ import torch
 
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Verdict
-from forerun.drafters.device.graphs import CapturedCalls
 from forerun.drafters.heads.block import DFlashDrafter, load_block
 from forerun.drafters.heads.block_runner import BlockCandidates, BlockSteps, GraphRunner, candidates_of
 from forerun.drafters.model.draft_law import DraftLaw
+from forerun.models.cuda.graphs import Replays
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.testing import FakeSeq
 from forerun.train.options import Method
@@ -79,7 +79,7 @@ def test_what_a_graph_replays_is_the_same_draft(
     kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form with fixed shapes, run here without a graph: alone and beside sequences of other lengths."""
-    monkeypatch.setattr(CapturedCalls, "call", lambda self, key, work, *inputs: work(*inputs))
+    monkeypatch.setattr(Replays, "call", lambda self, key, work, *inputs: work(*inputs))
     recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
     head = load_block(written(recipe, tmp_path), target, "dflash" if kind == "dflash" else "dspark")
     drafter = DFlashDrafter(head)

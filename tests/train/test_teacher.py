@@ -15,7 +15,7 @@ from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.loop import Trainer
 from forerun.train.options import Method
 from forerun.train.run import make_recipe
-from forerun.train.teacher import NetTeacher, TransformersTeacher, device_of, load_teacher
+from forerun.train.teacher import NetTeacher, TransformersTeacher, load_teacher, torch_device
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 from tests.train.test_recipes import options_for
 
@@ -103,5 +103,5 @@ def test_every_process_takes_its_own_batches(tiny: Checkpoint, texts: Path, tmp_
 def test_a_device_that_is_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidInput, match="no GPU"):
-            device_of("cuda")
-    assert device_of("cpu") == CPU
+            torch_device("cuda")
+    assert torch_device("cpu") == CPU

@@ -11,7 +11,7 @@ of Medusa. `trace` is the same for trees whose parents are only on a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -25,7 +25,6 @@ from torch import Tensor
 from forerun.core.errors import InvalidInput
 
 Seconds = Callable[[], float | None]  # of work on a device; None while it is not done
-
 _CPU = torch.device("cpu")
 ONE_NODE = (0, 1)  # `starts` of one tree that is its root: a plain round of one sequence, usual on a CPU
 
@@ -65,14 +64,11 @@ class TreeBatch:
         "_tensors",
         "_topologies",
         "device",
-        "device_seconds",
+        "draft_seconds",
         "drawn_from",
         "follows",
         "form",
-        "grower",
-        "members",
         "starts",
-        "undrafted",
     )
 
     def __init__(
@@ -83,17 +79,12 @@ class TreeBatch:
         drawn_from: Draws | None = None,  # None = every node was chosen: a point mass
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
-        device_seconds: Seconds | None = None,  # that the device took to grow them, once it has
-        grower: GrowsNext | None = None,  # can grow the next trees before the verdict on these is read
+        draft_seconds: float = 0.0,  # that the device takes to grow them; 0 = not known
         follows: tuple[int, ...]
-        | None = None,  # [B] of trees grown so: each one's place in the last batch; -1 = new
-        members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
-        undrafted: int = 0,  # of the last trees: their sequences start, and nobody drafted what is below these roots
+        | None = None,  # [B] behind an unread round: each tree's place in it; -1 = new
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
-        self.device_seconds, self.grower, self.follows = device_seconds, grower, follows
-        self.members = range(len(starts) - 1) if members is None else members
-        self.undrafted = undrafted
+        self.draft_seconds, self.follows = draft_seconds, follows
         self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
@@ -124,10 +115,6 @@ class TreeBatch:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def drafting(self) -> float:
-        """Seconds that the device took to grow them; 0 where that is not known."""
-        return 0.0 if self.device_seconds is None else self.device_seconds() or 0.0
-
     @property
     def nodes(self) -> int:
         """M, of all trees."""
@@ -141,13 +128,6 @@ class TreeBatch:
         if self._lists is None:
             self._lists = self.tokens.tolist(), self.parents.tolist()
         return self._lists
-
-    def grown_by(self, grower: GrowsNext) -> TreeBatch:
-        """The same trees with another grower."""
-        return TreeBatch(
-            self.tokens, self.parents, self.starts, self.drawn_from, form=self.form, grower=grower,
-            device_seconds=self.device_seconds, follows=self.follows, members=self.members,
-        )  # fmt: skip
 
     def note_host(self, tokens: list[int], parents: list[int]) -> None:
         """Keep tokens and parents that were read from the device with the verdict: `to_host` then reads nothing."""
@@ -192,14 +172,11 @@ class TreeBatch:
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
-        """Some of the trees, once they were read; trees of a form keep their places on the device (`members`)."""
+        """Some of the trees, once they were read; their places on the device: see DeviceOutcome.trees."""
         (tokens, parents), starts, form = self.to_host(), self.starts, self.form
         rows = [row for b in which for row in range(starts[b], starts[b + 1])]
         some = [tokens[row] for row in rows], [parents[row] for row in rows]
-        members = None if form is None else [self.members[b] for b in which]
-        sizes = offsets([starts[b + 1] - starts[b] for b in which])
-        undrafted = sum([b >= len(self) - self.undrafted for b in which])
-        return TreeBatch(*some, sizes, None, self.device, form, members=members, undrafted=undrafted)
+        return TreeBatch(*some, offsets([starts[b + 1] - starts[b] for b in which]), None, self.device, form)
 
     def nodes_of(self, which: Sequence[int]) -> Tensor:
         """[M'] indices into the M nodes of the trees named."""
@@ -237,24 +214,6 @@ class TreeBatch:
         tokens = [token for row, _ in rows for token in row]
         parents = [parent for _, row in rows for parent in row]
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)
-
-
-class GrowsNext(Protocol):
-    """Grows trees on a device behind trees whose verdict the host has not read."""
-
-    @property
-    def follows_undrafted(self) -> bool:
-        """Also behind trees of its forms that it did not draft, of sequences whose prompts it has observed since?"""
-        ...
-
-    def follow(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> TreeBatch | None:
-        """The next trees, for pairs of a sequence (a `Seq`) and its place among the last trees; -1 = it had none.
-
-        `hidden` are the rows of the pass over the last trees. None = the verdict on these must be read first.
-        """
-        ...
 
 
 class NextRoots(Protocol):

@@ -25,6 +25,15 @@ class DeviceOutcome(Protocol):
         """Are the accepted paths at their places in the KV cache?"""
         ...
 
+    @property
+    def trees(self) -> Sequence[int]:
+        """[B] which trees of the pass the verdict is on."""
+        ...
+
+    def kept(self, which: Sequence[int]) -> DeviceOutcome:
+        """On some of these trees."""
+        ...
+
 
 class DeviceSampling(Protocol):
     """The target's own tokens above temperature 0, on a device (forerun.verify.sampled), for targets there."""
@@ -115,7 +124,8 @@ class Verdict:
     def kept(self, which: Sequence[int]) -> Verdict:
         """On some of the trees."""
         paths, bonus = self.to_host()
-        return Verdict.of([paths[b] for b in which], [bonus[b] for b in which], self._device, self.outcome)
+        outcome = None if self.outcome is None else self.outcome.kept(which)
+        return Verdict.of([paths[b] for b in which], [bonus[b] for b in which], self._device, outcome)
 
     def path(self, b: int) -> list[int]:
         return self.to_host()[0][b]

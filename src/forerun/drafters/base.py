@@ -6,18 +6,17 @@ A drafter cannot affect exactness: the verifier decides what is accepted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
-
-from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import FREE, NEVER, Offer
 from forerun.core.params import SpeculativeConfig
 from forerun.core.tree import ONE_NODE
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.models.base import Target
 
 AT_HAND, NEGLIGIBLE = 24, 0.05  # longest chain of an offer, and the least probability in it
@@ -93,33 +92,17 @@ class Drafter(Protocol):
         ...
 
 
-class SwitchesForms(Protocol):
-    """Of a drafter on a device (its `switcher`): another form, or none, behind a round that the host has not read.
-
-    Sequences come with their place in that round, -1 = they had none; `hidden` are the rows of its pass.
-    """
-
-    def switch(
-        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
-    ) -> TreeBatch | None:
-        """Trees by the budget of each, behind these trees or lone roots; None = that round must be read first."""
-        ...
-
-    def rest(self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
-        """A plain round follows these trees: what a later draft needs of their pass is to be kept."""
-        ...
-
-
 @runtime_checkable
-class CanSwitch(Protocol):
-    """A drafter that may have such a part."""
+class HasDevice(Protocol):
+    """A drafter that runs on a device, or in part."""
 
-    @property
-    def switcher(self) -> SwitchesForms | None: ...
+    def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
+        """What drafts for all of these behind a round that was not read; None = every round must be read first."""
+        ...
 
 
-def switcher_of(drafter: Drafter) -> SwitchesForms | None:
-    return drafter.switcher if isinstance(drafter, CanSwitch) else None
+def device_of(drafter: Drafter, seqs: Sequence[Seq]) -> DeviceDrafter | None:
+    return drafter.device(seqs) if isinstance(drafter, HasDevice) else None
 
 
 @runtime_checkable

@@ -12,17 +12,15 @@ has a menu of captured drafts, look-ups are made while there are few sequences, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
-from torch import Tensor
-
 from forerun.core.offer import Offer
-from forerun.core.tree import GrowsNext
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, LookupDrafter, SwitchesForms, committed_tokens, switcher_of
+from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens, device_of
+from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.drafters.heads.growth import best_count
 
 PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
@@ -102,6 +100,12 @@ class EitherDrafter:
         for member in self.members:
             member.forget(seq)
 
+    def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
+        """That of the drafter which has drafted for all of these."""
+        held = [self._sequences[seq.id].drafted for seq in seqs if seq.id in self._sequences]
+        made = {one for one in held if one is not None}
+        return device_of(self.members[made.pop()], seqs) if len(made) == 1 else None
+
     def _choose(self, seq: Seq) -> int:
         """Which of the two drafts for this sequence now; the first on a tie."""
         held = self._sequences.get(seq.id)
@@ -133,22 +137,6 @@ class _Sequence:
     merged: bool = False
 
 
-class _GrowsBeside:
-    """Implements forerun.core.tree.GrowsNext where no controller decides whether a look-up is worth reading first."""
-
-    def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
-        self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted
-
-    def follow(
-        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> TreeBatch | None:
-        """By the tokens that are known: a match of these is likely to go on."""
-        if self.drafter.wants_to_read([seq for seq, _ in going]):
-            return None
-        grown = self.grower.follow(going, trees, hidden)
-        return None if grown is None else grown.grown_by(self)
-
-
 class HybridDrafter:
     """Hands each sequence, each round, to one of two drafters."""
 
@@ -156,6 +144,7 @@ class HybridDrafter:
         self.first, self.second = first, second
         self._sequences: dict[int, _Sequence] = {}
         self._is_crowded = False  # no look-ups were made for the last round
+        self._decides = False  # the last budgets left it to this drafter which of the two drafts
         self._needs = Needs(), Needs(), Needs()  # of both, and of them together
         self._alone = Offer(), Offer()  # the second's offer, and ours where the first has none
 
@@ -173,10 +162,13 @@ class HybridDrafter:
             self._needs = first, second, first | second
         return self._needs[2]
 
-    @property
-    def switcher(self) -> SwitchesForms | None:
-        """The second's, for batches in which nothing is looked up."""
-        return switcher_of(self.second)
+    def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
+        """The second's; none where no controller decides (`_decides`) and the first would draft for one of these.
+
+        By the tokens that are known: a match of these is likely to go on.
+        """
+        reads = self._decides and any([self._goes_first(seq, ANY) for seq in seqs])  # noqa: C419
+        return None if reads else device_of(self.second, seqs)
 
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
@@ -202,6 +194,7 @@ class HybridDrafter:
         return self._alone[1]
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        self._decides = False
         if len(seqs) == 1 and not budgets[0].nodes and budgets[0].source == "free":
             state = self._sequences.setdefault(seqs[0].id, _Sequence())
             state.drafted, state.parting, state.merged, self._is_crowded = False, None, False, False
@@ -228,8 +221,7 @@ class HybridDrafter:
             return trees
         some, limits = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
         second = self._with_matches(self.second.propose(some, limits), some, limits)
-        if second.grower is not None and any([limit.source == "any" for limit in limits]):  # noqa: C419
-            second = second.grown_by(_GrowsBeside(self, second.grower))
+        self._decides = any([limit.source == "any" for limit in limits])  # noqa: C419
         mine = [b for b in range(len(seqs)) if b not in theirs]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
@@ -271,10 +263,6 @@ class HybridDrafter:
         rival = 0.0 if state.silenced else state.hits / state.tries - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival
-
-    def wants_to_read(self, seqs: Sequence[Seq]) -> bool:
-        """Would the first drafter draft for one of these, if nobody else decides that?"""
-        return any([self._goes_first(seq, ANY) for seq in seqs])  # noqa: C419
 
     def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """The second's trees, with n-gram chains added where that pays."""

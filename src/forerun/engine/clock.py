@@ -78,7 +78,7 @@ class RoundClock:
             for earlier in self._launched:
                 self.move(earlier() or 0.0, "verdict", "prompt")
             self._launched.clear()
-        if drafting := trees.drafting():
+        if drafting := trees.draft_seconds:
             moved = self.move(drafting, "verdict", "draft")  # drafted while the host did other work
             if trees.follows is not None:  # the device was never idle: the draft lies in this round's time
                 moved += self.move(drafting - moved, "host", "draft")

@@ -10,8 +10,8 @@ A request waits for admission, its prompt is prefilled in chunks (`PrefillRows`)
 
 Overlap. Where the target can (`Abilities.overlap`), a round is launched before the verdict on the last one is read
 (`_follow`). Behind a plain round the device finds the next roots itself (`Greedy.next_roots`); behind trees that were
-grown on the device, the drafter goes on from its own verdict (`TreeBatch.grower`). Sequences that have joined are in
-the same pass. Everything a pass writes lies behind what is committed: a round can be forgotten at any time.
+grown on the device, the drafter goes on from its own verdict (`DeviceDrafter.launch`). Sequences that have joined are
+in the same pass. Everything a pass writes lies behind what is committed: a round can be forgotten at any time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import NamedTuple, TypeGuard
 
 from forerun.control.base import Controller, Reconsiders, SeesPrompts
 from forerun.core.noise import fresh_seed
+from forerun.core.offer import Form
 from forerun.core.request import ALWAYS
 from forerun.core.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
-from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Timeline, with_undrafted
+from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Timeline, with_starters
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
 from forerun.engine.sequence import SequenceState, Tokens, check_request
@@ -183,7 +185,8 @@ class Engine:
         rows = self._note_prefill(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
-        parts = clock.seconds, spent, rows, launched.trees.follows is not None, clock.ahead
+        followed, started = launched.trees.follows is not None, launched.starters(seqs)
+        parts = clock.seconds, spent, rows, followed, clock.ahead, started
         advances, outcome = outcome_of(seqs, trees, laws, verdict, self.verifiers.logprobs, *parts)
         change.advances = advances  # from here on the round has happened
         tokens = 0
@@ -237,7 +240,7 @@ class Engine:
         Whatever interrupts it undoes the last round too: the timeline holds both meanwhile.
         """
         known, scheduler = last.scores.greedy, self.scheduler
-        if known is None or (known.next_roots is None and last.trees.grower is None):
+        if known is None or (known.next_roots is None and last.trees.form is None):
             return None
         scheduler.start_those_read()  # whose prompts the last pass has completed
         seats = _seats(last, self.running)
@@ -296,37 +299,33 @@ class Engine:
             last.clock.lap("draft")  # look-ups are made beside the device
             if stays:
                 return same
-        if len(planned) < len(seqs) or self.drafters.switcher(seqs[0]) is None:
+        device = self.drafters.device(seqs) if len(planned) == len(seqs) else None
+        if device is None or not device.menu.switches:
             return None
         budget = controller.switches(seqs)
         return None if budget is None else NextPlan(budget.nodes > 0, budget.repeats, budget)
 
     def _grown(self, last: LaunchedRound, seats: Seats, plan: NextPlan) -> TreeBatch | None:
         """Trees of the last form, or of another, where there is room for them."""
-        form, grower, round_before = (
-            last.trees.form,
-            last.trees.grower,
-            (seats, last.trees, last.scores.hidden),
-        )
-        if plan.other is None:
-            room = form is not None and self._has_room(last, seats, form.nodes)
-            return grower.follow(*round_before) if grower is not None and room else None
-        switcher = self.drafters.switcher(seats[0][0])
-        if switcher is None or not self._has_room(last, seats, 1 + plan.other.nodes):
+        other, form, unread = plan.other, last.trees.form, Unread(last.trees, last.scores.hidden)
+        nodes = 1 + other.nodes if other is not None else 1 if form is None else form.nodes
+        device = self.drafters.device([seq for seq, _ in seats])
+        if device is None or not self._has_room(last, seats, nodes):
             return None
         if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
             last.scores.greedy.hand_on()
-        return switcher.switch(*round_before, plan.other)
+        wanted = None if other is None else Form(other.nodes, other.depth, other.width)
+        return device.launch(seats, wanted, unread)
 
     def _roots(self, last: LaunchedRound, seats: Seats) -> TreeBatch | None:
         """Lone roots, behind others or behind trees."""
-        known, switcher = last.scores.greedy, None
+        known, device = last.scores.greedy, None
         if known is None or known.next_roots is None:
             return None
         if last.trees.form is not None:
-            switcher = self.drafters.switcher(seats[0][0])
-        if switcher is not None:
-            switcher.rest(seats, last.trees, last.scores.hidden)
+            device = self.drafters.device([seq for seq, _ in seats])
+        if device is not None:
+            device.rest(seats, Unread(last.trees, last.scores.hidden))
         return known.next_roots(seats)
 
     def _has_room(self, last: LaunchedRound, seats: Seats, nodes: int) -> bool:
@@ -350,7 +349,6 @@ class Engine:
             starters = self.scheduler.starters(readers, len(seqs) + len(readers), rows)
             if starters:
                 trees = TreeBatch.chains([seq.tokens[-1:] for seq in (*seqs, *starters)])
-                trees.undrafted = len(starters)
         self.scheduler.start(starters)
         return [*seqs, *starters] if starters else seqs, trees
 
@@ -368,14 +366,14 @@ class Engine:
         drafted; what is accepted of them, by chance, is all that counts as drafted. There are no starters where the
         device could not decide about them and `others`: the next round is to overlap this one.
         """
-        form, grower = trees.form, trees.grower
-        if form is None or grower is None or not grower.follows_undrafted or not readers:
+        form, device = trees.form, self.drafters.device(others) if readers and trees.form else None
+        if form is None or device is None or not device.menu.switches:
             return [], trees
         starters = self.scheduler.starters(readers, form.rows, rows)[: form.trees - len(trees)]
         has_room = self.target.has_room(*[len(seq.tokens) + form.nodes for seq in starters])
         if not starters or not has_room or not self._device_decides([*others, *starters], sampled):
             return [], trees
-        return starters, with_undrafted(trees, form, [seq.tokens[-1] for seq in starters])
+        return starters, with_starters(trees, form, [seq.tokens[-1] for seq in starters])
 
     def _device_decides(self, seqs: Sequence[SequenceState], sampled: bool) -> bool:
         """Does the device decide about all of these (`sampled`: it samples), and does one drafter serve them?"""

@@ -28,20 +28,22 @@ def outcome_of(
     prompt_rows: int = 0,
     followed: bool = False,
     ahead: int = 0,
+    started: int = 0,
 ) -> tuple[list[Advance], Round]:
-    """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
+    """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part.
+
+    The last `started` sequences start with this round: their trees were not drafted.
+    """
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        done = Round(
-            tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, trees.undrafted
-        )
+        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, started)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
     advances, accepted = list[Advance](), list[int]()
     counted: dict[tuple[int, int, int, int], RoundCounts] = {}  # in a large batch many are alike
-    drafted_for = len(seqs) - trees.undrafted
+    drafted_for = len(seqs) - started
     for b in range(drafted_for, len(seqs)):  # nobody has drafted what was not accepted there
         sizes[b], deepest[b] = 1 + len(paths[b]), len(paths[b])
     columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, sizes, deepest, strict=False)
@@ -72,7 +74,7 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, trees.undrafted)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started)
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:

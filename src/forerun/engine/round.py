@@ -74,8 +74,13 @@ class LaunchedRound(NamedTuple):
         seqs, trees = [self.seqs[b] for b in kept], self.trees.kept(kept)
         return seqs, trees, self._scores_of(kept), verdict.kept(kept)
 
+    def starters(self, seqs: Sequence[SequenceState]) -> int:
+        """How many of these start with this round: its pass completes their prompts. They are the last ones."""
+        read = {seq.id for seq in self.readers}
+        return sum([seq.id in read for seq in seqs]) if read else 0
+
     def _scores_of(self, kept: Sequence[int]) -> Scores:
-        """Scores of some trees; trees of a form know their rows themselves (`TreeBatch.members`)."""
+        """Scores of some trees; those of a form stay whole (`DeviceOutcome.trees`)."""
         if self.trees.form is not None:
             return self.scores
         # only the number of rows matters: another pass has written there
@@ -238,7 +243,7 @@ class LaunchDeadline:
         kind, scores = _kind_of(done), done.scores
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None and scores.read is None:
-            taken += done.trees.drafting()
+            taken += done.trees.draft_seconds
             self._shortest[kind] = min(taken, LONGER * self._shortest.get(kind, taken))
         self._kind = None
         if behind is not None:
@@ -270,7 +275,7 @@ def rows_of(rows: Tensor, which: Sequence[int]) -> Tensor:
     return torch.cat([rows[which[low] : which[high - 1] + 1] for low, high in pieces if low < high])
 
 
-def with_undrafted(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> TreeBatch:
+def with_starters(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> TreeBatch:
     """These trees, and one more behind them for each root, with the nodes of the first tree.
 
     The host sends no array, because that would wait for the device.
@@ -279,8 +284,6 @@ def with_undrafted(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> Tr
     tokens, parents = (torch.cat((each, each[:nodes].repeat(len(roots)))) for each in columns)
     for place, root in enumerate(roots, start=len(trees)):
         tokens[place * nodes].fill_(root)
-    return TreeBatch(
-        tokens, parents, form.starts(len(trees) + len(roots)), form=form, device_seconds=trees.device_seconds,
-        grower=trees.grower, follows=None if trees.follows is None else (*trees.follows, *[-1] * len(roots)),
-        undrafted=len(roots),
-    )  # fmt: skip
+    follows = None if trees.follows is None else (*trees.follows, *[-1] * len(roots))
+    starts, seconds = form.starts(len(trees) + len(roots)), trees.draft_seconds
+    return TreeBatch(tokens, parents, starts, form=form, draft_seconds=seconds, follows=follows)

@@ -18,7 +18,8 @@ from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.tree import ints_of
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, SwitchesForms, switcher_of
+from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, device_of
+from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
 from forerun.engine.tree_check import check_trees
 
@@ -155,9 +156,9 @@ class DrafterPool:
         name = _shared_drafter(seqs)
         return name is not None and isinstance(self._made[name], NoDrafter)
 
-    def switcher(self, seq: SequenceState) -> SwitchesForms | None:
-        """What changes the form of this sequence's drafts behind unread rounds; None = its drafter cannot."""
-        return switcher_of(self._made[seq.drafting])
+    def device(self, seqs: Sequence[SequenceState]) -> DeviceDrafter | None:
+        """What drafts for these, who share a drafter, behind unread rounds; None = their rounds are read first."""
+        return device_of(self._made[seqs[0].drafting], seqs)
 
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""

@@ -47,7 +47,7 @@ from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.mtp import MtpRecipe
 from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes, unfold
 from forerun.train.recipes.specdec import SpecDecRecipe
-from forerun.train.teacher import ServedTeacher, Teacher, device_of, load_source_teacher, load_teacher
+from forerun.train.teacher import ServedTeacher, Teacher, load_source_teacher, load_teacher, torch_device
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def train(
     """Train a drafter into `options.out`; an interrupted run resumes from its checkpoint."""
     require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
-    device = device_of(options.device) if accelerator is None else accelerator.device
+    device = torch_device(options.device) if accelerator is None else accelerator.device
     corpus = Corpus(
         options.data,
         max_length=options.max_length,

@@ -127,7 +127,7 @@ class ServedTeacher:
         return {layer: found[layer] for layer in keep}, found[-1]
 
 
-def device_of(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     """The device of that name; auto is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

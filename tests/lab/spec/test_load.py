@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.eagle import DeviceDrafter, DeviceEagle
+from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.measure.bench.settings import DrafterSetup
 from lab.spec.load import Builder, Shape
 from tests.gpu.heads import both_drafters
@@ -22,10 +24,10 @@ FORM = Budget(5, 5)
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> tuple[Builder, DeviceEagle]:
+def built(tmp_path: Path) -> tuple[Builder, OnDevice[HeadDraft]]:
     target = make_target("llama", "cpu", kernels="torch")
     device, plain = both_drafters(target)
-    drawing = DeviceEagle(device.draft, lambda: plain, sampled=True)
+    drawing = OnDevice(device.draft, lambda: plain, sampled=True)
     engine = make_engine(
         target, frozenset(), SpeculativeConfig("ngram", controller="fixed"), EngineConfig(max_batch=1)
     )
@@ -35,23 +37,23 @@ def built(tmp_path: Path) -> tuple[Builder, DeviceEagle]:
 
 
 def test_rows_that_choose_draft_on_the_device_above_t_0(
-    built: tuple[Builder, DeviceEagle], monkeypatch: pytest.MonkeyPatch
+    built: tuple[Builder, OnDevice[HeadDraft]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder, drawing = built
     setup = DrafterSetup("eagle3", "eagle3", None, "head")
     chosen = builder._build(setup, chosen=True)
-    assert isinstance(chosen, DeviceDrafter)
+    assert isinstance(chosen, OnDevice)
     assert chosen.draft is drawing.draft
     engine, grown = builder.llm.engine, list[str]()
-    propose = drawing.draft.propose
+    launch = drawing.draft.launch
     for name, drafter in (("drawn", drawing), ("chosen", chosen)):
         engine.drafters.add(name, drafter)
 
-        def noting(seqs: object, form: object, name: str = name) -> object:
+        def noting(*args: Any, name: str = name) -> object:
             grown.append(name)
-            return propose(seqs, form)  # type: ignore[arg-type]
+            return launch(*args)
 
-        monkeypatch.setattr(drawing.draft, "propose", noting)
+        monkeypatch.setattr(drawing.draft, "launch", noting)
         params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
         request = Request(tuple(range(3, 20)), params, name, "exact", FORM, cache_salt=None)
         (seq,) = builder.llm.driver.write([request])
@@ -60,7 +62,7 @@ def test_rows_that_choose_draft_on_the_device_above_t_0(
     assert set(grown) == {"chosen"}
 
 
-def test_a_composition_is_made_of_the_row_s_own_drafter(built: tuple[Builder, DeviceEagle]) -> None:
+def test_a_composition_is_made_of_the_row_s_own_drafter(built: tuple[Builder, OnDevice[HeadDraft]]) -> None:
     builder, drawing = built
     both = builder._build(DrafterSetup("ngram+eagle3", "ngram+eagle3", None, "head"))
     assert isinstance(both, HybridDrafter)

@@ -33,6 +33,7 @@ from forerun.measure.advise.layers import (
     survivals,
     without,
 )
+from forerun.models.base import LayerSubset
 from forerun.models.decoder import Decoder
 from tests.exactness.harness import run
 from tests.measure.conftest import Letters

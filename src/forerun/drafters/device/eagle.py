@@ -1,274 +1,240 @@
-"""Captures all graphs of drafts before texts are written: every form of the menu, for every batch size up to a largest.
+"""HeadDraft: EAGLE heads and multi-token-prediction layers on the GPU; a whole draft is one CUDA graph.
 
-With each draft go the target's pass over its trees, the commit of the path and the copy of its hidden rows. A graph
-holds for contexts up to a length, so there are two of each where contexts may be long. Nothing is captured while texts
-are written, unless a budget asks for a form that is not on the menu.
-
-DeviceEagle: EAGLE drafters on a GPU; trees of chosen tokens are grown on the device, others by EagleDrafter.
+It keeps a head's keys and values in slots of its own and replays, per form (nodes, depth, width) and batch size, a
+graph that reads the rows of the last round with the target's true features, runs the head level by level and leaves the
+trees in the buffer that the target's pass reads. The host sends one array of integers and reads nothing: the verdict
+says what was accepted. The same code runs step by step where nothing is captured.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from forerun.core.errors import ForerunError
-from forerun.core.offer import Form, Menu, Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.device.eagle_graphs import DeviceDraft
-from forerun.drafters.device.eagle_plan import BUCKETS, MOST, DraftMenu, bucket_of, forms_for
-from forerun.drafters.device.features import DEEPEST
-from forerun.drafters.device.fusion import make_net, why_not
+from forerun.core.offer import Form
+from forerun.core.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.drafters.base import Drafter, committed_tokens
+from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
+from forerun.drafters.device.features import FeatureRows, RowState
+from forerun.drafters.device.growth import (
+    DraftNoise,
+    Frontier,
+    HeadOutput,
+    Pool,
+    complete,
+    cut_trees,
+    grow_level,
+)
+from forerun.drafters.device.head import FeatureFusion, HeadNet, make_net, why_not
+from forerun.drafters.device.plan import (
+    DraftForm,
+    DraftMenu,
+    Lane,
+    behind,
+    below,
+    caught_run,
+    last_run,
+    plan_draft,
+    run_at,
+)
+from forerun.drafters.device.protocol import Seats, Unread
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.models.base import Target
-from forerun.models.cuda.plan import SPLIT_SIZES, split_start, splits_to
+from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.graphs import Replays, seconds_of
+from forerun.models.cuda.plan import MAX_ROWS, SentInts
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.pages import TREE_MARGIN
 
-if TYPE_CHECKING:
-    from forerun.drafters.base import Drafter, SwitchesForms
-
-
-log = logging.getLogger(__name__)
-progress = logging.getLogger("forerun.progress")  # what the command line shows while a model is loaded
+INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
 
-def capture_menu(
-    draft: DeviceDraft, target: CudaDecoder, needs: Needs, max_batch: int, max_length: int
-) -> float:
-    """Seconds that it took; 0 where nothing is captured. Progress is logged."""
-    if not draft.replays.capture:
-        return 0.0
-    started, jobs = perf_counter(), jobs_of(max_batch, max_length)
-    target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
-    draft.rows.rehearse_reading()
-    for i, (bucket, form, farthest) in enumerate(jobs):
-        progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
-        trees = draft.rehearse(form, bucket, farthest)
-        draft.rows.rehearse(target.rehearse(trees, needs, farthest), trees)
-    draft.complete_to = jobs[-1][0]
-    spent = perf_counter() - started
-    log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), spent)
-    return spent
-
-
-def jobs_of(max_batch: int, max_length: int) -> list[tuple[int, Form, int]]:
-    """What is captured: batch sizes, forms, and the contexts that they hold for, the shortest last.
-
-    The time of a draft is noted each time it is captured, so the last one, in a short context, counts.
-    """
-    reaches = contexts_of(max_length)[::-1]
-    buckets = [bucket for bucket in BUCKETS if bucket <= bucket_of(min(max_batch, MOST))]
-    return [(bucket, form, reach) for bucket in buckets for form in forms_for(bucket) for reach in reaches]
-
-
-def contexts_of(max_length: int) -> list[int]:
-    """One length for each number of splits that a pass may have."""
-    found: dict[int, int] = {}
-    for splits in SPLIT_SIZES:
-        length = min(max_length + DEEPEST, split_start(splits) - 2 * DEEPEST)
-        found.setdefault(splits_to(length), length)
-    return list(found.values())
-
-
-LEVELS = Form(5, 5, 1)  # the form whose time per level is offered to controllers that do not read menus
-# of a batch that must draft for all of it to share a form: trees nobody asked for widen the pass
-SHARED = 0.75
-
-
-class DraftsOnDevice(Protocol):
-    """What grows trees of chosen tokens on the device: a head (DeviceDraft) or a draft model (model.py)."""
-
-    @property
-    def menu(self) -> Menu: ...
-    @property
-    def needs(self) -> Needs: ...
-    @property
-    def complete_to(self) -> int: ...
-    def is_ready(self, seq: Seq) -> bool: ...
-    def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None: ...
-    def knows(self, form: Form, sequences: int) -> bool: ...
-    def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch: ...
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None: ...
-    def forget(self, seq: Seq) -> None: ...
-
-
-Draft = TypeVar("Draft", bound=DraftsOnDevice)
-
-
-class DeviceDrafter(Generic[Draft]):
-    """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
-
-    A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
-    law, under shared noise where the verifier couples by it. The plain drafter, loaded for the first that needs it,
-    drafts for all others that are sampled, where drafts are to be sampled too (`sampled`). If the device fails (a
-    kernel that does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on;
-    those that it has read rows of are written to their end without drafts.
-    """
+class HeadDraft(DeviceDraft):
+    """Drafts of chosen tokens for sequences of one CUDA target. Implements drafters.device.protocol.DeviceDrafter."""
 
     def __init__(
         self,
-        draft: Draft,
-        make_plain: Callable[[], Drafter],
+        net: HeadNet,
+        feature_fusion: FeatureFusion,
+        head_output: HeadOutput,
+        last: LastRound,
         *,
-        sampled: bool = False,
+        capture: bool,
+        rates: Sequence[Sequence[float]] = (),
     ) -> None:
-        self.draft, self._make_plain, self._sampled = draft, make_plain, sampled
-        self.needs = draft.needs
-        self._plain: Drafter | None = None
-        self._failed = False
-        self._latest: Form | None = None  # of the last draft
-        self._offer = Offer()  # the same for every sequence
+        """`last`: what the target's last round decided; `rates`: see DraftMenu."""
+        graphs = Replays(net.model.device, capture=capture)
+        with torch.inference_mode(False):
+            trees = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=graphs.device)
+        super().__init__(DraftMenu(rates, widest=len(head_output.ids), graphs=graphs), graphs, trees)
+        self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
+        self._decided, self.noise = last, DraftNoise(head_output.ids)
+        self.needs = Needs(tuple(sorted(set(feature_fusion.layers))))
+        self.ints = SentInts(graphs.device, INTEGERS, torch.int32, first=MAX_ROWS)
+        self.rows = FeatureRows(net, feature_fusion, last, graphs, self.ints)
+        self._last: DraftForm | None = None
+        self._joining: dict[int, Seq] = {}  # whose prompts were read since the last draft
 
-    def offer(self, seq: Seq) -> Offer:
-        """The menu of forms; and a level, for controllers that plan each sequence alone."""
-        if self._failed or not self._grows(seq):
-            return self.plain.offer(seq)
-        menu = self.draft.menu
-        level = menu.seconds(LEVELS, 1) / LEVELS.depth
-        if level != self._offer.level:
-            self._offer = Offer((level,), menu=menu)
-        return self._offer
-
-    @property
-    def switcher(self) -> SwitchesForms | None:
-        """The draft on the device, where that can change its form behind unread rounds."""
-        return self.draft if isinstance(self.draft, DeviceDraft) and not self._failed else None
-
-    @property
-    def plain(self) -> Drafter:
-        if self._plain is None:
-            self._plain = self._make_plain()
-        return self._plain
-
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """Where most of a batch drafts, all of it shares a form; others are drafted for apart."""
-        if self._failed:
-            return self.plain.propose(seqs, budgets)
-        routes = [self._route(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-        drafting = routes.count("device")
-        if "plain" not in routes and drafting >= max(1, SHARED * len(seqs)):
-            return self._grow(seqs, budgets, self._shared_form(seqs, budgets))
-        parts: list[TreeBatch] = []
-        order: list[int] = []
-        makers = {"idle": _lone_roots, "device": self._grow_apart, "plain": self._propose_plainly}
-        for name, propose in makers.items():
-            which = [b for b, route in enumerate(routes) if route == name]
-            if which:
-                parts.append(propose([seqs[b] for b in which], [budgets[b] for b in which]))
-                order += which
-        return TreeBatch.join(parts, order)
+    def is_ready(self, seq: Seq) -> bool:
+        """Are there rows for all tokens of this sequence, and room for a draft behind them?"""
+        return self.rows.ready(seq) is not None
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        if self._failed:
-            self.plain.observe(seqs, trees, scores, verdict)
-            return
-        ours = [b for b, seq in enumerate(seqs) if self._grows(seq)] if self._sampled else range(len(seqs))
-        if len(ours) == len(seqs):
-            self._observe(seqs, trees, scores, verdict)
-            return
-        others = [b for b in range(len(seqs)) if b not in ours]
-        for which, observe in ((ours, self._observe), (others, self.plain.observe)):
-            if which:
-                nodes = trees.nodes_of(which)
-                hidden = {layer: rows[nodes.to(rows.device)] for layer, rows in scores.hidden.items()}
-                cut = Verdict(verdict.paths[which], verdict.accepted[which], verdict.bonus[which])
-                observe([seqs[b] for b in which], trees.select(which), Scores(None, hidden), cut)
+        """Keep the rows of root and path, and start the next draft in the form of the last."""
+        self._drop_ahead(seqs)
+        self.rows.observe(seqs, trees, scores, verdict)
+        if verdict.outcome is not None and not verdict.outcome.is_latest:
+            return  # the next draft, and the pass over its trees, are under way
+        if trees.form is not None and self._last is not None:
+            here, fresh = {seq.id for seq in seqs}, committed_tokens(trees, verdict)
+            joined = [seq for seq in self._joining.values() if seq.id not in here and self.is_ready(seq)]
+            going = [*zip(seqs, fresh, strict=True), *[(seq, list[int]()) for seq in joined]]
+            self._go_ahead(going, self._last.shape)
+            self._joining = {}
+        elif not trees.is_plain():  # plain rounds tell nothing new of who is there
+            self._joining |= {seq.id: seq for seq in seqs if self.is_ready(seq)}
 
     def forget(self, seq: Seq) -> None:
-        self.draft.forget(seq)
-        if self._plain is not None:
-            self._plain.forget(seq)
+        self._joining.pop(seq.id, None)
+        self.rows.forget(seq.id)
 
-    def _grows(self, seq: Seq) -> bool:
-        """Is this sequence drafted for on the device?"""
-        return seq.params.is_greedy or seq.shares_noise or not self._sampled
+    def _start(self, going: Going, form: Form) -> frozenset[int]:
+        """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
+        states, more = [self.rows.ready(seq, coming=len(fresh)) for seq, fresh in going], below(form)
+        states = [one if one and self.rows.has_room(one, one.seen + more) else None for one in states]
+        real = [state for state in states if state is not None]
+        self.rows.read_ahead(real, behind(form))
+        roots = [fresh[-1] if fresh else seq.tokens[-1] for seq, fresh in going]
+        lanes = [self.rows.lane(state, root) for state, root in zip(states, roots, strict=True)]
+        self.noise.send([None if state is None else state.noise for state in states])
+        self._draft_for(self._padded(lanes, form), form)
+        for state in real:
+            state.read = state.seen
+        return frozenset([state.seq_id for state in real])
 
-    def _route(self, seq: Seq, budget: Budget) -> str:
-        if not self._grows(seq):
-            return "plain"
-        return "device" if budget.runs and self.draft.is_ready(seq) else "idle"
-
-    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget], form: Form | None) -> TreeBatch:
-        """Trees of one form for all of these sequences, or none where no form fits."""
-        if form is None:
-            return _lone_roots(seqs, budgets)
-        try:
-            grown = self.draft.propose(seqs, form)
-        except Exception as error:  # Triton, its assembler and the driver may raise anything
-            self._fail(error)
-            return self.plain.propose(seqs, budgets)
-        self._latest = form
-        return grown
-
-    def _grow_apart(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """For a part of a batch, in a form that is captured and within all budgets."""
-        sizes = ((one.nodes, one.depth, one.width) for one in budgets)
-        most = Form(*map(min, zip(*sizes, strict=True)))
-        return self._grow(seqs, budgets, self._captured_form(len(seqs), most))
-
-    def _captured_form(self, sequences: int, most: Form) -> Form | None:
-        """The largest form within some sizes that needs no new graph."""
-        form = self.draft.fitting(sequences, *most)
-        if form is None or self.draft.knows(form, sequences):
-            return form
-        within = (
-            one
-            for one in self.draft.menu.forms
-            if all(map(int.__le__, one, form)) and self.draft.knows(one, sequences)
+    def _follow(self, seats: Seats, form: Form, behind_of: Unread) -> TreeBatch | None:
+        """Draft behind a round that was not read: trees of its own, in any form, or lone roots."""
+        trees = behind_of.trees
+        forms, grown = self._forms_behind(trees, form), trees.form or TreeForm(len(trees), 1, 0, chain=True)
+        if not forms or grown.depth >= STEPS or form.nodes + grown.depth + 2 > TREE_MARGIN:
+            return None  # no room for such trees behind each other
+        if not all([self._fits(one, len(seats)) for one in forms]):  # noqa: C419
+            return None
+        found = self.rows.lanes_behind(seats, grown.depth + 1, behind(form), max(map(below, forms)))
+        if found is None:
+            return None
+        self._keep(found.owners, behind_of.hidden, grown, read=True)
+        self.noise.send([None if state is None else state.noise for state in found.states])
+        farthest = (
+            0 if grown.depth == form.depth else max([one.first for one in found.lanes]) + grown.depth + 1
         )
-        return max(within, default=None)
+        for one in forms:
+            self._draft_for(self._padded(found.lanes, one), one, farthest)
+        for state in found.new:
+            state.read = state.seen
+        self._ahead, self._joining = None, {}
+        launched = Launched({(seq.id, -1): i for i, (seq, _) in enumerate(seats)}, form, frozenset())
+        return self._propose(launched, tuple([tree for _, tree in seats]))
 
-    def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
-        """What every budget allows; budgets that were cut because a sequence ends do not count.
+    def _fits(self, form: Form, sequences: int) -> bool:
+        """Is this form captured, and has a pass room for its trees?"""
+        nodes, known = form.nodes + 1, self.menu.knows(form, sequences)
+        return known and self.menu.bucket(form, sequences) * nodes <= MAX_ROWS
 
-        Where all were cut it is the form of the menu that was cut, or the last one, if that has no more nodes: the
-        sequence is cut behind it, and a smaller form would have to be captured.
+    def _forms_behind(self, trees: TreeBatch, form: Form) -> tuple[Form, ...]:
+        """The drafts to make behind these; () = it is not known what grew them.
+
+        A draft reads as many rows as its own trees can have accepted. Behind deeper ones another draft of theirs, whose
+        trees nobody asks for, reads the rest.
         """
-        drafting = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if budget.runs]
-        whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
-        sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
-        most = Form(*map(min, zip(*sizes, strict=True)))
-        if not whole:
-            meant = [
-                one for one in self.draft.menu.forms if (one.nodes, one.width) == (most.nodes, most.width)
-            ]
-            for one in (*meant, self._latest):
-                if one is not None and one.nodes <= most.nodes and self.draft.knows(one, len(seqs)):
-                    return one
-            return self._captured_form(len(seqs), most)
-        form = self.draft.fitting(len(seqs), *most)
-        if form is not None and form in self.draft.menu.forms and len(seqs) <= self.draft.complete_to:
-            return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
-        return form
+        if trees.form is None:
+            return (form,)
+        last, launched = self._proposed[-1] if self._proposed else (None, None)
+        if last is None or launched is None or trees.form != last.form:
+            return ()
+        return (form,) if trees.form.depth <= form.depth else (launched.form, form)
 
-    def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        try:
-            self.draft.observe(seqs, trees, scores, verdict)
-        except Exception as error:  # as above
-            self._fail(error)
-            self.plain.observe(seqs, trees, scores, verdict)
+    def rest(self, seats: Seats, behind: Unread) -> None:
+        """A plain round follows: keep the rows of root and path, which nobody reads now."""
+        assert behind.trees.form is not None, "the rows of lone roots are copies"
+        states = {tree: self.rows.ready(seq, least=0) for seq, tree in seats if tree >= 0}
+        owners = {tree: state for tree, state in states.items() if state is not None}
+        self.rows.read_ahead([state for state in owners.values() if state.read < state.seen], 0)
+        self._keep(owners, behind.hidden, behind.trees.form, read=False)
+        self._ahead = None
 
-    def _fail(self, error: Exception) -> None:
-        """From now on draft plainly."""
-        self._failed = True
-        reason = (str(error).splitlines() or [""])[0]
-        log.warning(
-            "drafting on the device failed, so it is done plainly: %s: %s", type(error).__name__, reason
-        )
-        log.debug("where it failed", exc_info=error)
+    def _keep(
+        self, owners: Mapping[int, RowState], hidden: Mapping[int, Tensor], form: TreeForm, read: bool
+    ) -> None:
+        """Put the rows of a round that was not read into their places; has the head read them with that?"""
+        self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], form)
+        for state in owners.values():
+            state.kept = read
 
-    def _propose_plainly(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        return self.plain.propose(seqs, budgets)
+    # ---- graphs
 
+    def _padded(self, lanes: list[Lane], form: Form) -> list[Lane]:
+        return [*lanes, *[self.rows.lane(None, 0)] * (self.menu.bucket(form, len(lanes)) - len(lanes))]
 
-class DeviceEagle(DeviceDrafter[DeviceDraft]):
-    """EAGLE heads, and multi-token-prediction layers."""
+    def _draft_for(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
+        """Draft for as many lanes as a bucket has."""
+        planned, ints = plan_draft(lanes, form, self.net.group_nodes, farthest, self.net.attends)
+        self.ints.send(ints, planned.sent_at(self.net.group_nodes))
+        self._last = planned
+        self._replay_last()
+        return planned
+
+    def _replay_last(self) -> None:
+        """Run the last draft again, from the same integers: it reads and writes the same."""
+        form = self._last
+        assert form is not None, "something was drafted"
+        self.replays.do((form, self.noise.is_on), lambda: self._draft(form))
+
+    def _draft(self, form: DraftForm) -> None:
+        """From the rows of the last round to trees."""
+        net, shape, count, group_nodes = self.net, form.shape, form.sequences, self.net.group_nodes
+        complete(self.ints.all, form, group_nodes, self._decided)
+        ints, sources = self.ints.all, MAX_ROWS + form.sources_at
+        features = self.rows.rows.index_select(0, ints[sources : sources + form.unread])
+        last, roots, ends = last_run(ints, form)
+        unread, carried = caught_run(ints, form, group_nodes), self.feature_fusion.fuse(features)
+        net.run_some(unread, carried, last, ends)
+        out, logits = net.out[:count], net.logits[:count]
+        noised = self.noise.of(last.positions, shape.depth)
+        pool = Pool(count, shape.width, shape.width, shape.depth, out.device)
+        frontier = Frontier.of_roots(count, out.device)
+        for i in range(shape.depth - 1):
+            size, first = form.level(group_nodes), MAX_ROWS + form.ancestors_at(i, group_nodes)
+            run = run_at(ints, size, form.level_at(i, group_nodes))
+            into = run.tokens, ints[first : first + size.rows * (i + 1)]
+            frontier = grow_level(pool, frontier, noised(logits, i), self.head_output, into)
+            parents = frontier.parents if shape.width > 1 else None  # those of a chain lie where it lies
+            net.run(run, self.feature_fusion.carry(out), parents)
+            out, logits = net.out[: size.rows], net.logits[: size.rows]
+        grow_level(pool, frontier, noised(logits, shape.depth - 1), self.head_output)
+        cut_trees(pool, roots, shape.nodes, self.trees[:, : form.trees.rows].view(2, count, -1))
+
+    def _prepare(self, target: CudaDecoder, max_length: int) -> int:
+        target.passes.compile(
+            min(max_length, target.max_length)
+        )  # passes over trees share most of these kernels
+        self.rows.rehearse_reading()
+        return max_length
+
+    def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
+        lanes, self.noise.is_on = [self.rows.lane(None, 0)] * bucket, False
+        trees = self._draft_for(lanes, form, farthest).trees  # all of them padding
+        if self.replays.capture:
+            self.noise.rehearse(self._replay_last)
+            self._replay_last()  # the first replay of a graph takes longer
+            self.menu.note(bucket, form, seconds_of(self._replay_last, self.replays.device, 3))
+        self._last = None
+        if target is not None:
+            self.rows.rehearse(target.rehearse(trees, self.needs, farthest), trees)
 
 
 def on_device(
@@ -280,7 +246,7 @@ def on_device(
     sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
-) -> DeviceEagle | None:
+) -> OnDevice[HeadDraft] | None:
     """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
     if not isinstance(target, CudaDecoder):
         return None
@@ -290,18 +256,9 @@ def on_device(
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
     target.shared().must_fit(config.target_width, config.vocab_size, config.target)
-    menu = DraftMenu(config.rates)
-    try:
-        draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton", menu=menu)
-        drafter = DeviceEagle(draft, make_plain, sampled=sampled)
-        capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
-    except ForerunError:
-        raise
-    except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation
-        log.warning("no drafts on the device, so the head runs plainly: %s: %s", type(error).__name__, error)
-        return None
-    return drafter
 
+    def make() -> OnDevice[HeadDraft]:
+        net, capture = make_net(config, weights, target), target.kernels == "triton"
+        return OnDevice(HeadDraft(*net, capture=capture, rates=config.rates), make_plain, sampled=sampled)
 
-def _lone_roots(seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-    return TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
+    return built(make, target, max_batch, max_length or target.max_length)

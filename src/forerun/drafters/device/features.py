@@ -1,25 +1,18 @@
-"""RowState: which feature rows of one sequence a head has seen and read, and where they are (feature_rows.py).
+"""FeatureRows: the target's hidden rows that a head has not read yet, on the device, a few places per sequence.
 
-RowReader: passes that read rows for keys and values alone: prompts, and rows that no draft starts from.
+Every sequence (`RowState`) owns ROOM rows of one buffer, used again and again: row t of a sequence lies at its place
+t % ROOM. After a round one indexed copy appends the rows of root and path of all sequences, whichever of them drafted,
+joined or left. A draft reads rows by their places. Rows that no draft starts from are read in passes of their own
+(`RowReader`), many sequences at once: prompts before the first draft behind them (`UnreadPrompts`), and the rows of
+sequences that do not draft when their places are used up.
 
 In a head of one layer keys and values depend on a row's input: such a pass needs tokens, positions and slots. In a head
 of several, rows go through all layers but the last, so they attend to what their sequence has before them: then the
 pass is planned as a target's is, each sequence a chain behind the rows that were read.
 
-UnreadPrompts: rows of prompts that a head has not read, because nothing is drafted yet.
-
-A head needs keys and values of a prompt only when it drafts behind it. While many requests wait for their first token
-nothing is drafted, and they would wait for the head's reading too: so rows of prompts are kept as the target's pass has
-left them, in copies that nobody overwrites, and read before the first draft of their sequence. Of each sequence they
-are one span, in the order of its tokens. What a sequence has is dropped where it ends or is sent back.
-
-FeatureRows: the target's hidden rows that a head has not read yet, on the device, a few places per sequence.
-
-Every sequence owns ROOM rows of one buffer, used again and again: row t of a sequence lies at its place t % ROOM. After
-a round one indexed copy appends the rows of root and path of all sequences, whichever of them drafted, joined or left.
-A draft reads rows by their places. Rows that no draft starts from are read in passes of their own (row_reader.py), many
-sequences at once: prompts before the first draft behind them (unread_prompts.py), and the rows of sequences that do not
-draft when their places are used up.
+While many requests wait for their first token nothing is drafted, and they would wait for the head's reading too: so
+rows of prompts are kept as the target's pass has left them, in copies that nobody overwrites, and read before the first
+draft of their sequence. Of each sequence they are one span, in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -35,10 +28,9 @@ from torch import Tensor
 from forerun.core.tree import chain_of, ints_of
 from forerun.core.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import committed_tokens
-from forerun.drafters.device.eagle_plan import PLACES, ROOM, Lane
-from forerun.drafters.device.fusion import FeatureFusion
 from forerun.drafters.device.growth import Settings, settings_of
-from forerun.drafters.device.head import HeadNet, append_decided, copy_rows
+from forerun.drafters.device.head import FeatureFusion, HeadNet, append_decided, copy_rows
+from forerun.drafters.device.plan import DEEPEST, PLACES, ROOM, Lane
 from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
@@ -243,7 +235,6 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     return found
 
 
-DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
 PADDING = -1  # whose slots padding has
 
 
@@ -288,13 +279,13 @@ class FeatureRows:
     def get(self, seq_id: int | None) -> RowState | None:
         return None if seq_id is None else self._states.get(seq_id)
 
-    def ready(self, seq: Seq, least: int = 1) -> RowState | None:
+    def ready(self, seq: Seq, least: int = 1, coming: int = 0) -> RowState | None:
         """Of a sequence that has rows for all of its tokens, and room for a draft behind them; None = it has not.
 
-        With `least` 0 it may have no rows yet, as its prompt had one token.
+        With `least` 0 it may have no rows yet, as its prompt had one token. `coming`: tokens that it will get now.
         """
         state = self._states.get(seq.id) if least else self._with_room(seq, 0)
-        if state is None or not least <= len(state.after) == len(seq.tokens) - 1:
+        if state is None or not least <= len(state.after) == len(seq.tokens) + coming - 1:
             return None
         return state if len(state.after) <= self._model.max_length - DEEPEST else None
 
@@ -357,7 +348,8 @@ class FeatureRows:
             self._observe_plain(seqs, scores, verdict)
             return
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
-        fresh, owners, members = list[Fresh](), dict[int, RowState](), trees.members
+        fresh, owners = list[Fresh](), dict[int, RowState]()
+        places = range(len(seqs)) if verdict.outcome is None else verdict.outcome.trees
         spans = zip(trees.starts, trees.starts[1:], strict=False)
         for b, (seq, (first, end), path, last) in enumerate(zip(seqs, spans, paths, bonus, strict=True)):
             state = self._with_room(seq, len(path) + 1)
@@ -365,7 +357,7 @@ class FeatureRows:
                 continue  # no room for it, or a prompt of one token: nothing went through the target
             rows = [first, *[first + node for node in path]]
             fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
-            owners[members[b]] = state
+            owners[places[b]] = state
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
         if verdict.outcome is not None and trees.form is not None:

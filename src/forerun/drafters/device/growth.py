@@ -4,17 +4,12 @@ Every node of the frontier proposes its likeliest children, the best of these by
 next frontier, and of all that were proposed the best n are the tree. Sizes are known before the draft starts, so
 nothing is read on the way. On a GPU a level is two kernels; elsewhere it is plain torch.
 
-What a draft must know of its rows and levels, worked out on the device from what the host has sent.
+`complete` works out, on the device, what a draft must know of its rows and levels from what the host has sent. Where
+the last round was not read, what it decided is taken from the device's own record of it.
 
-One kernel does it on a GPU (kernels_plan.py), torch elsewhere. Where the last round was not read, what it decided is
-taken from the device's own record of it.
-
-DraftNoise: temperature and shared noise in drafts on the device, where the verifier couples by noise.
-
-With the verifier's own noise added to a head's logits, the likeliest tokens are those that the target would sample if
-its law were the head's (drafters/draft_law.py does the same on the host). Noise is hashed from seed and position: the
-host sends the seeds, the device knows positions. What is drafted never changes a coupled text, so nothing here has to
-round as the verifier does.
+`DraftNoise` has temperature and shared noise, where the verifier couples by noise: with the verifier's own noise added
+to a head's logits, the likeliest tokens are those that the target would sample if its law were the head's. Noise is
+hashed from seed and position: the host sends the seeds, the device knows positions.
 """
 
 from __future__ import annotations
@@ -30,9 +25,11 @@ from torch import Tensor
 
 from forerun.core.noise import device_uniforms, mixed_seed
 from forerun.core.types import Seq
-from forerun.drafters.device.eagle_plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
+from forerun.drafters.device.plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
 from forerun.drafters.model.draft_law import Noised, factor_of, has_noise
 from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.graphs import Replays as Replays  # for heads that have no tree growth of their own
+from forerun.models.cuda.graphs import Work as Work
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SentInts, splits_at
 from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.pages import PAGE
@@ -140,7 +137,7 @@ def _grow_fused(
     head_output: HeadOutput,
     into: tuple[Tensor, Tensor] | None,
 ) -> Frontier:
-    from forerun.drafters.device import kernels as kernels_head
+    from forerun.drafters.device import kernels
 
     trees, wide = frontier.log_survivals.shape
     vocab, branch, device = logits.shape[1], pool.branch, logits.device
@@ -149,7 +146,7 @@ def _grow_fused(
     rows = torch.empty(trees * wide, chunks, branch, dtype=torch.int32, device=device)
     highs, sums = (torch.empty(trees * wide, chunks, device=device) for _ in range(2))
     pdl = starts_early(device)
-    kernels_head.tops[(trees * wide, chunks)](
+    kernels.tops[(trees * wide, chunks)](
         logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     first = pool.add(wide * branch).start
@@ -163,7 +160,7 @@ def _grow_fused(
         torch.empty(trees, fresh, device=device), integers(trees, fresh), tokens.view(trees, fresh),
         integers(trees * fresh), ancestors.view(trees, fresh, level + 1),
     )  # fmt: skip
-    kernels_head.advance[(trees,)](
+    kernels.advance[(trees,)](
         found, rows, highs, sums, head_output.ids, frontier.log_survivals, frontier.places, frontier.ancestors,
         pool.scores, pool.tokens, pool.parents, nexts.log_survivals, nexts.places, nexts.tokens, nexts.parents,
         nexts.ancestors, first, pool.scores.shape[1], head_output.log_scale, head_output.power, level,
@@ -178,10 +175,10 @@ def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool |
     """Write [2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first."""
     size = pool.scores.shape[1]
     if size <= MOST_CUT and (roots.device.type == "cuda" if fused is None else fused):
-        from forerun.drafters.device import kernels as kernels_head
+        from forerun.drafters.device import kernels
 
         pdl = starts_early(roots.device)
-        kernels_head.cut[(len(roots),)](
+        kernels.cut[(len(roots),)](
             pool.scores, pool.tokens, pool.parents, roots, torch.empty_like(pool.scores, dtype=torch.int32), into,
             size, into.stride(0), nodes, UP=_power(size), PDL=pdl, num_warps=1 if size <= 1024 else 4, launch_pdl=pdl,
         )  # fmt: skip
@@ -245,10 +242,10 @@ def complete(
 
 
 def _complete_fused(ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> None:
-    from forerun.drafters.device import kernels as kernels_plan
+    from forerun.drafters.device import kernels
 
     size, shape = form.level(group_nodes), form.shape
-    kernels_plan.plan[(form.sequences, shape.depth)](
+    kernels.plan[(form.sequences, shape.depth)](
         ints, last.accepted, last.tokens, MAX_ROWS, MAX_ROWS + form.sent_at(group_nodes), MAX_ROWS + form.last_at,
         MAX_ROWS + form.level_at(0, group_nodes), extent_of(size), MAX_ROWS + form.ancestors_at(0, group_nodes),
         MAX_ROWS + form.caught_at, form.caught(group_nodes).groups // form.sequences, aligned(form.unread),
@@ -423,11 +420,11 @@ class DraftNoise:
 
     def _add_noise(self, positions: Tensor, logits: Tensor, level: int) -> Tensor:
         """The same by a kernel; logits may be the first columns of wider rows."""
-        from forerun.drafters.device import kernels as kernels_head
+        from forerun.drafters.device import kernels
 
         rows, vocab = logits.shape
         found = logits.new_empty(rows, vocab)
-        kernels_head.add_noise[(rows, -(-vocab // BLOCK))](
+        kernels.add_noise[(rows, -(-vocab // BLOCK))](
             logits, found, self._ids, self._sent.all, positions, logits.stride(0), vocab, rows // len(positions), level,
             MOST, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -1,14 +1,4 @@
-"""HeadModel: the weights of a drafting head on the device, as a model whose first layer has another input.
-
-A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all products. Their size must then
-be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
-the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
-head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
-input features are, and by how large what all layers add to them should be.
-
-Rows that change their places in a drafted round: one kernel each on a GPU (kernels_features.py), torch elsewhere.
-
-A drafting head of one layer or of several, run by the steps of the GPU decoder.
+"""A drafting head on the GPU: EAGLE and multi-token-prediction heads, run by the steps of the GPU decoder.
 
 An EAGLE-3 head's first layer is a decoder layer with a wider input: the normed embedding of a token beside a normed row
 of features. So everything after the input (rotation, slots, tree attention, gate, residuals, further layers, the LM
@@ -18,13 +8,17 @@ on the input alone, and such rows attend to nothing. An EAGLE-1 head has no norm
 its input, and the residual stream, of embedding and features. A multi-token-prediction layer has both: two norms, then
 a product that starts the residual stream, then an ordinary layer.
 
-The steps of a head's layers as Triton kernels: the target's, with another input step.
+A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all products. Their size must then
+be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
+the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
+head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
+input features are, and by how large what all layers add to them should be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, cast
 
@@ -33,14 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.types import TreeForm
-from forerun.drafters.device.eagle_plan import ROOM
+from forerun.drafters.device.growth import HeadOutput
+from forerun.drafters.device.plan import ROOM
+from forerun.drafters.heads.eagle_head import EagleConfig
+from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.device_trees import STEPS, LastRound
-from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.plain import PlainSteps
-from forerun.models.cuda.weights import Packed, Weight, WeightKind, pack, times, whole
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import Packed, Weight, WeightKind, interleaved, pack, times, whole
+from forerun.models.layers import pair_up
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
@@ -223,10 +222,10 @@ def append_decided(
     last row of `into` is never read: what nobody owns may go there.
     """
     if into.device.type == "cuda" if fused is None else fused:
-        from forerun.drafters.device import kernels as kernels_features
+        from forerun.drafters.device import kernels
 
         width = hidden[0].shape[1]
-        kernels_features.append[(form.trees, form.depth + 1)](
+        kernels.append[(form.trees, form.depth + 1)](
             tuple(hidden), into, sent, last.accepted, last.rows, form.trees, STEPS, ROOM=ROOM, WIDTH=width,
             UP=1 << (width - 1).bit_length(), num_warps=4,
         )  # fmt: skip
@@ -251,12 +250,12 @@ def pick_plainly(buffers: Iterable[Tensor], rows: Tensor) -> None:
 
 def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
     """The same in one kernel, for the buffers that the head reads next."""
-    from forerun.drafters.device import kernels as kernels_features
+    from forerun.drafters.device import kernels
 
     widths, pdl = (x.shape[1], queries.shape[1]), starts_early(x.device)
     up = 1 << max(2, (len(rows) - 1).bit_length())
     columns = min(512, 8192 // up)
-    kernels_features.pick[(-(-max(widths) // columns),)](
+    kernels.pick[(-(-max(widths) // columns),)](
         x, queries, lifts, rows, len(rows), *widths, B_UP=up, COLUMNS=columns, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -400,3 +399,147 @@ class HeadNet:
         self.steps.leave_attention(run, layer)
         self.steps.gate(run, layer)
         self.steps.leave_mlp(run, layer)
+
+
+# than the target's: padding has some, and drafts are written behind all sequences
+MORE_SLOTS = 3 * TREE_MARGIN
+WIDE = 1024  # from this width on reading a head's weights is what a level costs, and one byte each is enough
+
+
+class FeatureFusion:
+    """What a row carries: the target's features of a true row, the head's own output of a drafted one."""
+
+    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], model: HeadModel) -> None:
+        def get(name: str) -> Tensor:
+            return weights[name].detach().to(model.device, model.dtype)
+
+        self.layers, self.feature_width, self._eps = config.layers, config.feature_width, config.norm_eps
+        self._fc = get("fc.weight") if config.kind == "eagle3" else None
+        self._bias = get("fc.bias") if config.kind == "eagle3" and "fc.bias" in weights else None
+        count = len(config.layers) if config.fc_norm else 0
+        self._norms = [get(f"fc_norm.{i}.weight") for i in range(count)]
+        self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
+        self._output_norm = model.final_norm.float() if config.norm_output else None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[N, F] of the target -> [N, D]; EAGLE-1 and MTP carry the target's own row."""
+        if self._fc is None:
+            return features
+        if self._input_norm is not None:
+            features = F.rms_norm(features, features.shape[-1:], self._input_norm, self._eps)
+        if self._norms:
+            parts = zip(features.chunk(len(self._norms), -1), self._norms, strict=True)
+            features = torch.cat([F.rms_norm(part, norm.shape, norm, self._eps) for part, norm in parts], -1)
+        fused = features @ self._fc.t()
+        return fused if self._bias is None else fused + self._bias
+
+    def carry(self, out: Tensor) -> Tensor:
+        """[N, D] fp32 outputs -> what the rows behind them carry."""
+        if self._output_norm is None:
+            return out
+        return F.rms_norm(out, out.shape[-1:], self._output_norm, self._eps)
+
+
+def why_not(config: EagleConfig, target: object) -> str:
+    """Why a head cannot draft on the device; empty where it can."""
+    if not isinstance(target, CudaDecoder):
+        return "the target is not our decoder on a GPU"
+    if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
+        return (
+            f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
+        )
+    return ""
+
+
+def make_net(
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    target: CudaDecoder,
+    kind: WeightKind | None = None,
+) -> tuple[HeadNet, FeatureFusion, HeadOutput, LastRound]:
+    """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
+    if kind is None:
+        bytes_pay = config.kind != "eagle" and config.width >= WIDE and target.kernels == "triton"
+        kind = "int8" if bytes_pay else "plain"
+    rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
+    vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(target.device)
+    parts = _head_weights(config, weights, target, vocabulary)
+    shape = _decoder_config(config, target.max_length, rows, parts.layers[0].qk_norm is not None)
+    model = HeadModel(
+        shape, parts, target.model.dtype, target.device, kind,
+        config.norm_before_residual,
+    )  # fmt: skip
+    net = HeadNet(model, target.kv.capacity + MORE_SLOTS, target.kernels)
+    worth = config.calibration
+    head_output = HeadOutput(vocabulary.ids, math.log(worth.scale), worth.power)
+    return net, FeatureFusion(config, weights, model), head_output, target.grown.last
+
+
+def _head_weights(
+    config: EagleConfig, weights: Mapping[str, Tensor], target: CudaDecoder, vocabulary: DraftVocabulary
+) -> HeadWeights:
+    own = weights.get("embed_tokens.weight")
+    narrows = weights.get("embed_proj.weight")  # of a head that is narrower than its target
+    if narrows is not None:
+        table = target.model.embedding
+        own = torch.cat([part @ narrows.to(table).t() for part in torch.split(table, 1 << 14)])
+    head = weights.get("lm_head.weight")
+    mixes, unused = config.kind == "eagle", torch.ones(config.width)
+    norms = (
+        ("enorm", "hnorm") if config.kind == "mtp" else ("midlayer.input_layernorm", "midlayer.hidden_norm")
+    )
+    token_norm, feature_norm = (weights.get(f"{name}.weight", unused) for name in norms)
+    prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
+    return HeadWeights(
+        embedding=target.model.embedding if own is None else own,
+        token_norm=token_norm,
+        feature_norm=feature_norm,
+        layers=[_layer_weights(config, weights, prefix, unused) for prefix in prefixes],
+        norm=weights.get("norm.weight"),
+        head=target.shared().head_rows(vocabulary.ids) if head is None else head,
+        mix=weights["fc.weight"] if mixes else None,
+        mix_bias=weights.get("fc.bias") if mixes else None,
+        entry=weights["fc.weight"] if config.kind == "mtp" else None,
+    )
+
+
+def _layer_weights(
+    config: EagleConfig, weights: Mapping[str, Tensor], at: str, unused: Tensor
+) -> LayerWeights:
+    dims = config.head_dim
+    q, k, v = (weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
+    gates = [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    qk_norm = None
+    if f"{at}self_attn.q_norm.weight" in weights:
+        norms = [pair_up(weights[f"{at}self_attn.{name}_norm.weight"], dims, dims) for name in "qk"]
+        counts = config.heads, config.kv_heads
+        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
+    return LayerWeights(
+        input_norm=weights.get(f"{at}input_layernorm.weight", unused),
+        qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
+        o=weights[f"{at}self_attn.o_proj.weight"],
+        mlp_norm=weights[f"{at}post_attention_layernorm.weight"],
+        gate_up=interleaved(torch.cat(gates)),
+        down=weights[f"{at}mlp.down_proj.weight"],
+        qk_norm=qk_norm,
+    )
+
+
+def _decoder_config(config: EagleConfig, longest: int, rows: int, qk_norm: bool) -> DecoderConfig:
+    """The head as a model whose vocabulary is the draft's."""
+    return DecoderConfig.from_hf(
+        {
+            "model_type": "qwen3" if qk_norm else "llama",
+            "vocab_size": rows,
+            "hidden_size": config.width,
+            "intermediate_size": config.inner,
+            "num_hidden_layers": config.depth,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": min(config.max_length, longest),
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "tie_word_embeddings": False,
+        }
+    )

@@ -1,20 +1,12 @@
-"""Triton kernels of a drafting head: its input step, and the growth of its trees.
+"""Triton kernels of drafts: a head's input step, the growth of its trees, rows that change places, and plans of drafts.
 
-A level of a draft would be forty small operations; here it is one kernel before the layer and two behind it. `tops`
-looks through a stretch of one row's logits, `advance` puts the stretches of all rows of one tree together.
-
-Triton: rows that change their places in a drafted round. feature_copies.py has the same in torch.
-
-Triton: the plan of a draft in one kernel. draft_completion.py has the same in torch, and the tests compare both.
-
-In torch these are a hundred small operations before every draft. Sizes of forms are no constants of the kernel: there
-are many forms, and one would be compiled for each.
-
-Triton: what lies between the passes of a draft model's chain; chain_plan.py and chain_graphs.py have it in torch.
-
-There it is fifty small operations before the first pass and eight behind each; here it is one kernel before the first
-pass and two behind each: `look` finds the likeliest token of a stretch of logits, `choose` puts the stretches together
-and writes what the next pass reads. What is drafted changes no text: the noise need not be the verifier's to the bit.
+Each has its twin in torch, and the tests compare both: growth.py and head.py for heads, model_graphs.py for the chains
+of draft models. A level of a head's draft would be forty small operations; here it is one kernel before the layer and
+two behind it: `tops` looks through a stretch of one row's logits, `advance` puts the stretches of all rows of one tree
+together. A plan would be a hundred operations before every draft; sizes of forms are no constants of its kernel, since
+there are many forms and one would be compiled for each. A pass of a chain has two kernels behind it: `look` finds the
+likeliest token of a stretch of logits, `choose` puts the stretches together and writes what the next pass reads. What
+is drafted changes no text: the noise need not be the verifier's to the bit.
 """
 
 import triton
@@ -234,10 +226,6 @@ def cut(pool_scores, pool_tokens, pool_parents, roots, numbers, trees, pool_size
     tl.store(root + stride, tl.full((), -1, tl.int64))
 
 
-# mypy: ignore-errors
-# The bodies are Triton's language, not Python: types and operators mean something else there.
-
-
 @triton.jit(do_not_specialize=["TREES", "STEPS"])
 def append(hidden, into, sent, accepted, sources, TREES, STEPS, ROOM: tl.constexpr, WIDTH: tl.constexpr,
            UP: tl.constexpr):  # fmt: skip
@@ -276,10 +264,6 @@ def pick(x, queries, lifts, rows, B, x_width, query_width, B_UP: tl.constexpr, C
         lift = tl.load(lifts + row, mask=here, cache_modifier=".cg")
         tl.debug_barrier()
         tl.store(lifts + b, lift, mask=here)
-
-
-# mypy: ignore-errors
-# The bodies are Triton's language, not Python: types and operators mean something else there.
 
 
 @triton.jit(
@@ -356,10 +340,6 @@ def _level(ints, b, level, end, pages, own, ways, level_rows, WIDTH, DEPTH, GROU
                 tl.minimum(GROUP, WIDTH - n * GROUP), end, 0, pages, n < shared)  # fmt: skip
     write_group(groups + shared * FIELDS, start, behind, node, 1, end, ways + node * (level + 1), pages,
                 here & branches)  # fmt: skip
-
-
-# mypy: ignore-errors
-# The bodies are Triton's language, not Python: types and operators mean something else there.
 
 
 CHUNK = 4096  # logits of one program

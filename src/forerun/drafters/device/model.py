@@ -1,54 +1,30 @@
-"""ModelViews: what a draft model on the GPU has read of each sequence, and what its next draft must know of it.
+"""ModelDraft: chains that a draft model drafts on the GPU, where they stay.
 
-ModelDraft: chains that a draft model drafts on the GPU, where they stay.
-
-The target's verdict says what was accepted of a chain: so much of it need not be read again. Then the next draft starts
-at once, as deep as the last: the device drafts while the host ends the round; or even before that round was read, from
-what the device itself has decided (`follow`). Prompts are read beside the target, by
-the draft model's own passes, unless the last sequences were written without drafts: then a prompt is read when the
-first draft asks for it. While nothing is drafted, nothing is read.
-
-DeviceModelDrafter: a draft model on the GPU; its chains are drafted on the device, without the host in between.
+The target's verdict says what was accepted of a chain: so much of it need not be read again. Prompts are read beside
+the target, by the draft model's own passes, unless the last sequences were written without drafts: then a prompt is
+read when the first draft asks for it. While nothing is drafted, nothing is read. `ModelViews` has what the draft model
+has read of each sequence; model_graphs.py the passes of a draft.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from forerun.core.errors import ForerunError
 from forerun.core.noise import mixed_seed
 from forerun.core.offer import Form
-from forerun.core.types import Needs, PlainSeq, Scores, Seq, TreeBatch, TreeForm, Verdict
-from forerun.drafters.base import committed_tokens
-from forerun.drafters.device.eagle import DeviceDrafter, contexts_of
+from forerun.core.types import Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.base import Drafter, committed_tokens
+from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
 from forerun.drafters.device.growth import Settings
-from forerun.drafters.device.model_graphs import (
-    BUCKETS,
-    DEEPEST,
-    MOST,
-    PADDING,
-    UNREAD,
-    ChainGraphs,
-    ChainMenu,
-    Lane,
-    forms_for,
-)
+from forerun.drafters.device.model_graphs import PADDING, UNREAD, ChainGraphs, Lane
+from forerun.drafters.device.plan import DEEPEST, DraftMenu, trees_of
+from forerun.drafters.device.protocol import Seats, Unread
 from forerun.drafters.model.draft_law import has_noise
 from forerun.models.base import Target
 from forerun.models.cuda.device_trees import LastRound
-from forerun.models.cuda.plan import MAX_ROWS, round_up
 from forerun.models.cuda.target import CudaDecoder
 from forerun.verify.warp import adjusts
-
-if TYPE_CHECKING:
-    from forerun.drafters.base import Drafter
-
 
 NEEDS = Needs()
 # sequences in a row that were read and never drafted for, after which prompts are not read at once
@@ -195,167 +171,103 @@ class ModelViews:
             self.model.kv.extent(view.id).length = view.read
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A draft that is under way: whose chains lie in the device's buffer, in this order."""
-
-    wanted: tuple[tuple[int, int], ...]  # sequences and their roots; -1 = only the device knows it
-    depth: int
-    owners: dict[int, int]  # sequences that were not forgotten since, and their chains
-    drafted: frozenset[int]  # sequences whose chains are not padding
-
-
-class ModelDraft:
-    """Implements forerun.drafters.device.eagle.DraftsOnDevice."""
+class ModelDraft(DeviceDraft):
+    """Implements forerun.drafters.device.protocol.DeviceDrafter."""
 
     needs = NEEDS
-    follows_undrafted = False  # it goes on behind its own chains, whose roots it has read
 
     def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound | None = None) -> None:
         """`last` is the target's record of its last round; without it, every round is read before the next draft."""
-        self._follows = last is not None
-        self.model, self.menu = model, ChainMenu()
         self.graphs = ChainGraphs(model, vocab_size, last or LastRound(model.device))
-        self.views = ModelViews(model)
-        self.complete_to = 0
-        self._captured: set[tuple[int, int]] = set()  # (bucket, depth) whose target pass is captured
-        self._ahead: Launched | None = None
-        self._proposed: list[tuple[TreeBatch, Launched]] = []  # what is being verified: two where one follows
+        replays = self.graphs.replays
+        super().__init__(DraftMenu(chains=True, graphs=replays), replays, self.graphs.trees)
+        self.model, self.views, self._follows = model, ModelViews(model), last is not None
 
     def is_ready(self, seq: Seq) -> bool:
         """Can it be drafted for? What was not read is read first."""
         view = self.views.get(seq)
         return not view.foreign and len(seq.tokens) + DEEPEST < self.model.max_length
 
-    def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None:
-        """A chain as deep as asked for, cut to the rows of a pass; None = none."""
-        if sequences > MOST:
-            return None
-        depth = min(nodes, depth, DEEPEST, MAX_ROWS // round_up(sequences, BUCKETS) - 1)
-        return Form(depth, depth, 1) if depth > 0 else None
-
-    def knows(self, form: Form, sequences: int) -> bool:
-        """Is the target's pass over such chains captured, or need it not be?"""
-        captured = (round_up(sequences, BUCKETS), form.depth) in self._captured
-        return captured or not self.graphs.replays.capture
-
-    def note_captured(self, bucket: int, form: Form) -> None:
-        """The target's pass over such chains has a graph."""
-        self._captured.add((bucket, form.depth))
-
-    def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch:
-        """A chain for each sequence; those that are not ready get any chain behind their root."""
-        wanted = tuple((seq.id, seq.tokens[-1]) for seq in seqs)
-        launched, self._ahead = self._ahead, None
-        if launched is None or launched.depth != form.depth or not {*wanted} <= {*launched.wanted}:
-            launched = self._launch(seqs, [seq.tokens for seq in seqs], form.depth)
-        elif launched.wanted != wanted:  # some have left
-            self.graphs.keep([launched.wanted.index(one) for one in wanted], form.depth)
-            launched = _launched(wanted, form.depth, launched.drafted)
-        self.views.in_vain = 0
-        self.note_captured(round_up(len(seqs), BUCKETS), form)  # its pass follows, if it had none
-        self._proposed = []
-        return self._propose(launched)
-
-    def _propose(self, launched: Launched, follows: tuple[int, ...] | None = None) -> TreeBatch:
-        count, depth = len(launched.wanted), launched.depth
-        trees = TreeForm(round_up(count, BUCKETS), depth + 1, depth, chain=True)
-        tokens, parents = self.graphs.trees[:, : count * trees.nodes]
-        seconds = self.menu.drafting(Form(depth, depth, 1), count)
-        batch = TreeBatch(
-            tokens,
-            parents,
-            trees.starts(count),
-            form=trees,
-            device_seconds=lambda: seconds,
-            grower=self if self._follows else None,
-            follows=follows,
-        )
-        self._proposed.append((batch, launched))
-        return batch
-
-    def follow(
-        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> TreeBatch | None:
-        """Draft behind chains that were not read, as deep as these: see forerun.core.tree.GrowsNext."""
-        if len(self._proposed) != 1 or len(going) > MOST:
-            return None
-        last = self._proposed[0][1]
-        if trees.form is None or not self.knows(Form(last.depth, last.depth, 1), len(going)):
-            return None
-        views, depth = self.views, last.depth
-        lanes = [views.lane_behind(seq, tree, depth, seq.id in last.drafted) for seq, tree in going]
-        known = [lane for lane in lanes if lane is not None]
-        if len(known) < len(lanes):
-            return None
-        roots = [-1 if tree >= 0 else seq.tokens[-1] for seq, tree in going]
-        launched = self._draft([seq for seq, _ in going], roots, known, last.depth)
-        self._ahead = None
-        return self._propose(launched, tuple(tree for _, tree in going))
-
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Count what was accepted as read, and start the next draft; or read a prompt."""
-        if not self._proposed:
-            known = {seq_id for seq_id, _ in self._ahead.wanted} if self._ahead is not None else set()
-            if any(seq.id in known for seq in seqs):
-                self._ahead = None  # nobody asked for it
-            self.views.read_prompts(seqs, trees)
-            return
-        drafts, launched = self._proposed[0]
-        ours = [b for b, seq in enumerate(seqs) if seq.id in launched.owners]
-        if not ours:  # prompts, observed while the trees of others are not yet
+        drafts, launched = self._proposed[0] if self._proposed else (None, None)
+        owners = {} if launched is None else {seq_id: b for (seq_id, _), b in launched.trees.items()}
+        ours = [b for b, seq in enumerate(seqs) if seq.id in owners]
+        if (
+            drafts is None or launched is None or not ours
+        ):  # prompts, observed while trees of others are not yet
+            self._drop_ahead(seqs)
             self.views.read_prompts(seqs, trees)
             return
         del self._proposed[0]
-        grown = trees.form is not None  # then these are the chains, read with their verdict
+        grown, depth = (
+            trees.form is not None,
+            launched.form.depth,
+        )  # these are the chains, read with their verdict
         drafted, fresh = (trees if grown else drafts).to_host()[0], committed_tokens(trees, verdict)
         following = self._proposed[0][1].drafted if self._proposed else frozenset()
         for b in ours:
             seq = seqs[b]
-            first = (trees.starts[b] if grown else drafts.starts[launched.owners[seq.id]]) + 1
-            kept = drafted[first : first + launched.depth - 1]  # the last one was never an input
+            first = (trees.starts[b] if grown else drafts.starts[owners[seq.id]]) + 1
+            kept = drafted[first : first + depth - 1]  # the last one was never an input
             self.views.count_read(seq, kept, fresh[b], seq.id in following)
         if grown and not self._proposed:
-            self._go_ahead([seqs[b] for b in ours], [fresh[b] for b in ours], launched.depth)
+            self._go_ahead([(seqs[b], fresh[b]) for b in ours], launched.form)
 
     def forget(self, seq: Seq) -> None:
         for _, launched in self._proposed:
-            launched.owners.pop(seq.id, None)
-        self._proposed = [one for one in self._proposed if one[1].owners]  # the others failed, or all ended
+            for one in [one for one in launched.trees if one[0] == seq.id]:
+                del launched.trees[one]
+        self._proposed = [one for one in self._proposed if one[1].trees]  # the others failed, or all ended
         self.views.forget(seq.id)
 
-    def _go_ahead(self, seqs: Sequence[Seq], fresh: Sequence[Sequence[int]], depth: int) -> None:
-        """Start the next draft now, for all sequences that do not end here."""
-        going = [
-            (seq, [*seq.tokens, *more])
-            for seq, more in zip(seqs, fresh, strict=True)
-            if len(seq.tokens) + len(more) < seq.max_length and not seq.stop_ids.intersection(more)
-        ]
-        if going and self.knows(Form(depth, depth, 1), len(going)):
-            self._ahead = self._launch([seq for seq, _ in going], [tokens for _, tokens in going], depth)
-
-    def _launch(self, seqs: Sequence[Seq], tokens: Sequence[list[int]], depth: int) -> Launched:
+    def _start(self, going: Going, form: Form) -> frozenset[int]:
         """Draft behind these committed tokens."""
+        seqs, tokens = [seq for seq, _ in going], [[*seq.tokens, *fresh] for seq, fresh in going]
         views = [self.views.catch_up(seq, some) for seq, some in zip(seqs, tokens, strict=True)]
         self.views.read([one for one in views if one is not None and len(one.tokens) - one.read > UNREAD])
-        lanes = [self.views.lane(view, some, depth) for view, some in zip(views, tokens, strict=True)]
-        return self._draft(seqs, [some[-1] for some in tokens], lanes, depth)
+        lanes = [self.views.lane(view, some, form.depth) for view, some in zip(views, tokens, strict=True)]
+        self.views.in_vain = 0
+        return self._draft(seqs, lanes, form)
 
-    def _draft(self, seqs: Sequence[Seq], roots: Sequence[int], lanes: list[Lane], depth: int) -> Launched:
-        """Draft for these lanes, one for each sequence."""
+    def _follow(self, seats: Seats, form: Form, behind: Unread) -> TreeBatch | None:
+        """Draft behind chains of its own that were not read, as deep as these."""
+        if len(self._proposed) != 1 or not self._follows or behind.trees.form is None:
+            return None
+        last, depth = self._proposed[0][1], form.depth
+        if last.form != form or not self.menu.knows(form, len(seats)):
+            return None
+        lanes = [self.views.lane_behind(seq, tree, depth, seq.id in last.drafted) for seq, tree in seats]
+        known = [lane for lane in lanes if lane is not None]
+        if len(known) < len(lanes):
+            return None
+        wanted = {(seq.id, -1 if tree >= 0 else seq.tokens[-1]): i for i, (seq, tree) in enumerate(seats)}
+        drafted, self._ahead = self._draft([seq for seq, _ in seats], known, form), None
+        return self._propose(Launched(wanted, form, drafted), tuple(tree for _, tree in seats))
+
+    def _draft(self, seqs: Sequence[Seq], lanes: list[Lane], form: Form) -> frozenset[int]:
+        """Draft for these lanes, one for each sequence; which of them are not padding."""
         noise = [_noise_of(seq) if lane.pages else None for seq, lane in zip(seqs, lanes, strict=True)]
-        padding = [PADDING] * (round_up(len(lanes), BUCKETS) - len(lanes))
-        self.graphs.draft([*lanes, *padding], depth, noise)
-        for seq, lane in zip(seqs, lanes, strict=True):
-            if lane.pages:
-                self.views.note_draft(seq, lane)
-        drafted = frozenset(seq.id for seq, lane in zip(seqs, lanes, strict=True) if lane.pages)
-        wanted = tuple((seq.id, root) for seq, root in zip(seqs, roots, strict=True))
-        return _launched(wanted, depth, drafted)
+        padding = [PADDING] * (self.menu.bucket(form, len(lanes)) - len(lanes))
+        self.graphs.draft([*lanes, *padding], form.depth, noise)
+        real = [(seq, lane) for seq, lane in zip(seqs, lanes, strict=True) if lane.pages]
+        for seq, lane in real:
+            self.views.note_draft(seq, lane)
+        return frozenset([seq.id for seq, _ in real])
 
+    def _prepare(self, target: CudaDecoder, max_length: int) -> int:
+        longest = min(max_length, self.model.max_length)
+        self.model.passes.warm_up((), longest, prompts_only=True)
+        return longest
 
-def _launched(wanted: tuple[tuple[int, int], ...], depth: int, drafted: frozenset[int]) -> Launched:
-    return Launched(wanted, depth, {seq_id: b for b, (seq_id, _) in enumerate(wanted)}, drafted)
+    def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
+        self.graphs.rehearse(bucket, form.depth, farthest)
+        if self.replays.capture:
+            first, further = self.graphs.time(bucket)
+            for depth in range(1, DEEPEST + 1):
+                self.menu.note(bucket, Form(depth, depth, 1), first + (depth - 1) * further)
+        if target is not None:
+            target.rehearse(trees_of(form, bucket), NEEDS, farthest)
 
 
 def _noise_of(seq: Seq) -> Settings | None:
@@ -363,61 +275,25 @@ def _noise_of(seq: Seq) -> Settings | None:
     return (mixed_seed(seq.seed), 1.0 / seq.params.temperature) if has_noise(seq) else None
 
 
-log = logging.getLogger(__name__)
-progress = logging.getLogger("forerun.progress")
-
-
-class DeviceModelDrafter(DeviceDrafter[ModelDraft]):
-    """Implements forerun.drafters.base.Drafter over a draft model on the device.
+def over_model(draft: ModelDraft, make_plain: Callable[[], Drafter]) -> OnDevice[ModelDraft]:
+    """A drafter over a draft model on the device.
 
     It drafts its likeliest tokens, or, where the verifier couples by noise, those that the same noise draws. Sequences
     with penalties, bans or processors are drafted for by the host, which applies these to the draft model's law too.
     """
-
-    def _grows(self, seq: Seq) -> bool:
-        return not adjusts(seq)
+    return OnDevice(draft, make_plain, excludes=adjusts)
 
 
 def on_device(
     target: Target, draft: Target, make_plain: Callable[[], Drafter], max_batch: int, max_length: int
-) -> DeviceModelDrafter | None:
+) -> OnDevice[ModelDraft] | None:
     """A drafter on the device, where both models run there in our own decoder; its graphs are captured here."""
     if not (isinstance(target, CudaDecoder) and isinstance(draft, CudaDecoder)):
         return None
     if target.device != draft.device:
         return None
-    try:
-        model = ModelDraft(draft, target.vocab_size, target.grown.last)
-        capture_chains(model, target, max_batch, max_length)
-    except ForerunError:
-        raise
-    except Exception as error:  # no memory, no working Triton: neither stops generation
-        log.warning("no drafts on the device, so the host drafts: %s: %s", type(error).__name__, error)
-        return None
-    return DeviceModelDrafter(model, make_plain)
 
+    def make() -> OnDevice[ModelDraft]:
+        return over_model(ModelDraft(draft, target.vocab_size, target.grown.last), make_plain)
 
-def capture_chains(draft: ModelDraft, target: CudaDecoder, max_batch: int, max_length: int) -> float:
-    """Capture all passes of both models that drafts take, and time them; seconds that it took, 0 = nothing to do.
-
-    With each chain goes the target's pass over it, in contexts of every length that graphs are captured for.
-    """
-    if not draft.graphs.replays.capture:
-        return 0.0
-    started, reaches = perf_counter(), contexts_of(min(max_length, draft.model.max_length))
-    buckets = [bucket for bucket in BUCKETS if bucket <= round_up(min(max_batch, MOST), BUCKETS)]
-    draft.model.passes.warm_up((), min(max_length, draft.model.max_length), prompts_only=True)
-    for i, bucket in enumerate(buckets):
-        progress.info("capturing drafts of the draft model: %d of %d batch sizes", i + 1, len(buckets))
-        for farthest in reaches:
-            draft.graphs.rehearse(bucket, farthest)
-            for form in forms_for(bucket):
-                target.rehearse(TreeForm(bucket, form.nodes + 1, form.depth, chain=True), NEEDS, farthest)
-        for form in forms_for(bucket):
-            draft.graphs.rehearse_trees(bucket, form.depth)
-            draft.note_captured(bucket, form)
-        draft.menu.note(bucket, *draft.graphs.time(bucket))
-    draft.complete_to = buckets[-1]
-    spent = perf_counter() - started
-    log.info("captured the draft model's passes for %d batch sizes in %.1f s", len(buckets), spent)
-    return spent
+    return built(make, target, max_batch, max_length)

@@ -12,15 +12,12 @@ ChainGraphs: the passes of a draft model, captured, each fed with the token that
 A chain of k tokens is k passes and nothing that waits: the host sends a few integers of each sequence in one copy, then
 launches the first pass, which ends with the choice of a token, and such a pass again for every further token. All
 further passes of a batch size are replays of one graph, which counts for itself how far the draft is. What lies between
-passes is kernels on a GPU (kernels_chain.py), and the same in torch elsewhere, step by step where nothing is captured.
-
-ChainMenu: chains that a draft model has ready on the device, what each takes, and what it should bring.
+passes is kernels on a GPU (kernels.py), and the same in torch elsewhere, step by step where nothing is captured.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,20 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Form
-from forerun.drafters.device.eagle_plan import aligned
 from forerun.drafters.device.growth import DraftNoise, Settings
+from forerun.drafters.device.plan import DEEPEST, MOST, aligned
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.network import Run, run_pass
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, round_up, splits_at, splits_to
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, splits_at, splits_to
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # batch sizes that have graphs
-MOST = BUCKETS[-1]
-DEEPEST = 16  # tokens of a draft
 UNREAD = 2  # tokens per sequence that the first pass reads, at most
 KNOWN = 6  # integers of a sequence that the host sends, beside its pages
 
@@ -184,9 +177,9 @@ class ChainGraphs:
         """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided."""
         self.fused = model.kernels == "triton" if fused is None else fused  # by kernels, or in plain torch
         self.model, self._last, device = model, last, model.device
+        self.replays = Replays(device, capture=model.kernels == "triton")
         self._vocab = min(vocab_size, model.vocab_size)
         self.noise = DraftNoise(torch.arange(self._vocab, device=device))
-        self.replays = Replays(device, capture=model.kernels == "triton")
         self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
         with torch.inference_mode(False):
             self.trees = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
@@ -211,46 +204,39 @@ class ChainGraphs:
         self._do_first(form)
         for _ in range(depth - 1):
             self._do_further(form)
-        self.rehearse_trees(len(lanes), depth)
+        self._do_layout(len(lanes), depth)
 
-    def rehearse_trees(self, count: int, depth: int) -> None:
-        """Lay out so many chains that were drafted last."""
-        self.replays.do(("trees", count, depth), lambda: self._lay_out(count, depth))
+    def rehearse(self, bucket: int, depth: int, farthest: int) -> None:
+        """Capture a draft for a batch size, in contexts up to `farthest`; its passes are written nowhere."""
+        both = self._padded(bucket, farthest)
+        both()
+        self.noise.rehearse(both)
+        self._do_layout(bucket, depth)
 
-    @torch.no_grad()
-    def keep(self, which: Sequence[int], depth: int) -> None:
-        """Keep only these of the chains that were drafted last, in this order."""
-        trees = self.trees.view(2, -1)[:, : (MAX_ROWS // (depth + 1)) * (depth + 1)].view(2, -1, depth + 1)
-        order = torch.tensor(which).to(trees.device, non_blocking=True)
-        trees[:, : len(which)] = trees.index_select(1, order)
+    def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
+        """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
+        both = self._padded(bucket, 0)
+        both()
+        works = (lambda: both(further=False)), both
+        one, two = (seconds_of(work, self.model.device, repeats) for work in works)
+        return one, max(two - one, 0.0)
 
-    def rehearse(self, bucket: int, farthest: int) -> None:
-        """Capture the passes of a batch size, in contexts up to `farthest`; they are written nowhere."""
+    def _padded(self, bucket: int, farthest: int) -> Callable[..., None]:
+        """The first two passes of a draft, or the first alone, over padding."""
         form, ints = plan_chain([PADDING] * bucket, 2, farthest)
         self.ints.send(ints, form.sent_at)
         self.noise.is_on = False
 
-        def both() -> None:
+        def run(further: bool = True) -> None:
             self._do_first(form)
-            self._do_further(form)
+            if further:
+                self._do_further(form)
 
-        both()
-        self.noise.rehearse(both)
+        return run
 
-    def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
-        """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
-        form, ints = plan_chain([PADDING] * bucket, 2)
-        self.ints.send(ints, form.sent_at)
-        self.noise.is_on = False
-
-        def both() -> None:
-            self._do_first(form)
-            self._do_further(form)
-
-        both()
-        works = (lambda: self._do_first(form)), both
-        one, two = (seconds_of(work, self.model.device, repeats) for work in works)
-        return one, max(two - one, 0.0)
+    def _do_layout(self, count: int, depth: int) -> None:
+        """Lay out so many chains that were drafted last."""
+        self.replays.do(("trees", count, depth), lambda: self._lay_out(count, depth))
 
     def _do_first(self, form: ChainForm) -> None:
         self.replays.do(("first", form, self.noise.is_on), lambda: self._first(form))
@@ -305,36 +291,36 @@ class ChainGraphs:
         self._count += 1
 
     def _begin(self, form: ChainForm) -> None:
-        from forerun.drafters.device import kernels as kernels_chain
+        from forerun.drafters.device import kernels
 
         rows = aligned(form.first.rows)
-        kernels_chain.begin[(form.sequences,)](
+        kernels.begin[(form.sequences,)](
             self.ints.all, self._last.accepted, self._last.tokens, self._roots, self._lanes, MAX_ROWS,
             MAX_ROWS + form.sent_at, rows, MAX_ROWS + 3 * rows, form.sequences, STEPS, self.model.vocab_size, MOST,
             num_warps=1,
         )  # fmt: skip
 
     def _choose(self, form: ChainForm, logits: Tensor) -> None:
-        from forerun.drafters.device import kernels as kernels_chain
+        from forerun.drafters.device import kernels
 
-        count, chunk = form.sequences, kernels_chain.CHUNK
+        count, chunk = form.sequences, kernels.CHUNK
         chunks = -(-self._vocab // chunk)
         highs = torch.empty(count, chunks, device=logits.device)
         spots = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-        kernels_chain.look[(count, chunks)](
+        kernels.look[(count, chunks)](
             logits, self._lanes, self.noise.sent, highs, spots, logits.stride(0), self._vocab, MOST, CHUNK=chunk,
             NOISE=self.noise.is_on, num_warps=4,
         )  # fmt: skip
-        kernels_chain.choose[(count,)](
+        kernels.choose[(count,)](
             self.ints.all, highs, spots, self._lanes, self._drafted, self._tokens, self._now, aligned(count), count,
             MOST, C=chunks, C_UP=1 << max(2, (chunks - 1).bit_length()), num_warps=1,
         )  # fmt: skip
 
     def _lay_out(self, count: int, depth: int) -> None:
         if self.fused:
-            from forerun.drafters.device import kernels as kernels_chain
+            from forerun.drafters.device import kernels
 
-            kernels_chain.lay_out[(count,)](
+            kernels.lay_out[(count,)](
                 self._roots, self._drafted, self.trees, depth, MOST, self.trees.stride(0), UP=32, num_warps=1
             )
             return
@@ -342,52 +328,3 @@ class ChainGraphs:
         trees[0, :, 0] = self._roots[:count]
         trees[0, :, 1:] = self._drafted[:depth, :count].t()
         trees[1] = torch.arange(-1, depth, device=trees.device)
-
-
-DEPTHS = (1, 2, 3, 4, 5, 6, 8)
-FORMS = tuple(Form(depth, depth, 1) for depth in DEPTHS)
-ROWS = 384  # of a target's pass over all chains: a larger pass costs more than any draft brings
-UNMEASURED = 1e-3  # seconds of a pass
-ACCEPTED = 0.75  # of a draft model's tokens, each, until rounds have shown it
-
-
-def forms_for(bucket: int) -> tuple[Form, ...]:
-    """The chains whose target pass can pay for itself, for so many sequences."""
-    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= min(ROWS, MAX_ROWS))
-
-
-class ChainMenu:
-    """Implements core.offer.Menu: seconds are those of the first pass and of each further one, on the device."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, tuple[float, float]] = {}
-        self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        return FORMS
-
-    def seconds(self, form: Form, batch: int) -> float:
-        """Infinite where this form is not captured for so many sequences."""
-        found = self._found.get((form, batch))
-        if found is None:
-            listed = batch <= MOST and form in forms_for(round_up(batch, BUCKETS))
-            found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
-        return found
-
-    def drafting(self, form: Form, batch: int) -> float:
-        """The same of any form; a guess where nothing was timed for so many sequences or a few more."""
-        known = (self._seconds.get(bucket) for bucket in BUCKETS if bucket >= batch)
-        first, further = next((pair for pair in known if pair is not None), (UNMEASURED, UNMEASURED))
-        return first + (form.depth - 1) * further
-
-    def note(self, bucket: int, first: float, further: float) -> None:
-        """The passes of a draft for so many sequences were timed."""
-        self._seconds[bucket] = first, further
-        self._found.clear()
-
-    def rows(self, form: Form, batch: int) -> int:
-        return (round_up(batch, BUCKETS) if batch <= MOST else batch) * (form.nodes + 1)
-
-    def expected(self, form: Form) -> float:
-        return sum(ACCEPTED**depth for depth in range(1, form.depth + 1))

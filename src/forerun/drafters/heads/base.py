@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 UNMEASURED = 1e-3  # seconds per level, until the first draft was timed
 REHEARSED = -1  # a sequence that no engine has
+MOST_CAPTURED = 16  # sequences of the largest graph of heads whose trees the host builds
+NOT_CAPTURED = "drafts are not captured, so they run operation by operation: %s: %s"  # a warning
 TIMED = 3  # drafts of a rehearsal: the first is captured, the second counts little (see Meter)
 
 

@@ -18,8 +18,8 @@ from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, Parts
-from forerun.drafters.device.graphs import NOT_CAPTURED
 from forerun.drafters.heads.base import (
+    NOT_CAPTURED,
     UNMEASURED,
     Calibration,
     Meter,

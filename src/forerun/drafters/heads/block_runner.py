@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.types import Seq
-from forerun.drafters.device.graphs import MOST, CapturedCalls, Work
-from forerun.drafters.device.growth import DraftNoise, settings_of
-from forerun.drafters.heads.base import ObservedRows
+from forerun.drafters.device.growth import DraftNoise, Replays, Work, settings_of
+from forerun.drafters.heads.base import MOST_CAPTURED, ObservedRows
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle_runner import attend_to
 from forerun.drafters.heads.growth import Frontier, Ranked
@@ -283,13 +282,13 @@ class GraphRunner(BlockRunner):
 
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
-        self.cache.reserve(MOST, RESERVED)
-        self._calls, self._grown = CapturedCalls(), self.cache.grown
+        self.cache.reserve(MOST_CAPTURED, RESERVED)
+        self._calls, self._grown = Replays(head.device, capture=True), self.cache.grown
         self._noise = DraftNoise(head.vocabulary.ids)
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
-        if len(seqs) > MOST or not all(seq.params.is_greedy or has_noise(seq) for seq in seqs):
+        if len(seqs) > MOST_CAPTURED or not all(seq.params.is_greedy or has_noise(seq) for seq in seqs):
             return super().candidates(seqs, levels)
         inputs, slots = self.inputs(seqs), self.slots_for(seqs)
         self._noise.send([settings_of(seq) for seq in seqs])
@@ -320,7 +319,7 @@ class GraphRunner(BlockRunner):
 
     @property
     def captures(self) -> int:
-        return self._calls.made
+        return self._calls.captured
 
     @property
     def usual_contexts(self) -> list[int]:

@@ -25,8 +25,13 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
-from forerun.drafters.device.graphs import MOST, NOT_CAPTURED, CapturedCalls
-from forerun.drafters.heads.base import LastRowDrafter, head_dtype, rehearse
+from forerun.drafters.heads.base import (
+    MOST_CAPTURED,
+    NOT_CAPTURED,
+    LastRowDrafter,
+    head_dtype,
+    rehearse,
+)
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     Matrix,
@@ -47,7 +52,7 @@ from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeli
 from forerun.models.base import SharedWeights, Target
 
 if TYPE_CHECKING:
-    from forerun.drafters.device.growth import DraftNoise
+    from forerun.drafters.device.growth import DraftNoise, Replays
 
 
 log = logging.getLogger(__name__)
@@ -62,7 +67,7 @@ class CapturedHeads(LastRowDrafter, ABC):
     def __init__(self, heads: HeadSet) -> None:
         super().__init__()
         self.heads = heads
-        self._calls: CapturedCalls | None = None
+        self._calls: Replays | None = None
         self._noise: DraftNoise | None = None
 
     @abstractmethod
@@ -70,9 +75,10 @@ class CapturedHeads(LastRowDrafter, ABC):
 
     def capture(self, budgets: Sequence[Budget]) -> None:
         """From now on what a draft computes is captured; drafts of one sequence with these budgets at once."""
-        from forerun.drafters.device.growth import DraftNoise
+        from forerun.drafters.device.growth import DraftNoise, Replays
 
-        heads, self._calls = self.heads, CapturedCalls()
+        heads = self.heads
+        self._calls = Replays(heads.device, capture=True)
         self._noise = DraftNoise(heads.vocabulary.ids)
         row = torch.zeros(1, heads.config.width, dtype=heads.dtype, device=heads.device)
         try:
@@ -84,11 +90,12 @@ class CapturedHeads(LastRowDrafter, ABC):
 
     @property
     def captures(self) -> int:
-        return 0 if self._calls is None else self._calls.made
+        """Graphs that were captured so far."""
+        return 0 if self._calls is None else self._calls.captured
 
     def _replays(self, seqs: Sequence[Seq]) -> bool:
         """Can their draft be captured? A temperature without shared noise changes confidences alone: seldom used."""
-        if self._calls is None or len(seqs) > MOST:
+        if self._calls is None or len(seqs) > MOST_CAPTURED:
             return False
         return all(seq.params.is_greedy or has_noise(seq) for seq in seqs)
 

@@ -13,7 +13,7 @@ Padding is written to no slot and attends to nothing; its verdict is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -237,7 +237,7 @@ class GrownBuffers:
         tokens, parents = values[: 2 * form.rows].view(2, -1)[:, : trees.nodes].tolist()
         trees.note_host(tokens, parents)
         paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
-        return Verdict(paths, accepted, bonus, Outcome(self, number))
+        return Verdict(paths, accepted, bonus, Outcome(self, number, range(len(trees))))
 
     def moves_of(self, form: TreeForm) -> tuple[Tensor, Tensor]:
         """Two of [B depth]: the KV slots of the last paths, and where they belong; those that stay move nowhere."""
@@ -289,6 +289,10 @@ class Outcome:
 
     buffers: GrownBuffers
     number: int  # of the pass
+    trees: Sequence[int]
+
+    def kept(self, which: Sequence[int]) -> Outcome:
+        return replace(self, trees=[self.trees[b] for b in which])
 
     @property
     def is_latest(self) -> bool:

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from forerun.core.tree import Seconds
 from forerun.core.types import Scores, TreeForm
@@ -235,17 +236,18 @@ def _rounded(scored: int, plan: Plan) -> int:
     return min(plan.size.rows, round_up(max(scored, least), ROW_SIZES))
 
 
+Work = Callable[..., tuple[Tensor, ...]]
+
+
 class Replays:
     """Small pieces of work by name: captured when first done on a GPU, plain calls elsewhere."""
 
     def __init__(self, device: torch.device, capture: bool) -> None:
         self.device, self.capture = device, capture
+        self.captured = 0  # so far: work that needed a capture says nothing of what it takes
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-
-    @property
-    def captured(self) -> int:
-        return len(self._graphs)
+        self._calls: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if capture and device.type == "cuda" else None
 
     @torch.inference_mode()
     def do(self, name: Hashable, work: Callable[[], None]) -> None:
@@ -257,7 +259,34 @@ class Replays:
         else:
             started = perf_counter()
             self._graphs[name] = capture(work, self.device, self._pool)
+            self.captured += 1
             log.info("captured %s in %.3f s", name, perf_counter() - started)
+
+    @torch.no_grad()
+    def call(self, name: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What `work` makes of these inputs, which are copied to where its graph reads them.
+
+        The next call overwrites it. Work of one name reads inputs of the same shapes, and the same memory besides.
+        """
+        if name not in self._calls:
+            given, found = list[Tensor](), list[Tensor]()
+
+            def keep() -> None:
+                found[:] = work(*given)
+
+            with torch.inference_mode(False):
+                given += [value.clone() for value in inputs]
+                self._calls[name] = capture(keep, self.device, None), given, found
+            self.captured += 1
+        graph, given, found = self._calls[name]
+        for place, value in zip(given, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
+        graph.replay()
+        return tuple(found)
+
+    def clear(self) -> None:
+        """Memory that the graphs of calls read has moved."""
+        self._calls.clear()
 
 
 def capture(work: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

@@ -43,7 +43,7 @@ from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain
 from forerun.train.options import DataOptions
 from forerun.train.provenance import write_provenance
-from forerun.train.teacher import device_of, load_net
+from forerun.train.teacher import load_net, torch_device
 
 Write = Callable[[Iterable[Order]], Iterator[Written]]
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def writer_for(checkpoint: Checkpoint, options: DataOptions, by_order: bool = Fa
     `by_order` asks for texts that are a function of their orders alone: by the engine, because the rows of a
     static batch share their random numbers.
     """
-    stops, device = checkpoint.tokenizer().eos_ids, device_of(options.device)
+    stops, device = checkpoint.tokenizer().eos_ids, torch_device(options.device)
     plain = supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config))
     if plain and device.type != "cpu" and not by_order:
         net = load_net(checkpoint, device)

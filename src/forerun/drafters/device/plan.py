@@ -1,7 +1,6 @@
-"""The plan of a GPU draft: a few integers of every sequence from the host, all others worked out on the device.
+"""The plan of a head's draft, and DraftMenu: the forms of drafts that are captured for each batch size.
 
-Here are the parts that the host knows: where each integer lies, and what is sent; draft_completion.py has the rest.
-
+A plan is a few integers of every sequence from the host; all others are worked out on the device (`growth.complete`).
 First the rows that the head has not read yet, for their keys and values; then the last row of each sequence, from which
 its draft starts; then one pass per level; then, behind room for ancestors, what the host sends: of every sequence its
 unread rows and where they are, and its pages. Where the last round was not read yet, the host does not know these rows:
@@ -9,8 +8,6 @@ then it names the sequence's tree in that round, and the device takes root and p
 
 Batch sizes are rounded up to a few buckets. Padding takes the place of the sequences that are missing: all of it is one
 sequence of one row, with slots of its own, so that nothing has to be treated apart.
-
-DraftMenu: the forms of drafts that are captured for each batch size, what each takes, and what it should bring.
 """
 
 from __future__ import annotations
@@ -25,12 +22,26 @@ from torch import Tensor
 
 from forerun.core.offer import Form
 from forerun.core.types import TreeForm
+from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import DEEPEST, FIELDS, MAX_ROWS, ROW_SIZES, Size, round_up, splits_to
+from forerun.models.cuda.plan import DEEPEST as LONE_LEVELS
+from forerun.models.cuda.plan import (
+    FIELDS,
+    MAX_ROWS,
+    ROW_SIZES,
+    SPLIT_SIZES,
+    Size,
+    round_up,
+    split_start,
+    splits_to,
+)
 from forerun.models.paged import Ints
+from forerun.models.pages import TREE_MARGIN
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
+CHAIN_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # of draft models
 MOST = BUCKETS[-1]  # sequences in one draft
+DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
 # sequences that have rows: some are read before there is a place in the batch for them
 PLACES = MOST + MOST // 4
 ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
@@ -60,8 +71,7 @@ class DraftForm:
 
     @property
     def trees(self) -> TreeForm:
-        shape = self.shape
-        return TreeForm(self.sequences, shape.nodes + 1, shape.depth, chain=shape.width == 1)
+        return trees_of(self.shape, self.sequences)
 
     @property
     def behind(self) -> int:
@@ -88,7 +98,7 @@ class DraftForm:
         width, shape = self.shape.width, self.shape
         single = width if width > 1 else 0
         groups = self.sequences * (-(-width // group_nodes) + single)
-        lone = single if shape.depth <= DEEPEST else 0
+        lone = single if shape.depth <= LONE_LEVELS else 0
         return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
@@ -124,6 +134,11 @@ class DraftForm:
         return end + aligned(size.rows) * (level * (level + 1) // 2)
 
 
+def trees_of(form: Form, count: int) -> TreeForm:
+    """So many trees of a form."""
+    return TreeForm(count, form.nodes + 1, form.depth, chain=form.width == 1)
+
+
 def behind(shape: Form) -> int:
     """Root and path of a round of trees like this: the rows that the next draft finds unread, at most."""
     return shape.depth + 1
@@ -132,11 +147,6 @@ def behind(shape: Form) -> int:
 def below(shape: Form) -> int:
     """Positions behind the last row that a draft writes."""
     return (shape.depth - 1) * shape.width
-
-
-def lone_roots(count: int) -> TreeForm:
-    """The form of a plain round of so many sequences, as far as a draft behind it goes."""
-    return TreeForm(count, 1, 0, chain=True)
 
 
 def bucket_of(batch: int) -> int:
@@ -209,21 +219,23 @@ FORMS = tuple(
         (7, 5, 3), (11, 5, 4), (15, 6, 5), (23, 6, 6), (31, 6, 8), (47, 7, 8), (59, 7, 10),
     )
 )  # fmt: skip
+CHAINS = tuple(Form(depth, depth, 1) for depth in (1, 2, 3, 4, 5, 6, 8))  # of draft models
 ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
 FILLED = 0.9  # of a pass, at least, by trees that branch
-UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
-# how often a head's likeliest tokens are accepted, where its config does not say
-UNKNOWN = ((0.6, 0.1, 0.05, 0.03, 0.02),)
+# how often a head's likeliest tokens are accepted, where its config does not say; and those of a draft model
+UNKNOWN, MODEL_RATES = ((0.6, 0.1, 0.05, 0.03, 0.02),), ((0.75,),)
+# seconds per level before any was timed: about the time to read a head's weights, or a draft model's
+HEAD_LEVEL, MODEL_LEVEL = 2e-4, 1e-3
 
 
-def forms_for(bucket: int) -> tuple[Form, ...]:
+def forms_for(bucket: int, forms: Sequence[Form] = FORMS) -> tuple[Form, ...]:
     """The forms for so many sequences: those whose trees fit a pass that can pay for itself, and fill it.
 
     A pass is computed for the next of a few numbers of rows (ROW_SIZES). Trees of 15 nodes and a root fill one of
     128 rows at batch 8, while trees of 16 would pay for 160.
     """
     most = min(ROWS, MAX_ROWS)
-    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= most and _fills(form, bucket))
+    return tuple(form for form in forms if bucket * (form.nodes + 1) <= most and _fills(form, bucket))
 
 
 def _fills(form: Form, bucket: int) -> bool:
@@ -231,43 +243,107 @@ def _fills(form: Form, bucket: int) -> bool:
     return form.width == 1 or rows >= FILLED * round_up(rows, ROW_SIZES)
 
 
-class DraftMenu:
-    """Implements forerun.core.offer.Menu."""
+def contexts_of(max_length: int) -> list[int]:
+    """One length for each number of splits that a pass may have."""
+    found: dict[int, int] = {}
+    for splits in SPLIT_SIZES:
+        length = min(max_length + DEEPEST, split_start(splits) - 2 * DEEPEST)
+        found.setdefault(splits_to(length), length)
+    return list(found.values())
 
-    def __init__(self, rates: Sequence[Sequence[float]] = ()) -> None:
-        self._rates = rates or UNKNOWN
+
+class DraftMenu:
+    """Implements forerun.drafters.device.protocol.DeviceMenu: of a head's trees, or of a draft model's chains."""
+
+    def __init__(
+        self,
+        rates: Sequence[Sequence[float]] = (),
+        *,
+        chains: bool = False,
+        widest: int = MAX_ROWS,
+        graphs: Replays | None = None,
+    ) -> None:
+        """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most."""
+        self.forms: tuple[Form, ...] = CHAINS if chains else FORMS
+        self.buckets: tuple[int, ...] = CHAIN_BUCKETS if chains else BUCKETS
+        self.switches = not chains  # a draft model has read the roots of its own chains alone
+        self.complete_to = 0
+        self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
+        self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
+        self._graphs = graphs
         self._seconds: dict[tuple[int, Form], float] = {}
         self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
-        self._expected = {form: expected(self._rates, form) for form in FORMS}
+        self._captured: dict[Form, set[int]] = {}  # batch sizes that have a graph
+        self._expected = {form: expected(self._rates, form) for form in self.forms}
+
+    def jobs(self, max_batch: int, max_length: int) -> list[tuple[int, Form, int]]:
+        """What is captured: batch sizes, forms, and the contexts that they hold for, the shortest last.
+
+        The time of a draft is noted each time it is captured, so the last one, in a short context, counts.
+        """
+        reaches = contexts_of(max_length)[::-1]
+        largest = round_up(min(max_batch, MOST), self.buckets)
+        buckets = [bucket for bucket in self.buckets if bucket <= largest]
+        return [
+            (size, form, reach)
+            for size in buckets
+            for form in forms_for(size, self.forms)
+            for reach in reaches
+        ]
+
+    def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
+        """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
+        if batch > MOST:
+            return None
+        room, slots = MAX_ROWS // round_up(batch, self.buckets), TREE_MARGIN - 1
+        nodes = min(nodes, room - 1)
+        if nodes < 1 or depth < 1:
+            return None
+        depth = min(depth, nodes, DEEPEST)
+        width = min(width, nodes, self._widest, slots // max(1, depth - 1))
+        return Form(min(nodes, width + (depth - 1) * width * width, slots), depth, width)
+
+    def knows(self, form: Form, batch: int) -> bool:
+        """Is there a graph of this form for so many sequences, or none needed?"""
+        return not self._captures or self.bucket(form, batch) in self._captured.get(form, ())
+
+    def bucket(self, form: Form, batch: int) -> int:
+        """The smallest batch size with a graph of this form, or the one that it would be captured for."""
+        captured = [bucket for bucket in self._captured.get(form, ()) if bucket >= batch]
+        return min(captured) if captured and self._captures else round_up(batch, self.buckets)
+
+    def trees(self, form: Form, batch: int) -> TreeForm:
+        """The trees of a draft for so many sequences, padding included."""
+        return trees_of(form, self.bucket(form, batch))
 
     @property
-    def forms(self) -> tuple[Form, ...]:
-        return FORMS
+    def _captures(self) -> bool:
+        return self._graphs is not None and self._graphs.capture
 
     def seconds(self, form: Form, batch: int) -> float:
         """Infinite where this form is not captured for so many sequences."""
         found = self._found.get((form, batch))
         if found is None:
-            listed = batch <= MOST and form in forms_for(bucket_of(batch))
+            listed = batch <= MOST and form in forms_for(round_up(batch, self.buckets), self.forms)
             found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
         return found
 
     def rows(self, form: Form, batch: int) -> int:
-        return (bucket_of(batch) if batch <= MOST else batch) * (form.nodes + 1)
+        return (round_up(batch, self.buckets) if batch <= MOST else batch) * (form.nodes + 1)
 
     def drafting(self, form: Form, batch: int) -> float:
         """The same of any form; a guess where none was timed for so many sequences or a few more."""
-        larger = [bucket for bucket in BUCKETS if bucket >= batch]
+        larger = [bucket for bucket in self.buckets if bucket >= batch]
         known = (self._seconds.get((bucket, form)) for bucket in larger)
-        return next((seconds for seconds in known if seconds is not None), UNMEASURED * form.depth)
+        return next((seconds for seconds in known if seconds is not None), self._unmeasured * form.depth)
 
     def note(self, bucket: int, form: Form, seconds: float) -> None:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
         self._found.clear()
 
-    def measured(self) -> dict[tuple[int, Form], float]:
-        return dict(self._seconds)
+    def note_captured(self, bucket: int, form: Form) -> None:
+        self._captured.setdefault(form, set()).add(bucket)
 
     def expected(self, form: Form) -> float:
         return self._expected[form] if form in self._expected else expected(self._rates, form)
