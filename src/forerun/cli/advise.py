@@ -13,7 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.bench import DraftModel, Model, Prompts, Tasks, words
+from forerun.cli.bench import (
+    Device,
+    DraftModel,
+    DtypeName,
+    MaxTokens,
+    Model,
+    Prompts,
+    Tasks,
+    Temperature,
+    Threads,
+    words,
+)
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
 from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import table_console
@@ -43,12 +54,12 @@ def advise(
             show_default=False,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
     max_budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
@@ -125,12 +136,12 @@ def diagnose(
         int | None,
         typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
     verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find out why acceptance is low or the output different."""

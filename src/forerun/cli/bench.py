@@ -35,6 +35,11 @@ Prompts = Annotated[
         help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours."
     ),
 ]
+MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
+DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]
+Device = Annotated[str, typer.Option(help=HELP["device"])]
+Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
+Temperature = Annotated[float, typer.Option(help=HELP["temperature"])]
 Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
 DraftModel = Annotated[str | None, typer.Option(help="A second model, or a trained head, to draft with.")]
 
@@ -54,7 +59,7 @@ def bench(
     temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
     batches: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    max_tokens: MaxTokens = 64,
     repeats: Annotated[int, typer.Option(help="How often each prompt is measured.")] = 2,
     max_budget: Annotated[
         int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
@@ -68,9 +73,9 @@ def bench(
     ] = None,
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer the later turns of chats.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP["ignore_eos"])] = False,
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep raw rounds in this folder; the same command resumes from there.")
     ] = None,
@@ -172,7 +177,7 @@ def quality(
         Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    threads: Threads = None,
     skip_memory: Annotated[
         bool, typer.Option("--skip-memory", help="Do not load each format once more in a fresh process.")
     ] = False,
