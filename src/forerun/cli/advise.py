@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +32,7 @@ from forerun.core.errors import InvalidInput
 from forerun.measure.plan.advice import Choice, Load, Range
 from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
-from forerun.measure.report.fit import print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[
     str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
@@ -82,7 +81,7 @@ def advise(
     )  # fmt: skip
     from forerun.measure.advise.answer import in_words
     from forerun.measure.advise.run import run_advisor
-    from forerun.measure.report.fit import print_line, print_table
+    from forerun.measure.report.tables import print_line, print_table
 
     name = short_name(model)
     status = Console(stderr=True).status(f"measuring {name}")
@@ -107,10 +106,7 @@ def _batches(check: bool, sizes: str) -> tuple[int, ...]:
 def _table(found: Mapping[str, Any]) -> Table:
     """Predicted speed-ups, a column for each batch size."""
     title = "Predicted speed-up by batch size (95% interval; 1.00 alone: nothing would be drafted)"
-    table = Table(title=title, box=None, title_justify="left")
-    table.add_column("")
-    for batch in found["by_batch"]:
-        table.add_column(batch, justify="right")
+    table = figure_table(title, "", *found["by_batch"])
     for name in found["by_batch"]["1"]:
         cells = [rows[name]["speedup"] for rows in found["by_batch"].values()]
         table.add_row(name, *(_cell(cell) for cell in cells))
@@ -236,8 +232,7 @@ def _profile(
 
 def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
     unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
-    table = Table(title=f"{profile.model} on {profile.machine}")
-    for name in (
+    columns = (
         "drafter",
         "batch",
         "replicas",
@@ -247,8 +242,8 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
         "TTFT p99",
         "per token",
         "used",
-    ):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    )
+    table = figure_table(f"{profile.model} on {profile.machine}", *columns)
     for choice in choices:
         note = "" if choice.reaches else " (too slow)"
         table.add_row(
@@ -257,7 +252,7 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
             _range(choice.full_hours, "{:.3g}", price or 1.0),
             f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
         )  # fmt: skip
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = table_console()
     print_table(console, table)
     said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
     for line in (_verdict(choices, price), said):

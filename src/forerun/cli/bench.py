@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.measure.report.fit import print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -226,16 +225,8 @@ def _known(name: str) -> Dtype:
 def _show(document: dict[str, Any]) -> None:
     console = table_console()
     title = f"{document['tokens']} tokens, {document['window']} at a time, against float32"
-    table = Table(title=title, box=None, title_justify="left")
-    table.add_column("")
-    for column in (
-        "perplexity",
-        "same likeliest token",
-        "mean KL, nats",
-        "MB above torch",
-        "MB of the model",
-    ):
-        table.add_column(column, justify="right")
+    columns = ("perplexity", "same likeliest token", "mean KL, nats", "MB above torch", "MB of the model")
+    table = figure_table(title, "", *columns)
     for name, figures in document["modes"].items():
         if "why_not" in figures:
             console.print(f"{name} left out: {figures['why_not']}", soft_wrap=True, markup=False)
