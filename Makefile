@@ -49,7 +49,7 @@ docs: $(DEV)  ## the generated pages, and the site into site/
 	$(BIN)/python -m tools.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench-cpu: $(DEV) model llama  ## ratios over transformers, llama.cpp and our own plain loop; batches of 1 to 128
+bench-cpu: $(DEV) model llama  ## ratios over transformers, llama.cpp and our plain loop; about five minutes (ARGS=--full: more)
 	$(BIN)/python -m lab cpu --json bench-out/cpu.json --plot bench-out/cpu.png \
 	--batch-plot bench-out/cpu-batches.png $(ARGS)
 

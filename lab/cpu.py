@@ -53,7 +53,7 @@ from lab.runner import Document, Run, picture, share
 
 _LLAMA_CPP = "forerun.measure.peers.llama_cpp"
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
-SHORT = {"limit": 1, "repeats": 2, "max_tokens": 64, "batches": "1,8"}
+SHORT = {"limit": 1, "repeats": 2, "max_tokens": 48, "batches": "1,8"}  # within five minutes on two cores
 FULL = {"limit": 2, "repeats": 3, "max_tokens": 64, "batches": ",".join(map(str, SIZES))}
 LEAST_TEXTS = 8  # of a batch size
 

@@ -20,12 +20,12 @@ from time import process_time
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model
+from forerun.measure.report.tables import figure_table
 from lab.runner import Document, Run, picture, share
 from lab.serve.host_time import host_figures, read_host
 from lab.serve.load import Load, Target, figures, over_off, plot, send_all
@@ -174,21 +174,10 @@ def show(document: Document, flags: argparse.Namespace) -> None:
     """A table for a person."""
     if (file := picture(flags.plot)) is not None:
         plot(document, file)
-    table = Table(title="A server under load: seconds to the first token and per later token")
-    for name in (
-        "load",
-        "mode",
-        "requests/s",
-        "good/s",
-        "tokens/s",
-        "TTFT p50",
-        "p99",
-        "TPOT p50",
-        "p99",
-        "lost",
-        "unequal",
-    ):
-        table.add_column(name, justify="right")
+    figures = ["requests/s", "good/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "lost", "unequal"]
+    table = figure_table(
+        "A server under load: seconds to the first token and per later token", "load", "mode", *figures
+    )
     for row in document["rows"]:
         times = [row["ttft"]["p50"], row["ttft"]["p99"], row["tpot"]["p50"], row["tpot"]["p99"]]
         cells = [_name(row), row["mode"], row["requests_per_second"], row["good_per_second"]]

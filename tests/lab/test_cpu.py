@@ -140,7 +140,7 @@ def test_the_headline_names_the_best_on_both_sides() -> None:
 @in_this_process
 def test_full_measures_more_and_the_default_tasks_are_spec_benchs() -> None:
     flags, full = parse("cpu", []), parse("cpu", ["--full", "--repeats", "5"])
-    assert (flags.limit, flags.repeats, flags.max_tokens, flags.batches) == (1, 2, 64, "1,8")
+    assert (flags.limit, flags.repeats, flags.max_tokens, flags.batches) == (1, 2, 48, "1,8")
     assert (full.limit, full.repeats, full.max_tokens, full.batches) == (2, 5, 64, "1,2,4,8,16,32,64,128")
     assert len(flags.tasks) == 6
     assert "code_edit" not in flags.tasks

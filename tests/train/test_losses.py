@@ -40,7 +40,7 @@ def test_the_gradient(loss: LawLoss, chunk: int) -> None:
     for way in ("ours", "plain"):
         a, b = rows.clone().requires_grad_(), head.clone().requires_grad_()
         if way == "ours":
-            total, _ = loss(a, b, truth, truth_head, weights, chunk)
+            total = loss.of_rows(a, b, truth, truth_head, weights, chunk)[0].sum()
         else:
             total = plainly(loss, a, b, truth, truth_head, weights)
         (total * 0.7).backward()
@@ -51,14 +51,14 @@ def test_the_gradient(loss: LawLoss, chunk: int) -> None:
 
 def test_a_perfect_head_loses_nothing_and_accepts_everything() -> None:
     rows, head = torch.randn(5, 6), torch.randn(9, 6)
-    total, accepted = LawLoss()(rows, head, rows, head, torch.ones(5))
-    assert float(total) == pytest.approx(0.0, abs=1e-5)
-    assert float(accepted) == pytest.approx(5.0, abs=1e-4)
+    losses, accepted = LawLoss().of_rows(rows, head, rows, head, torch.ones(5))
+    assert float(losses.sum()) == pytest.approx(0.0, abs=1e-5)
+    assert float(accepted.sum()) == pytest.approx(5.0, abs=1e-4)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     rows, head = torch.randn(5, 6, requires_grad=True), torch.randn(9, 6)
-    LawLoss()(rows, head, torch.randn(5, 6), head, torch.ones(5))[0].backward()
+    LawLoss().of_rows(rows, head, torch.randn(5, 6), head, torch.ones(5))[0].sum().backward()
     assert rows.grad is not None
     assert head.grad is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.bench import DraftModel, Model, Prompts, Tasks, words
+from forerun.cli.bench import (
+    Device,
+    DraftModel,
+    DtypeName,
+    MaxTokens,
+    Model,
+    Prompts,
+    Tasks,
+    Temperature,
+    Threads,
+    words,
+)
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
 from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import table_console
@@ -22,7 +32,7 @@ from forerun.core.errors import InvalidInput
 from forerun.measure.plan.advice import Choice, Load, Range
 from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
-from forerun.measure.report.fit import print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[
     str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
@@ -43,12 +53,12 @@ def advise(
             show_default=False,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
     max_budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
@@ -71,7 +81,7 @@ def advise(
     )  # fmt: skip
     from forerun.measure.advise.answer import in_words
     from forerun.measure.advise.run import run_advisor
-    from forerun.measure.report.fit import print_line, print_table
+    from forerun.measure.report.tables import print_line, print_table
 
     name = short_name(model)
     status = Console(stderr=True).status(f"measuring {name}")
@@ -96,10 +106,7 @@ def _batches(check: bool, sizes: str) -> tuple[int, ...]:
 def _table(found: Mapping[str, Any]) -> Table:
     """Predicted speed-ups, a column for each batch size."""
     title = "Predicted speed-up by batch size (95% interval; 1.00 alone: nothing would be drafted)"
-    table = Table(title=title, box=None, title_justify="left")
-    table.add_column("")
-    for batch in found["by_batch"]:
-        table.add_column(batch, justify="right")
+    table = figure_table(title, "", *found["by_batch"])
     for name in found["by_batch"]["1"]:
         cells = [rows[name]["speedup"] for rows in found["by_batch"].values()]
         table.add_row(name, *(_cell(cell) for cell in cells))
@@ -125,12 +132,12 @@ def diagnose(
         int | None,
         typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
     verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find out why acceptance is low or the output different."""
@@ -225,8 +232,7 @@ def _profile(
 
 def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
     unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
-    table = Table(title=f"{profile.model} on {profile.machine}")
-    for name in (
+    columns = (
         "drafter",
         "batch",
         "replicas",
@@ -236,8 +242,8 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
         "TTFT p99",
         "per token",
         "used",
-    ):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
+    )
+    table = figure_table(f"{profile.model} on {profile.machine}", *columns)
     for choice in choices:
         note = "" if choice.reaches else " (too slow)"
         table.add_row(
@@ -246,7 +252,7 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
             _range(choice.full_hours, "{:.3g}", price or 1.0),
             f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
         )  # fmt: skip
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = table_console()
     print_table(console, table)
     said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
     for line in (_verdict(choices, price), said):

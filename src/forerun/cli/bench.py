@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.measure.report.fit import print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +34,11 @@ Prompts = Annotated[
         help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours."
     ),
 ]
+MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
+DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]
+Device = Annotated[str, typer.Option(help=HELP["device"])]
+Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
+Temperature = Annotated[float, typer.Option(help=HELP["temperature"])]
 Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
 DraftModel = Annotated[str | None, typer.Option(help="A second model, or a trained head, to draft with.")]
 
@@ -54,7 +58,7 @@ def bench(
     temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
     batches: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    max_tokens: MaxTokens = 64,
     repeats: Annotated[int, typer.Option(help="How often each prompt is measured.")] = 2,
     max_budget: Annotated[
         int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
@@ -68,9 +72,9 @@ def bench(
     ] = None,
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer the later turns of chats.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP["ignore_eos"])] = False,
-    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
-    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep raw rounds in this folder; the same command resumes from there.")
     ] = None,
@@ -172,7 +176,7 @@ def quality(
         Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
-    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    threads: Threads = None,
     skip_memory: Annotated[
         bool, typer.Option("--skip-memory", help="Do not load each format once more in a fresh process.")
     ] = False,
@@ -221,16 +225,8 @@ def _known(name: str) -> Dtype:
 def _show(document: dict[str, Any]) -> None:
     console = table_console()
     title = f"{document['tokens']} tokens, {document['window']} at a time, against float32"
-    table = Table(title=title, box=None, title_justify="left")
-    table.add_column("")
-    for column in (
-        "perplexity",
-        "same likeliest token",
-        "mean KL, nats",
-        "MB above torch",
-        "MB of the model",
-    ):
-        table.add_column(column, justify="right")
+    columns = ("perplexity", "same likeliest token", "mean KL, nats", "MB above torch", "MB of the model")
+    table = figure_table(title, "", *columns)
     for name, figures in document["modes"].items():
         if "why_not" in figures:
             console.print(f"{name} left out: {figures['why_not']}", soft_wrap=True, markup=False)

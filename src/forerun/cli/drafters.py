@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.bench import Model, Prompts
+from forerun.cli.bench import DtypeName, MaxTokens, Model, Prompts, Threads
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, check_file, write_document
 from forerun.cli.loading import check_model, short_name
 from forerun.cli.show import table_console
@@ -147,9 +147,6 @@ def first_line(where: str) -> str:
 
 layers = typer.Typer(no_args_is_help=True, help="Layers of a model that draft for it (layer_skip).")
 Limit = Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")]
-MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
-Dtype = Annotated[str, typer.Option(help=HELP["dtype"])]
-Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
 
 
 @layers.callback()
@@ -166,7 +163,7 @@ def search(
     limit: Limit = 2,
     max_tokens: MaxTokens = 48,
     seed: Annotated[int, typer.Option(help="Of the random exchanges.")] = 0,
-    dtype: Dtype = "auto",
+    dtype: DtypeName = "auto",
     threads: Threads = None,
 ) -> None:
     """Search on your prompts; --drafter layer_skip --draft-layers PLAN then drafts with what was found."""
@@ -196,7 +193,7 @@ def measure(
     model: Model = DEFAULT_MODEL,
     limit: Limit = 2,
     max_tokens: MaxTokens = 48,
-    dtype: Dtype = "auto",
+    dtype: DtypeName = "auto",
     threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:

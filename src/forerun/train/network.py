@@ -53,19 +53,9 @@ class Layer(nn.Module):
         super().__init__()
         assert isinstance(block.mlp, Mlp)
         self.config = config
-        for name, weight in {
-            "attention_norm": block.attention_norm,
-            "qkv": block.qkv,
-            "qkv_bias": block.qkv_bias,
-            "qk_norm": block.qk_norm,
-            "o": block.o,
-            "o_bias": block.o_bias,
-            "mlp_norm": block.mlp_norm,
-            "gate_up": block.mlp.gate_up,
-            "gate_up_bias": block.mlp.gate_up_bias,
-            "down": block.mlp.down,
-            "down_bias": block.mlp.down_bias,
-        }.items():
+        mlp = {name: getattr(block.mlp, name) for name in ("gate_up", "gate_up_bias", "down", "down_bias")}
+        own = ("attention_norm", "qkv", "qkv_bias", "qk_norm", "o", "o_bias", "mlp_norm")
+        for name, weight in ({name: getattr(block, name) for name in own} | mlp).items():
             parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
             self.register_parameter(name, parameter)
 

@@ -13,10 +13,7 @@ Method = Literal[
     "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",
     "early-exit",
 ]  # fmt: skip
-METHODS: tuple[Method, ...] = (
-    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",
-    "early-exit",
-)  # fmt: skip
+METHODS: tuple[Method, ...] = get_args(Method)
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
     "early-exit": 2e-3, "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3, "specdec": 5e-4,
@@ -91,9 +88,8 @@ class TrainOptions:
     exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
     rank: int = 0  # of an exit adapter, of DSpark's Markov head, or of the LoRA of `joint`; 0 = the recipe's
     inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
-    features: tuple[
-        int, ...
-    ] = ()  # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
+    # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
+    features: tuple[int, ...] = ()
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
@@ -102,9 +98,8 @@ class TrainOptions:
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads
-    positions: Literal["survival", "decay"] = (
-        "survival"  # how a block's positions weigh: by how far its draft gets, or by `decay`
-    )
+    # how a block's positions weigh: by how far its draft gets, or by `decay`
+    positions: Literal["survival", "decay"] = "survival"
     anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
     stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back, one at least
@@ -181,9 +176,8 @@ class DataOptions:
     own_prompts: int = 1000  # how many the target is asked to write itself
     openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = the target's choice
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
-    max_prompt: int = (
-        0  # tokens of a prompt, template included; 0 = 160, or half of max_length if that is less
-    )
+    # tokens of a prompt, template included; 0 = 160, or half of max_length if that is less
+    max_prompt: int = 0
     max_length: int = 512  # prompt and answer
     max_answer: int = 0  # tokens of an answer; 0 = what max_length leaves
     batch: int = 64  # sequences written at once

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from forerun.core.errors import InvalidInput
+from forerun.measure.report.tables import figure_table
 from forerun.measure.report.terminal import number
 
 ALL = "all tasks"
@@ -72,17 +72,13 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     shown = []
     colours = {"better": "green", "worse": "red"}
     for name, rows in found["by_task"].items():
-        table = Table(title=f"{name}: x plain", box=box.SIMPLE, title_justify="left")
-        for column in ("", "before", "after", "after/before", ""):
-            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        table = figure_table(f"{name}: x plain", "", "before", "after", "after/before", "")
         for task, row in rows.items():
             cells = [number(row[key]) for key in ("before", "after", "change")]
             table.add_row(task, *cells, row["verdict"], style=colours.get(row["verdict"], "dim"))
         shown.append(table)
     if found["conditions"]:
-        table = Table(title="Conditions that differ", box=box.SIMPLE, title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
+        table = figure_table("Conditions that differ", "", "before", "after")
         for key, pair in found["conditions"].items():
             table.add_row(key, *map(str, pair))
         shown.append(table)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +12,7 @@ from rich.text import Text
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.measure.bench.stats import Spread
 from forerun.measure.report import summary
-from forerun.measure.report.fit import print_line, print_table
+from forerun.measure.report.tables import figure_table, print_line, print_table
 
 WIDTH = 132  # columns of a table that is not on a terminal
 DEPTHS = 6  # of the acceptance table; the document and the page have all
@@ -82,7 +81,7 @@ def _named_ratio(result: Mapping[str, Any], name: str) -> str:
 
 def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
     """Our loop, plain and with every drafter, against a peer's plain one."""
-    table = _table(f"By task: x {base} (95% interval)", "", *columns)
+    table = figure_table(f"By task: x {base} (95% interval)", "", *columns)
     for task in next(iter(columns.values())):
         table.add_row(task, *(_ratio(column[task]) for column in columns.values()))
     return table
@@ -91,7 +90,9 @@ def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
 def _mode_table(modes: Mapping[str, Any]) -> Table:
     curves = {name: found["t"] for name, found in modes.items() if found["t"]}
     sizes = list(next(iter(curves.values()), {}))
-    table = _table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
+    table = figure_table(
+        "t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share"
+    )
     for name, curve in curves.items():
         share = modes[name].get("bandwidth_share")
         table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
@@ -103,18 +104,11 @@ def _console() -> Console:
     return wide if wide.is_terminal else Console(width=WIDTH)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    return table
-
-
 def _speed_table(result: Mapping[str, Any]) -> Table:
     """Ratios come first: they compare within a run, speeds do not compare between runs."""
     bases = [name for name in (PLAIN, TRANSFORMERS, LLAMA_CPP) if name in result["contenders"]]
     columns = (*(f"x {base}" for base in bases), "tokens/s", "decoding only", "tokens/round")
-    table = _table("All tasks; x plain: times the speed of our plain loop (95% interval)", "", *columns)
+    table = figure_table("All tasks; x plain: times the speed of our plain loop (95% interval)", "", *columns)
     for name, figures in result["contenders"].items():
         keys = ("tokens_per_second", "decode_tokens_per_second", "tokens_per_round")
         ratios = [_ratio_cell(result, name, base) for base in bases]
@@ -139,7 +133,7 @@ def _shown(found: Spread) -> Text:
 
 
 def _task_table(result: Mapping[str, Any]) -> Table:
-    table = _table(f"By task: x {PLAIN} (95% interval), tokens/round", "", *result["by_task"])
+    table = figure_table(f"By task: x {PLAIN} (95% interval), tokens/round", "", *result["by_task"])
     for task in result["conditions"]["tasks"]:
         table.add_row(task, *(_task_cell(column[task]) for column in result["by_task"].values()))
     return table
@@ -151,7 +145,7 @@ def _task_cell(cell: Mapping[str, Any]) -> Text:
 
 def _split_table(result: Mapping[str, Any]) -> Table:
     parts = ("prompt", "draft", "pass", "verdict", "host")
-    table = _table("Where the time goes, in percent", "", *parts)
+    table = figure_table("Where the time goes, in percent", "", *parts)
     for name, figures in result["contenders"].items():
         if spent := figures["seconds"]:
             whole = sum(spent.values()) or 1.0
@@ -163,14 +157,14 @@ def _acceptance_table(result: Mapping[str, Any]) -> Table:
     """Shares with their counts: 1.00 of two trees says nothing."""
     cells = {name: summary.accepted_cells(result, name)[:DEPTHS] for name in summary.drafters_of(result)}
     depths = range(1, 1 + max(map(len, cells.values()), default=0))
-    table = _table("Acceptance by depth: share (accepted of drafted)", "", *map(str, depths))
+    table = figure_table("Acceptance by depth: share (accepted of drafted)", "", *map(str, depths))
     for name, row in cells.items():
         table.add_row(name, *(row or ["-"]))
     return table
 
 
 def _cell_table(result: Mapping[str, Any]) -> Table:
-    table = _table(f"By conditions: x {PLAIN} (95% interval)", "", *result["by_task"], "texts equal")
+    table = figure_table(f"By conditions: x {PLAIN} (95% interval)", "", *result["by_task"], "texts equal")
     for cell in result["cells"]:
         name = f"{cell['verifier']}, temperature {cell['temperature']:g}, batch {cell['batch']}"
         equal = {True: "yes", False: "no", None: "in law"}[cell["equal"]]
@@ -179,7 +173,7 @@ def _cell_table(result: Mapping[str, Any]) -> Table:
 
 
 def _cost_table(curve: Mapping[str, float]) -> Table:
-    table = _table("t(n): one pass over n nodes", "n", *curve)
+    table = figure_table("t(n): one pass over n nodes", "n", *curve)
     table.add_row("ms", *(f"{1000 * seconds:.1f}" for seconds in curve.values()))
     table.add_row("t(n)/t(1)", *(f"{seconds / curve['1']:.2f}" for seconds in curve.values()))
     return table

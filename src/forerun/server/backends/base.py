@@ -95,20 +95,9 @@ class ProgressWatch:
 class Backend(ABC):
     """A model that writes texts. Made inside the event loop that uses it."""
 
-    tokenizer: Tokenizer
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def has_encoder(self) -> bool:
-        """Is a prompt what an encoder reads? Then it takes no room in the context of the text."""
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_length: int, has_encoder: bool) -> None:
+        self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
+        self.has_encoder = has_encoder  # it reads the prompt, which takes no room in the context of the text
 
     @property
     @abstractmethod

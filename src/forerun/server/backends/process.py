@@ -72,8 +72,8 @@ class ProcessBackend(Backend):
     """An engine whose process was started and has loaded its model. Made inside the event loop that uses it."""
 
     def __init__(self, engine: EngineProcess, facts: Facts, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, facts.vocab_size, facts.max_length, facts.has_encoder)
         self._engine, self._facts, self._report = engine, facts, facts.report
-        self.tokenizer = tokenizer
         self._loop = asyncio.get_running_loop()
         self._texts: dict[int, _Text] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -89,18 +89,6 @@ class ProcessBackend(Backend):
     @property
     def process_id(self) -> int:
         return self._engine.process.pid
-
-    @property
-    def vocab_size(self) -> int:
-        return self._facts.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self._facts.max_length
-
-    @property
-    def has_encoder(self) -> bool:
-        return self._facts.has_encoder
 
     @property
     def max_batch(self) -> int:
@@ -186,6 +174,7 @@ class ProcessBackend(Backend):
         try:
             self._engine = EngineProcess(self._engine.loader, self._engine.trace)
             self._facts = await asyncio.to_thread(self._engine.wait_until_ready)
+            self.max_length = self._facts.max_length
         except (ForerunError, OSError) as error:
             await self._wait_after(error)
             return "no"

@@ -56,21 +56,10 @@ class LocalBackend(Backend):
     """An AsyncLLM, with what a server wants to know of it."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self._engine = llm, llm.llm.engine
-        self.tokenizer = llm.llm.tokenizer
-        self._progress = ProgressWatch()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._engine.target.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self._engine.max_length
-
-    @property
-    def has_encoder(self) -> bool:
-        return self._engine.target.source_rules is not None
+        self._llm, self._engine, self._progress = llm, llm.llm.engine, ProgressWatch()
+        target = self._engine.target
+        has_encoder = target.source_rules is not None
+        super().__init__(llm.llm.tokenizer, target.vocab_size, self._engine.max_length, has_encoder)
 
     @property
     def max_batch(self) -> int:

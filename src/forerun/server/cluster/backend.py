@@ -43,23 +43,12 @@ class ClusterBackend(Backend):
     """Replicas behind a Ray Serve handle, as a Backend."""
 
     def __init__(self, handle: Any, tokenizer: Tokenizer, first: Report) -> None:
-        self._handle, self.tokenizer, self._facts = handle, tokenizer, first
+        super().__init__(tokenizer, first.vocab_size, first.max_length, first.has_encoder)
+        self._handle, self._facts = handle, first
         self.loads = Loads()
         self.loads.update([first])
         self.resumed = self.resent = 0
         self._looking = asyncio.create_task(self._look())
-
-    @property
-    def vocab_size(self) -> int:
-        return self._facts.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self._facts.max_length
-
-    @property
-    def has_encoder(self) -> bool:
-        return self._facts.has_encoder
 
     @property
     def max_batch(self) -> int:

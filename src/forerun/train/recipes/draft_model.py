@@ -92,12 +92,8 @@ def write_model(folder: Path, net: CausalNet, config: Mapping[str, Any]) -> None
 def save_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
     """The target's tokenizer beside a model made from it."""
     if checkpoint.path.is_dir() and not checkpoint.adapted_from:
-        for name in (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "generation_config.json",
-            "chat_template.jinja",
-        ):
+        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+        for name in names:
             if (checkpoint.path / name).is_file():
                 (folder / name).write_bytes((checkpoint.path / name).read_bytes())
         return

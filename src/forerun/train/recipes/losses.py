@@ -38,22 +38,6 @@ class LawLoss:
     top_k: int = 10
     top_weight: float = 0.0
 
-    def __call__(
-        self,
-        rows: Tensor,
-        head: Tensor,
-        truth: Tensor,
-        truth_head: Tensor,
-        weights: Tensor,
-        chunk: int = CHUNK,
-    ) -> tuple[Tensor, Tensor]:
-        """Weighted sum over rows, and the weighted sum of acceptances (to report, without a gradient).
-
-        rows [N, D] by head [Vd, D] against truth [N, D'] by truth_head [Vd, D']; weights [N].
-        """
-        losses, accepted = self.of_rows(rows, head, truth, truth_head, weights, chunk)
-        return losses.sum(), accepted.sum()
-
     def of_rows(
         self,
         rows: Tensor,
@@ -63,9 +47,11 @@ class LawLoss:
         weights: Tensor,
         chunk: int = CHUNK,
     ) -> tuple[Tensor, Tensor]:
-        """The same for each row [N]: they may be weighted once more when all are known, if the head is frozen.
+        """Of each row [N] its weighted loss and its weighted acceptance (to report, without a gradient).
 
-        The gradient of a head that learns is a sum over rows with the weights given here.
+        rows [N, D] by head [Vd, D] against truth [N, D'] by truth_head [Vd, D']; weights [N]. Rows may be weighted once
+        more when all are known, if the head is frozen; the gradient of a head that learns is a sum over rows with the
+        weights given here.
         """
         apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLaw.apply
         return apply(rows, head, truth, truth_head, weights, self, chunk)

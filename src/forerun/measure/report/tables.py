@@ -7,12 +7,21 @@ be copied, and nothing is wrapped into a pipe.
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 _ANY = 10_000  # columns: more than any table wants
+
+
+def figure_table(title: str, *columns: str) -> Table:
+    """A table whose first column has names and whose others have figures."""
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    return table
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -37,9 +46,8 @@ def print_line(console: Console, line: str) -> None:
 def turned(table: Table) -> Table:
     """The same cells, rows for columns; what was the first column is the header."""
     columns = [[column.header, *column.cells] for column in table.columns]
-    made = Table(title=table.title, box=table.box, title_justify=table.title_justify)
-    for place, header in enumerate(columns[0]):
-        made.add_column(header, justify="right" if place else "left", no_wrap=True)
+    made = figure_table(str(table.title or ""), *map(str, columns[0]))
+    made.box = table.box
     for column in columns[1:]:
         made.add_row(*column)
     return made
