@@ -214,6 +214,8 @@ class EagleHead:
                 HeadLayer(config, weights, prefix, i, dtype, self.device) for i, prefix in enumerate(prefixes)
             ]
             self._norm = maybe("norm.weight")
+            # of a multi-token-prediction layer
+            self._enorm, self._hnorm = maybe("enorm.weight"), maybe("hnorm.weight")
             self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
             self.vocabulary = vocabulary_of(config, weights).to(self.device)
@@ -227,7 +229,7 @@ class EagleHead:
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D], what a row carries of them."""
-        if self.config.kind == "eagle":
+        if self.config.kind != "eagle3":
             return features
         features = features.to(self.dtype)
         if self._input_norm is not None:

@@ -219,6 +219,38 @@ def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[flo
     return bool(worth_deepening(survivals, drafted, price, level))
 
 
+@lru_cache(maxsize=64)
+def best_tree(
+    rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
+) -> tuple[tuple[int, int, float], ...]:
+    """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
+
+    Greedy is optimal: a node adds exactly the product of its path's rates, and never more than its parent.
+    """
+    levels = [[(rate, rank, i + 1) for rank, rate in enumerate(row)] for i, row in enumerate(rates)]
+
+    def ways(node: tuple[float, int, int]) -> Candidates | None:
+        return (levels[node[2]], 0.0) if node[2] < len(levels) else None
+
+    grown = grow(0, (levels[0], 0.0), ways, None, (nodes, depth, width), -1.0)
+    return tuple(zip(grown.parents[1:], grown.tokens[1:], grown.survivals, strict=True))
+
+
+def filled_tree(
+    root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
+) -> tuple[list[int], list[int]]:
+    """The best tree of a fixed shape, with the guesses [levels][ranks] of one sequence in it."""
+    most = min(budget.width, len(guesses[0]))
+    tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
+    tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
+    tokens, parents, levels = [root], [-1], [0]
+    for parent, rank, _ in tree:
+        tokens.append(guesses[levels[parent]][rank])
+        parents.append(parent)
+        levels.append(levels[parent] + 1)
+    return tokens, parents
+
+
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 Frontier = list[tuple[int, int]]  # new nodes of one sequence: place of the parent in the last frontier, token
 # of one sequence: log-probabilities and the target's ids, `count` a node

@@ -46,8 +46,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import lay_out
-from forerun.drafters.lookup.recycling import filled_tree
+from forerun.drafters.heads.growth import filled_tree, lay_out
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import SharedWeights, Target
 

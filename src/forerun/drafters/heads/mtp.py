@@ -29,12 +29,11 @@ from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
     read_tensors,
-    readers,
     settings_in,
     write_config,
     write_shards,
 )
-from forerun.models.base import SharedWeights, Target
+from forerun.models.base import Target
 from forerun.models.layers import rms_norm
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(enorm|hnorm|eh_proj)\.weight")
@@ -52,24 +51,9 @@ _OTHER_KINDS = ("kv_a_proj", "q_a_proj", "mlp.experts", "mlp.gate.weight", "mlp.
 class MtpHead(EagleHead):
     """A multi-token-prediction layer, run as an EAGLE head is."""
 
-    def __init__(
-        self,
-        config: EagleConfig,
-        weights: Mapping[str, Tensor],
-        shared: SharedWeights | None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(config, weights, shared, dtype=dtype, device=device)
-        get, _ = readers(weights, dtype, self.device)
-        self._enorm, self._hnorm = get("enorm.weight"), get("hnorm.weight")
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
     def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         eps = self.config.norm_eps
+        assert self._enorm is not None and self._hnorm is not None  # noqa: PT018
         embedded = rms_norm(self._embed(tokens), self._enorm, eps)
         before = rms_norm(carried.to(self.dtype), self._hnorm, eps)
         x = self._through_fc(torch.cat((embedded, before), -1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from operator import itemgetter
 
 import torch
@@ -188,46 +188,3 @@ def _successors(logits: Tensor) -> list[Successors]:
 def _limits_on(device: torch.device) -> Tensor:
     """Logarithms of the shares that divide the kinds."""
     return torch.tensor(_SHARES, dtype=torch.float64).log().float().to(device)
-
-
-@lru_cache(maxsize=64)
-def best_tree(
-    rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
-) -> tuple[tuple[int, int, float], ...]:
-    """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
-
-    Greedy is optimal: a node adds exactly the product of its path's rates, and never more than its parent.
-    """
-    tree: list[tuple[int, int, float]] = []
-    open_nodes = [(1.0, 0, 0)]  # survival, level, index in the tree counting the root
-    taken = {0: 0}  # how many children each node has: the next child has that rank
-    while len(tree) < nodes:
-        best: tuple[float, int, int, int] | None = None
-        for survival, level, index in open_nodes:
-            rank = taken[index]
-            if level < min(depth, len(rates)) and rank < min(width, len(rates[level])):
-                gain = survival * rates[level][rank]
-                if best is None or gain > best[0]:
-                    best = (gain, level, index, rank)
-        if best is None:
-            break
-        gain, level, parent, rank = best
-        taken[parent] += 1
-        tree.append((parent, rank, gain))
-        taken[len(tree)] = 0
-        open_nodes.append((gain, level + 1, len(tree)))
-    return tuple(tree)
-
-
-def filled_tree(
-    root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
-) -> tuple[list[int], list[int]]:
-    most = min(budget.width, len(guesses[0]))
-    tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
-    tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
-    tokens, parents, levels = [root], [-1], [0]
-    for parent, rank, _ in tree:
-        tokens.append(guesses[levels[parent]][rank])
-        parents.append(parent)
-        levels.append(levels[parent] + 1)
-    return tokens, parents

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ class AdaptedWeights(Weights):
     """A base's weights with an adapter's changes."""
 
     def __init__(self, base: Weights, adapter: Adapter) -> None:
-        self.base, self.adapter = base, adapter
+        self.base, self.adapter, self.names = base, adapter, base
         for name, (down, up) in adapter.changes.items():
             shape = (len(up), down.shape[1])
             if name not in base or base.shape(name) != shape:
@@ -94,15 +94,6 @@ class AdaptedWeights(Weights):
                     f"the adapter changes {name[:80]!r} of {shape}, which {adapter.base} does not have: it is another "
                     "model's"
                 )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.base)
-
-    def __len__(self) -> int:
-        return len(self.base)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.base
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.base.shape(name)

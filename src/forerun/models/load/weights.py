@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,23 @@ from forerun.models.load.quants import Blocks, dequantize
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class Weights(Mapping[str, Tensor]):
-    """Names to tensors; `weights[name]` loads (and dequantises) that one tensor, each time it is asked."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Names to tensors that are made each time they are asked for."""
+
+    names: Collection[str]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+
+class Weights(LazyTensors):
+    """Weights of a checkpoint: `weights[name]` loads (and dequantises) that one tensor."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -75,6 +90,7 @@ class GgufWeights(Weights):
         self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu"
     ) -> None:
         self.file, self.origins, self.device = file, origins, device
+        self.names = origins
 
     def tensor(self, name: str) -> str:
         """What the file calls a weight, or would call it."""
@@ -83,15 +99,6 @@ class GgufWeights(Weights):
     def on(self, device: torch.device | str) -> GgufWeights:
         """The same, dequantised on a device when asked for."""
         return GgufWeights(self.file, self.origins, device)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.origins)
-
-    def __len__(self) -> int:
-        return len(self.origins)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.origins
 
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
@@ -128,16 +135,7 @@ class SafetensorsWeights(Weights):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self._file_of = self._find()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        self.names = self._file_of = self._find()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
@@ -216,15 +214,7 @@ class PickledWeights(Weights):
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
             raise DamagedFile(f"{path} is not a mapping of names to tensors; fetch it again")
         self._tensors: dict[str, Tensor] = {str(name): value for name, value in found.items()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        self.names = self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)

@@ -7,7 +7,7 @@ a part of the layer's result. Parts may differ by one: three KV heads on two ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.models.config import DecoderConfig
+from forerun.models.load.weights import LazyTensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,24 +68,15 @@ def config_of(config: DecoderConfig, part: Part) -> DecoderConfig:
     )
 
 
-class SplitWeights(Mapping[str, Tensor]):
+class SplitWeights(LazyTensors):
     """One rank's part of a checkpoint's weights, cut one at a time when they are asked for."""
 
     def __init__(self, whole: Mapping[str, Tensor], config: DecoderConfig, part: Part) -> None:
-        self._whole, self._part, self._config = whole, part, config
+        self._whole, self._part, self._config, self.names = whole, part, config, whole
         group = config.heads // config.kv_heads * config.head_dim
         mine = part.of(config.kv_heads)
         self._queries = slice(mine.start * group, mine.stop * group)
         self._keys = slice(mine.start * config.head_dim, mine.stop * config.head_dim)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._whole
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._whole[name]
