@@ -60,11 +60,14 @@ def environment(folder: Path, package: Path, **more: str) -> tuple[Path, dict[st
     without = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CC")
     seen = {name: value for name, value in os.environ.items() if name not in without}
     seen |= {"PATH": str(folder / "bin"), "CUDA_VISIBLE_DEVICES": "", **more}
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    if sys.version_info < (3, 12):  # the setuptools that comes with pip would hide the lent one
+        run([folder / "bin" / "python", "-m", "pip", "uninstall", "--yes", *quiet, "setuptools"], env=seen)
     lent = Path(
         run([folder / "bin" / "python", "-c", "import site; print(site.getsitepackages()[0])"]).strip()
     )
     (lent / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    install = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    install = ["--no-deps", "--no-index", "--no-build-isolation", *quiet]
     run([folder / "bin" / "python", "-m", "pip", "install", *install, package], env=seen, cwd=folder)
     return folder / "bin" / "forerun", seen
 
