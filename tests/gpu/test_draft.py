@@ -334,8 +334,8 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     run = drafter.draft.ints.all[MAX_ROWS:]
     form = drafter.draft._last
     assert form is not None
-    rows, width = form.level(drafter.draft.net.group_nodes).rows, form.shape.width
-    level = form.level_at(form.shape.depth - 2, drafter.draft.net.group_nodes) + 2 * aligned(rows)
+    rows, width = form.level.rows, form.shape.width
+    level = form.level_at(form.shape.depth - 2) + 2 * aligned(rows)
     slots = run[level : level + rows].tolist()
     for b in range(2):
         mine = slots[b * width : (b + 1) * width]
