@@ -28,7 +28,7 @@ from forerun.core.types import (
     first_rows,
 )
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.plan import FORMS, ROOM, bucket_of, forms_for
+from forerun.drafters.device.plan import ROOM, bucket_of, form_of, forms_for, trees_of
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.models.base import Target
 from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
@@ -153,7 +153,7 @@ class SimulatedGPU(CountedTokens):
         return 1 + (seq.id * 7919 + (len(seq.tokens) + depth) * 104729) % (WORDS - 1)
 
     def _accepted(self, seq: Seq, form: TreeForm) -> int:
-        each = level_rate(_shape(form), self.rate)
+        each = level_rate(form_of(form), self.rate)
         count = 0
         while count < form.depth and _chance(seq.id, len(seq.tokens) + count) < each:
             count += 1
@@ -187,7 +187,7 @@ class SimulatedHead(BaseDrafter):
         assert behind is not None, "else it proposes"
         if form is None:
             assert behind.trees.form is not None
-            form = _shape(behind.trees.form)
+            form = form_of(behind.trees.form)
         return self._behind(seats, form)
 
     def is_ready(self, seq: Seq) -> bool:
@@ -209,7 +209,7 @@ class SimulatedHead(BaseDrafter):
         bucket = bucket_of(count)
         seconds = self.gpu.speeds.of_draft(form, bucket)
         self.gpu.busy_for(seconds)
-        trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
+        trees = trees_of(form, bucket)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
         starts = trees.starts(count)
         return TreeBatch(rows, rows, starts, form=trees, draft_seconds=seconds, follows=follows)
@@ -232,11 +232,6 @@ class SimulatedHead(BaseDrafter):
 
     def forget(self, seq: Seq) -> None:
         self._unread.pop(seq.id, None)
-
-
-def _shape(form: TreeForm) -> Form:
-    """The form of the menu whose trees these are."""
-    return next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
 
 
 def _chance(seq_id: int, position: int) -> float:

@@ -37,6 +37,7 @@ from forerun.drafters.device.plan import (
     behind,
     below,
     caught_run,
+    form_of,
     last_run,
     plan_draft,
     run_at,
@@ -121,7 +122,7 @@ class HeadDraft(DeviceDraft):
     def _follow(self, seats: Seats, form: Form, behind_of: Unread) -> TreeBatch | None:
         """Draft behind a round that was not read: trees of its own, in any form, or lone roots."""
         trees = behind_of.trees
-        forms, grown = self._forms_behind(trees, form), trees.form or TreeForm(len(trees), 1, 0, chain=True)
+        forms, grown = self._forms_behind(trees, form), trees.form or TreeForm(len(trees), 1, 0, 1)
         if not forms or grown.depth >= STEPS or form.nodes + grown.depth + 2 > TREE_MARGIN:
             return None  # no room for such trees behind each other
         if not all([self._fits(one, len(seats)) for one in forms]):  # noqa: C419
@@ -155,10 +156,9 @@ class HeadDraft(DeviceDraft):
         """
         if trees.form is None:
             return (form,)
-        last, launched = self._proposed[-1] if self._proposed else (None, None)
-        if last is None or launched is None or trees.form != last.form:
+        if not self._proposed or trees.form != self._proposed[-1][0].form:
             return ()
-        return (form,) if trees.form.depth <= form.depth else (launched.form, form)
+        return (form,) if trees.form.depth <= form.depth else (form_of(trees.form), form)
 
     def rest(self, seats: Seats, behind: Unread) -> None:
         """A plain round follows: keep the rows of root and path, which nobody reads now."""

@@ -64,20 +64,24 @@ class Lane(NamedTuple):
 class DraftForm:
     """What drafts must agree in to be replays of one graph."""
 
-    sequences: int  # B, a bucket
-    shape: Form
+    trees: TreeForm  # as many as the bucket has
     splits: int  # of the context
     group_nodes: int  # rows of one sequence that one program of attention has
     attends: bool = False  # do unread rows attend too? So in heads of several layers
 
     @property
-    def trees(self) -> TreeForm:
-        return trees_of(self.shape, self.sequences)
+    def sequences(self) -> int:
+        """B."""
+        return self.trees.trees
+
+    @property
+    def shape(self) -> Form:
+        return form_of(self.trees)
 
     @property
     def behind(self) -> int:
         """Unread rows per sequence, at most."""
-        return behind(self.shape)
+        return self.trees.depth + 1
 
     @property
     def unread(self) -> int:
@@ -98,10 +102,10 @@ class DraftForm:
     @property
     def level(self) -> Size:
         """The pass over a level."""
-        width, shape = self.shape.width, self.shape
+        width = self.trees.width
         single = width if width > 1 else 0
         groups = self.sequences * (-(-width // self.group_nodes) + single)
-        lone = single if shape.depth <= LONE_LEVELS else 0
+        lone = single if self.trees.depth <= LONE_LEVELS else 0
         return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
@@ -126,7 +130,7 @@ class DraftForm:
     @property
     def sent_at(self) -> int:
         """What the host sends lies behind all ancestors."""
-        return self.ancestors_at(self.shape.depth - 1)
+        return self.ancestors_at(self.trees.depth - 1)
 
     @property
     def pages_at(self) -> int:
@@ -135,13 +139,18 @@ class DraftForm:
 
     def ancestors_at(self, level: int) -> int:
         """Level i has i + 1 steps per node."""
-        size, end = self.level, self.level_at(self.shape.depth - 1)
+        size, end = self.level, self.level_at(self.trees.depth - 1)
         return end + aligned(size.rows) * (level * (level + 1) // 2)
 
 
 def trees_of(form: Form, count: int) -> TreeForm:
     """So many trees of a form."""
-    return TreeForm(count, form.nodes + 1, form.depth, chain=form.width == 1)
+    return TreeForm(count, form.nodes + 1, form.depth, form.width)
+
+
+def form_of(trees: TreeForm) -> Form:
+    """The form of the menu that these are of."""
+    return Form(trees.nodes - 1, trees.depth, trees.width)
 
 
 def behind(shape: Form) -> int:
@@ -168,7 +177,8 @@ def plan_draft(
     """
     count, most = len(lanes), behind(shape)
     ends = [one.first + (len(one.tokens) if one.follows < 0 else most) for one in lanes]
-    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth), group_nodes, attends)
+    splits = splits_to(max(farthest, *ends) + shape.depth)
+    form = DraftForm(trees_of(shape, count), splits, group_nodes, attends)
     at, pages = MAX_ROWS + form.pages_at, np.concatenate([lane.pages for lane in lanes])
     ints = np.zeros(count * (KNOWN + most) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
@@ -346,6 +356,9 @@ class DraftMenu:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
         self._found.clear()
+
+    def is_timed(self, bucket: int, form: Form) -> bool:
+        return (bucket, form) in self._seconds
 
     def note_captured(self, bucket: int, form: Form) -> None:
         self._captured.setdefault(form, set()).add(bucket)
