@@ -17,9 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Form
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
-from forerun.drafters.device.plan import FORMS
+from forerun.drafters.device.plan import form_of
 from forerun.models.base import SharedWeights
 from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from forerun.models.slots import UnpagedTarget
@@ -153,7 +152,7 @@ class DrawnAnswers:
     def accepted(self, seq: Seq, form: TreeForm) -> int:
         """Tokens that a grown tree has right."""
         draw = lambda level: _chance(seq.id, len(seq.tokens) + level)  # noqa: E731
-        return draw_accepted(listed_form(form), self.rate, form.depth, draw)
+        return draw_accepted(form_of(form), self.rate, form.depth, draw)
 
 
 @dataclass(slots=True)
@@ -289,11 +288,6 @@ def walked(seqs: Sequence[Seq], trees: TreeBatch, says: Callable[[Seq, int], int
             right.append(here and right[shape.parents[node]])
         said += [says(seq, shape.depths[node]) if ok else NEVER_COMES for node, ok in enumerate(right)]
     return greedy_verdict(trees, Greedy(argmax=said))
-
-
-def listed_form(form: TreeForm) -> Form:
-    """The form of the menu whose trees these are."""
-    return next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
 
 
 def _chance(seq_id: int, position: int) -> float:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from forerun.core.offer import Form, Offer
-from forerun.core.types import Budget, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.plan import ROOM, bucket_of, forms_for
+from forerun.drafters.device.plan import ROOM, bucket_of, form_of, forms_for, trees_of
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.models.base import Target
-from lab.simulate.device import SimulatedDevice, listed_form
+from lab.simulate.device import SimulatedDevice
 from lab.simulate.speeds import SimulatedForms
 
 
@@ -43,7 +43,7 @@ class SimulatedHead(BaseDrafter):
         assert behind is not None, "else it proposes"
         if form is None:
             assert behind.trees.form is not None
-            form = listed_form(behind.trees.form)
+            form = form_of(behind.trees.form)
         return self._behind(seats, form)
 
     def is_ready(self, seq: Seq) -> bool:
@@ -65,7 +65,7 @@ class SimulatedHead(BaseDrafter):
         bucket = bucket_of(count)
         seconds = self.gpu.speeds.of_draft(form, bucket)
         self.gpu.busy_for(seconds)
-        trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
+        trees = trees_of(form, bucket)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
         return TreeBatch(rows, rows, trees.starts(count), form=trees, draft_seconds=seconds, follows=follows)
 

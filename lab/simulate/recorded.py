@@ -23,14 +23,14 @@ from forerun.core.offer import Form, Offer
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Event, Round, Seq, TreeForm
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.device.plan import BUCKETS, DraftMenu, bucket_of
+from forerun.drafters.device.plan import BUCKETS, DraftMenu, bucket_of, form_of
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
 from forerun.models.base import ON_GPU
-from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice, listed_form
+from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
 from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds
 
@@ -102,7 +102,7 @@ class RecordedAnswers(DrawnAnswers):
 
     def accepted(self, seq: Seq, form: TreeForm) -> int:
         text, place = self._place(seq)
-        return text.accepted(place, listed_form(form)) if place < len(text.better) else 0
+        return text.accepted(place, form_of(form)) if place < len(text.better) else 0
 
     def _place(self, seq: Seq) -> tuple[RecordedText, int]:
         return self.texts[tuple(seq.tokens[: seq.prompt_length])], len(seq.tokens) - seq.prompt_length

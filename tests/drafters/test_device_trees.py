@@ -147,10 +147,10 @@ def drafted(
 ) -> tuple[DraftForm, Ints]:
     """The plan as the device completes it."""
     form, sent = plan_draft(lanes, shape, GROUP, **more)
-    at = MAX_ROWS + form.sent_at(GROUP)
+    at = MAX_ROWS + form.sent_at
     ints = torch.zeros(at + len(sent), dtype=torch.int32)
     ints[at:] = torch.from_numpy(sent)
-    complete(ints, form, GROUP, last or LastRound(CPU))
+    complete(ints, form, last or LastRound(CPU))
     return form, ints[MAX_ROWS:].numpy()
 
 
@@ -166,7 +166,7 @@ def test_a_draft_behind_an_unread_round_is_the_one_behind_that_round_read(shape:
     one, wanted = drafted(known, shape, last)
     other, found = drafted(unread, shape, last)
     assert one == other
-    end = one.sent_at(GROUP)
+    end = one.sent_at
     assert np.array_equal(found[:end], wanted[:end])
     last.accepted[1] = 0
     assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), (
@@ -184,7 +184,7 @@ def test_behind_a_deeper_tree_a_draft_starts_with_the_last_rows(shape: Form) -> 
     one, wanted = drafted([known], shape)
     other, found = drafted([Lane(0, (), PAGES[1], 60, 72, 1)], shape, last)
     assert one == other
-    end = one.sent_at(GROUP)
+    end = one.sent_at
     assert np.array_equal(found[:end], wanted[:end])
     all_rows = drafted([Lane(0, (), PAGES[1], 60, 72, 1)], Form(4, 4, 1), last)[1]
     assert all_rows[:5].tolist() == said, "the negative control: a draft as deep as the tree"
@@ -208,12 +208,12 @@ def test_the_integers_of_a_draft(shape: Form) -> None:
     roots, ends, last = ints[at : at + 3 * count].reshape(3, count)[:, :2].tolist()
     assert (roots, ends, last) == ([11, 12], [1, form.behind], [8, 62])
     groups = ints[at + 3 * count :][: 2 * FIELDS].reshape(2, FIELDS).tolist()
-    pages = form.pages_at(GROUP)
+    pages = form.pages_at
     assert ints[pages:].tolist() == [9, 5, 2]
     tables = MAX_ROWS + pages, MAX_ROWS + pages + 1
     assert groups == [[0, 1, 0, 1, 0, 9, 0, tables[0]], [0, 1, 1, 1, 0, 63, 0, tables[1]]]
     for level in range(shape.depth - 1):
-        size, first, width = form.level(GROUP), form.level_at(level, GROUP), shape.width
+        size, first, width = form.level, form.level_at(level), shape.width
         own = ints[first : first + extent_of(size)]
         rows = aligned(size.rows)
         assert own[rows : rows + 2 * width].tolist() == [9 + level] * width + [63 + level] * width
@@ -235,7 +235,7 @@ def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
     one, ints = drafted(LANES, Form(8, 3, 3))
     other, others = drafted(OTHERS, Form(8, 3, 3))
     assert one == other
-    pages = one.pages_at(GROUP)
+    pages = one.pages_at
     assert len(ints) - pages == 3
     assert len(others) - pages == 2, "what is behind may be longer: only the groups know where it starts"
     assert not np.array_equal(ints[:pages], others[:pages])
@@ -247,25 +247,25 @@ def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
 
 def test_levels_do_not_overlap() -> None:
     form, ints = drafted(LANES, Form(24, 5, 6))
-    size, depth = form.level(GROUP), form.shape.depth
-    starts = [form.level_at(level, GROUP) for level in range(depth - 1)]
+    size, depth = form.level, form.shape.depth
+    starts = [form.level_at(level) for level in range(depth - 1)]
     sizes = {later - earlier for earlier, later in itertools.pairwise(starts)}
     assert sizes == {3 * aligned(size.rows) + FIELDS * size.groups}
-    ancestors = [form.ancestors_at(level, GROUP) for level in range(depth - 1)]
+    ancestors = [form.ancestors_at(level) for level in range(depth - 1)]
     assert ancestors[0] == starts[-1] + extent_of(size)
     room = [later - earlier for earlier, later in itertools.pairwise(ancestors)]
     assert room == [aligned(size.rows) * (level + 1) for level in range(depth - 2)]
     assert all(value % 4 == 0 for value in (*starts, *ancestors, form.last_at, form.sources_at))
-    assert len(ints) == form.pages_at(GROUP) + 3
+    assert len(ints) == form.pages_at + 3
 
 
 def test_the_largest_drafts_fit_the_integers() -> None:
     for bucket in BUCKETS:
         for shape in forms_for(bucket):
             form, _ = plan_draft([LANES[0]] * bucket, shape, 4)
-            assert MAX_ROWS + form.ancestors_at(shape.depth, 4) < 1 << 17
+            assert MAX_ROWS + form.ancestors_at(shape.depth) < 1 << 17
             assert form.unread <= MAX_ROWS
-            assert form.level(4).rows <= MAX_ROWS
+            assert form.level.rows <= MAX_ROWS
 
 
 def test_every_batch_has_a_bucket_and_a_menu() -> None:

@@ -334,8 +334,8 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     run = drafter.draft.ints.all[MAX_ROWS:]
     form = drafter.draft._last
     assert form is not None
-    rows, width = form.level(drafter.draft.net.group_nodes).rows, form.shape.width
-    level = form.level_at(form.shape.depth - 2, drafter.draft.net.group_nodes) + 2 * aligned(rows)
+    rows, width = form.level.rows, form.shape.width
+    level = form.level_at(form.shape.depth - 2) + 2 * aligned(rows)
     slots = run[level : level + rows].tolist()
     for b in range(2):
         mine = slots[b * width : (b + 1) * width]
@@ -351,10 +351,10 @@ def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
     drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
     assert drafter.propose([seq], [Budget(8, 3, 3)]).sizes() == [9]
     seq.max_length = 7
-    assert drafter.propose([seq], [Budget(8, 2, 3)]).form == TreeForm(1, 9, 3)
+    assert drafter.propose([seq], [Budget(8, 2, 3)]).form == TreeForm(1, 9, 3, 3)
     fewer, cut = (drafter.propose([seq], [budget]).form for budget in (Budget(6, 2, 3), Budget(15, 2, 5)))
-    assert fewer == TreeForm(1, 7, 2), "never more nodes than allowed"
-    assert cut == TreeForm(1, 16, 6), "what was asked for before the cut"
+    assert fewer == TreeForm(1, 7, 2, 3), "never more nodes than allowed"
+    assert cut == TreeForm(1, 16, 6, 5), "what was asked for before the cut"
 
 
 def test_what_a_form_brings() -> None:

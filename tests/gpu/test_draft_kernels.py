@@ -71,17 +71,17 @@ def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: in
     last.tokens.copy_(torch.tensor([rng.randrange(1 << 17) for _ in range(MAX_ROWS * STEPS)]).view(-1, STEPS))
     lanes = _lanes(rng, count, pads, shape.depth + 1)
     form, sent = plan_draft(lanes, shape, group_nodes, attends=attends)
-    at = MAX_ROWS + form.sent_at(group_nodes)
+    at = MAX_ROWS + form.sent_at
     start = torch.zeros(at + len(sent), dtype=torch.int32, device=device)
     start[at:] = torch.from_numpy(sent)
     plain, by_kernel = start.clone(), start.clone()
     for _ in range(2):  # a replay: nothing may add up
-        complete(plain, form, group_nodes, last, fused=False)
-        complete(by_kernel, form, group_nodes, last, fused=True)
+        complete(plain, form, last, fused=False)
+        complete(by_kernel, form, last, fused=True)
         differs = (plain != by_kernel).nonzero().flatten().tolist()
         assert not differs, differs[:10]
     last.accepted.add_(1).remainder_(deepest + 1)
-    complete(by_kernel, form, group_nodes, last, fused=True)
+    complete(by_kernel, form, last, fused=True)
     follows = sent[5 * count : 6 * count]
     assert torch.equal(plain, by_kernel) == bool((follows < 0).all()), "another path is another plan"
 

@@ -50,9 +50,7 @@ def _grown(trees: list[tuple[list[int], list[int]]], form: TreeForm, device: str
 @pytest.mark.parametrize("pads", [0, 1, 5])
 def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int, pads: int) -> None:
     rng, count = random.Random(seed), 3 + pads
-    form = (
-        TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, chain=True)
-    )
+    form = TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, width=1)
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
     places = [
@@ -83,7 +81,7 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
 @pytest.mark.parametrize("chain", [False, True])
 def test_trees_behind_an_unread_round_lie_where_they_would_if_it_had_been_read(chain: bool) -> None:
     """The host gives lengths before that round, and its trees: the device adds root and path."""
-    rng, form = random.Random(7), TreeForm(4, 6, 5 if chain else 3, chain=chain)
+    rng, form = random.Random(7), TreeForm(4, 6, 5 if chain else 3, width=1 if chain else 2)
     trees, accepted = _random_trees(rng, form, 4), [0, 2, 3, 1]
     lengths, follows = [5, 126, 1021, 4094], [2, -1, 0, 1]
     pages = [rng.sample(range(1000 * b, 1000 * b + 99), 70) for b in range(4)]
@@ -147,7 +145,7 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
     from forerun.verify.kernels import walk_by_kernel
 
     rng = random.Random(seed)
-    form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, chain=True)
+    form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, width=1)
     real = rng.randint(1, 4)
     trees = _grown(_random_trees(rng, form, real), form, str(device))
     plan = plan_grown(
@@ -198,7 +196,7 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) 
         target.prefill(seqs, Needs())
     needs, accepted = Needs((-1, 1)), 0
     for turn in range(6):
-        form = TreeForm(count, 6, 5, chain=True) if chain else TreeForm(count, 9, 4)
+        form = TreeForm(count, 6, 5, width=1) if chain else TreeForm(count, 9, 4)
         trees = _random_trees(rng, form, 2)
         for b, (tokens, parents) in enumerate(trees):
             tokens[0] = seqs[b].tokens[-1]
@@ -244,7 +242,7 @@ def test_a_prompt_is_read_in_the_pass_over_grown_trees(device: str, chain: bool)
     for target in (ours, theirs):
         target.prefill(seqs, needs)
     while theirs.cached_tokens(joins[1]) < 3:
-        form = TreeForm(2, 6, 5, chain=True) if chain else TreeForm(2, 9, 4)
+        form = TreeForm(2, 6, 5, width=1) if chain else TreeForm(2, 9, 4)
         trees = _random_trees(rng, form)
         for b, (tokens, _) in enumerate(trees):
             tokens[0] = seqs[b].tokens[-1]

@@ -40,12 +40,16 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class TreeForm:
-    """The sizes of trees that were grown on a device: all that the host knows about them."""
+    """The sizes of trees that a device grows: all that the host knows about them, and what their graphs differ in."""
 
     trees: int  # B, or more: the last ones are padding
     nodes: int  # N, the root included
     depth: int  # levels below the root
-    chain: bool = False  # nodes follow each other
+    width: int = 2  # children of a node, at most; 1 = nodes follow each other
+
+    @property
+    def chain(self) -> bool:
+        return self.width == 1
 
     @property
     def rows(self) -> int:

@@ -22,7 +22,7 @@ from forerun.core.offer import Form, Offer
 from forerun.core.tree import ints_of
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, lone_roots
-from forerun.drafters.device.plan import MOST, DraftMenu
+from forerun.drafters.device.plan import MOST, DraftMenu, form_of
 from forerun.drafters.device.protocol import DeviceDrafter, Seats, Unread
 from forerun.models.base import Target
 from forerun.models.cuda.graphs import Replays
@@ -90,7 +90,7 @@ class DeviceDraft(ABC):
     def launch(self, seats: Seats, form: Form | None, behind: Unread | None = None) -> TreeBatch | None:
         """See forerun.drafters.device.protocol.DeviceDrafter."""
         if behind is not None:
-            last = form or (self._proposed[-1][1].form if self._proposed else None)
+            last = form if behind.trees.form is None else form or form_of(behind.trees.form)
             return None if last is None or len(seats) > MOST else self._follow(seats, last, behind)
         assert form is not None, "a form is known unless the draft follows another"
         seqs = [seq for seq, _ in seats]

@@ -37,6 +37,7 @@ from forerun.drafters.device.plan import (
     behind,
     below,
     caught_run,
+    form_of,
     last_run,
     plan_draft,
     run_at,
@@ -119,7 +120,7 @@ class HeadDraft(DeviceDraft):
     def _follow(self, seats: Seats, form: Form, behind_of: Unread) -> TreeBatch | None:
         """Draft behind a round that was not read: trees of its own, in any form, or lone roots."""
         trees = behind_of.trees
-        forms, grown = self._forms_behind(trees, form), trees.form or TreeForm(len(trees), 1, 0, chain=True)
+        forms, grown = self._forms_behind(trees, form), trees.form or TreeForm(len(trees), 1, 0, 1)
         if not forms or grown.depth >= STEPS or form.nodes + grown.depth + 2 > TREE_MARGIN:
             return None  # no room for such trees behind each other
         if not all([self._fits(one, len(seats)) for one in forms]):  # noqa: C419
@@ -153,10 +154,9 @@ class HeadDraft(DeviceDraft):
         """
         if trees.form is None:
             return (form,)
-        last, launched = self._proposed[-1] if self._proposed else (None, None)
-        if last is None or launched is None or trees.form != last.form:
+        if not self._proposed or trees.form != self._proposed[-1][0].form:
             return ()
-        return (form,) if trees.form.depth <= form.depth else (launched.form, form)
+        return (form,) if trees.form.depth <= form.depth else (form_of(trees.form), form)
 
     def rest(self, seats: Seats, behind: Unread) -> None:
         """A plain round follows: keep the rows of root and path, which nobody reads now."""
@@ -183,7 +183,7 @@ class HeadDraft(DeviceDraft):
     def _draft_for(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
         """Draft for as many lanes as a bucket has."""
         planned, ints = plan_draft(lanes, form, self.net.group_nodes, farthest, self.net.attends)
-        self.ints.send(ints, planned.sent_at(self.net.group_nodes))
+        self.ints.send(ints, planned.sent_at)
         self._last = planned
         self._replay_last()
         return planned
@@ -196,20 +196,20 @@ class HeadDraft(DeviceDraft):
 
     def _draft(self, form: DraftForm) -> None:
         """From the rows of the last round to trees."""
-        net, shape, count, group_nodes = self.net, form.shape, form.sequences, self.net.group_nodes
-        complete(self.ints.all, form, group_nodes, self._decided)
+        net, shape, count = self.net, form.shape, form.sequences
+        complete(self.ints.all, form, self._decided)
         ints, sources = self.ints.all, MAX_ROWS + form.sources_at
         features = self.rows.rows.index_select(0, ints[sources : sources + form.unread])
         last, roots, ends = last_run(ints, form)
-        unread, carried = caught_run(ints, form, group_nodes), self.feature_fusion.fuse(features)
+        unread, carried = caught_run(ints, form), self.feature_fusion.fuse(features)
         net.run_some(unread, carried, last, ends)
         out, logits = net.out[:count], net.logits[:count]
         noised = self.noise.of(last.positions, shape.depth)
         pool = Pool(count, shape.width, shape.width, shape.depth, out.device)
         frontier = Frontier.of_roots(count, out.device)
         for i in range(shape.depth - 1):
-            size, first = form.level(group_nodes), MAX_ROWS + form.ancestors_at(i, group_nodes)
-            run = run_at(ints, size, form.level_at(i, group_nodes))
+            size, first = form.level, MAX_ROWS + form.ancestors_at(i)
+            run = run_at(ints, size, form.level_at(i))
             into = run.tokens, ints[first : first + size.rows * (i + 1)]
             frontier = grow_level(pool, frontier, noised(logits, i), self.head_output, into)
             parents = frontier.parents if shape.width > 1 else None  # those of a chain lie where it lies

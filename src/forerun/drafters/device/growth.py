@@ -212,8 +212,8 @@ class Sent:
     roots: Tensor  # [B]
 
     @classmethod
-    def of(cls, ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> Sent:
-        count, at = form.sequences, MAX_ROWS + form.sent_at(group_nodes)
+    def of(cls, ints: Tensor, form: DraftForm, last: LastRound) -> Sent:
+        count, at = form.sequences, MAX_ROWS + form.sent_at
         first, known, ring, starts, root, follows = ints[at : at + KNOWN * count].view(KNOWN, count)
         given = ints[at + KNOWN * count :][: count * form.behind].view(count, form.behind)
         decided, trees = follows >= 0, follows.clamp(min=0).long()
@@ -231,40 +231,38 @@ class Sent:
         return ints[self.starts[:, None] + positions // PAGE] * PAGE + positions % PAGE
 
 
-def complete(
-    ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound, fused: bool | None = None
-) -> None:
+def complete(ints: Tensor, form: DraftForm, last: LastRound, fused: bool | None = None) -> None:
     """Work out all integers of a draft from what was sent, on the device."""
     if ints.device.type == "cuda" if fused is None else fused:
-        _complete_fused(ints, form, group_nodes, last)
+        _complete_fused(ints, form, last)
     else:
-        _complete_plainly(ints, form, group_nodes, last)
+        _complete_plainly(ints, form, last)
 
 
-def _complete_fused(ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> None:
+def _complete_fused(ints: Tensor, form: DraftForm, last: LastRound) -> None:
     from forerun.drafters.device import kernels
 
-    size, shape = form.level(group_nodes), form.shape
+    size, shape = form.level, form.shape
     kernels.plan[(form.sequences, shape.depth)](
-        ints, last.accepted, last.tokens, MAX_ROWS, MAX_ROWS + form.sent_at(group_nodes), MAX_ROWS + form.last_at,
-        MAX_ROWS + form.level_at(0, group_nodes), extent_of(size), MAX_ROWS + form.ancestors_at(0, group_nodes),
-        MAX_ROWS + form.caught_at, form.caught(group_nodes).groups // form.sequences, aligned(form.unread),
+        ints, last.accepted, last.tokens, MAX_ROWS, MAX_ROWS + form.sent_at, MAX_ROWS + form.last_at,
+        MAX_ROWS + form.level_at(0), extent_of(size), MAX_ROWS + form.ancestors_at(0),
+        MAX_ROWS + form.caught_at, form.caught.groups // form.sequences, aligned(form.unread),
         aligned(form.sequences), aligned(size.rows), form.sequences, form.behind, shape.width, shape.depth,
-        group_nodes, STEPS, ROOM=ROOM, BEHIND_UP=1 << max(2, shape.depth.bit_length()),
+        form.group_nodes, STEPS, ROOM=ROOM, BEHIND_UP=1 << max(2, shape.depth.bit_length()),
         WIDTH_UP=1 << max(2, (shape.width - 1).bit_length()), num_warps=1,
     )  # fmt: skip
 
 
-def _complete_plainly(ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> None:
-    sent = Sent.of(ints, form, group_nodes, last)
+def _complete_plainly(ints: Tensor, form: DraftForm, last: LastRound) -> None:
+    sent = Sent.of(ints, form, last)
     ends = sent.first + sent.fresh
-    own = ints[MAX_ROWS : MAX_ROWS + form.level_at(form.shape.depth - 1, group_nodes)]
-    _catch_up(ints, own, form, group_nodes, sent, ends)
+    own = ints[MAX_ROWS : MAX_ROWS + form.level_at(form.shape.depth - 1)]
+    _catch_up(ints, own, form, sent, ends)
     if form.shape.depth > 1:
-        _levels(ints, own[form.level_at(0, group_nodes) :], form, group_nodes, sent, ends)
+        _levels(ints, own[form.level_at(0) :], form, sent, ends)
 
 
-def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor) -> None:
+def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor) -> None:
     """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; then the last rows; groups."""
     count, behind, rows = form.sequences, form.behind, aligned(form.unread)
     steps = torch.arange(behind, dtype=torch.int32, device=ints.device)
@@ -283,24 +281,24 @@ def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent
     groups = own[form.last_at + 3 * wide :][: FIELDS * count].view(count, FIELDS)
     fields = splits_at(ends - 1) + 1, lanes, torch.ones_like(lanes), ends, sent.starts
     groups.copy_(_fields((1, 2, 3, 5, 7), fields))
-    caught = form.caught(group_nodes).groups
+    caught = form.caught.groups
     if caught:  # rows of one sequence share what they see, up to each one's position
-        low = torch.arange(0, behind, group_nodes, dtype=torch.int32, device=ints.device)
+        low = torch.arange(0, behind, form.group_nodes, dtype=torch.int32, device=ints.device)
         high, length, pages = (
             part[:, None].expand(-1, len(low)) for part in (splits_at(ends - 1) + 1, ends, sent.starts)
         )
-        nodes = (behind - low).clamp(max=group_nodes).expand(count, -1)
+        nodes = (behind - low).clamp(max=form.group_nodes).expand(count, -1)
         fields = high, lanes[:, None] * behind + low, nodes, length, pages
         own[form.caught_at :][: FIELDS * caught].view(count, -1, FIELDS).copy_(
             _fields((1, 2, 3, 5, 7), fields)
         )
 
 
-def _levels(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor) -> None:
+def _levels(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor) -> None:
     """Of every level [tokens | positions | slots | groups]."""
-    count, width, size = form.shape.depth - 1, form.shape.width, form.level(group_nodes)
+    count, width, size = form.shape.depth - 1, form.shape.width, form.level
     rows, levels = aligned(size.rows), own.view(count, -1)
-    levels.copy_(_same_of_levels(form, group_nodes, ints.device))
+    levels.copy_(_same_of_levels(form, ints.device))
     steps = torch.arange(count, dtype=torch.int32, device=ints.device)
     positions = levels[:, rows : rows + size.rows].view(count, -1, width)
     positions.copy_((ends + steps[:, None])[..., None].expand_as(positions))
@@ -309,7 +307,7 @@ def _levels(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: 
     levels[:, 2 * rows : 2 * rows + size.rows].view(count, -1, width).copy_(slots.transpose(0, 1))
     groups = levels[:, 3 * rows :].view(count, form.sequences, -1, FIELDS)
     start, behind = splits_at(ends)[:, None], splits_at(ends + form.shape.depth)[:, None] + 1
-    shared = -(-width // group_nodes)
+    shared = -(-width // form.group_nodes)
     if width == 1:  # nodes of a chain share everything
         groups[..., 1] = behind
     else:  # committed tokens are shared; from the split in which the tree starts, every node attends alone
@@ -329,18 +327,18 @@ def _fields(which: Sequence[int], values: Sequence[Tensor]) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _same_of_levels(form: DraftForm, group_nodes: int, device: torch.device) -> Tensor:
+def _same_of_levels(form: DraftForm, device: torch.device) -> Tensor:
     """[levels, integers of one] the groups' rows and ancestors, which are the same in every draft."""
-    width, size = form.shape.width, form.level(group_nodes)
+    width, size = form.shape.width, form.level
     ints = np.zeros((form.shape.depth - 1, extent_of(size)), dtype=np.int32)
     for level, row in enumerate(ints):
         groups = row[3 * aligned(size.rows) :].reshape(form.sequences, -1, FIELDS)
         for b in range(form.sequences):
-            low = range(0, width, group_nodes)
+            low = range(0, width, form.group_nodes)
             alone = range(width) if width > 1 else ()
             groups[b, :, 2] = [b * width + node for node in (*low, *alone)]
-            groups[b, :, 3] = [*(min(group_nodes, width - node) for node in low), *[1] * len(alone)]
-            first = MAX_ROWS + form.ancestors_at(level, group_nodes)
+            groups[b, :, 3] = [*(min(form.group_nodes, width - node) for node in low), *[1] * len(alone)]
+            first = MAX_ROWS + form.ancestors_at(level)
             groups[b, len(low) :, 6] = [first + (b * width + node) * (level + 1) for node in alone]
     with torch.inference_mode(False):
         return torch.from_numpy(ints).to(device)

@@ -262,7 +262,7 @@ class ModelDraft(DeviceDraft):
 
     def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self.graphs.rehearse(bucket, form.depth, farthest)
-        if self.replays.capture:
+        if self.replays.capture and not self.menu.is_timed(bucket, form):  # in a short context
             first, further = self.graphs.time(bucket)
             for depth in range(1, DEEPEST + 1):
                 self.menu.note(bucket, Form(depth, depth, 1), first + (depth - 1) * further)

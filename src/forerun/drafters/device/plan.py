@@ -64,28 +64,34 @@ class Lane(NamedTuple):
 class DraftForm:
     """What drafts must agree in to be replays of one graph."""
 
-    sequences: int  # B, a bucket
-    shape: Form
+    trees: TreeForm  # as many as the bucket has
     splits: int  # of the context
+    group_nodes: int  # rows of one sequence that one program of attention has
     attends: bool = False  # do unread rows attend too? So in heads of several layers
 
     @property
-    def trees(self) -> TreeForm:
-        return trees_of(self.shape, self.sequences)
+    def sequences(self) -> int:
+        """B."""
+        return self.trees.trees
+
+    @property
+    def shape(self) -> Form:
+        return form_of(self.trees)
 
     @property
     def behind(self) -> int:
         """Unread rows per sequence, at most."""
-        return behind(self.shape)
+        return self.trees.depth + 1
 
     @property
     def unread(self) -> int:
         """Rows whose keys and values are computed, padding included."""
         return self.sequences * self.behind
 
-    def caught(self, group_nodes: int) -> Size:
+    @property
+    def caught(self) -> Size:
         """The pass over the unread rows, without the rest of the last layer."""
-        groups = self.sequences * -(-self.behind // group_nodes) if self.attends else 0
+        groups = self.sequences * -(-self.behind // self.group_nodes) if self.attends else 0
         return Size(self.unread, groups, self.splits if self.attends else 0)
 
     @property
@@ -93,12 +99,13 @@ class DraftForm:
         """The last row of each sequence."""
         return Size(self.sequences, self.sequences, self.splits)
 
-    def level(self, group_nodes: int) -> Size:
+    @property
+    def level(self) -> Size:
         """The pass over a level."""
-        width, shape = self.shape.width, self.shape
+        width = self.trees.width
         single = width if width > 1 else 0
-        groups = self.sequences * (-(-width // group_nodes) + single)
-        lone = single if shape.depth <= LONE_LEVELS else 0
+        groups = self.sequences * (-(-width // self.group_nodes) + single)
+        lone = single if self.trees.depth <= LONE_LEVELS else 0
         return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
@@ -116,27 +123,34 @@ class DraftForm:
         """The groups of the unread rows."""
         return self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
 
-    def level_at(self, level: int, group_nodes: int) -> int:
-        first = self.caught_at + FIELDS * self.caught(group_nodes).groups
-        return first + level * extent_of(self.level(group_nodes))
+    def level_at(self, level: int) -> int:
+        first = self.caught_at + FIELDS * self.caught.groups
+        return first + level * extent_of(self.level)
 
-    def sent_at(self, group_nodes: int) -> int:
+    @property
+    def sent_at(self) -> int:
         """What the host sends lies behind all ancestors."""
-        return self.ancestors_at(self.shape.depth - 1, group_nodes)
+        return self.ancestors_at(self.trees.depth - 1)
 
-    def pages_at(self, group_nodes: int) -> int:
+    @property
+    def pages_at(self) -> int:
         """The last of what it sends."""
-        return self.sent_at(group_nodes) + self.sequences * (KNOWN + self.behind)
+        return self.sent_at + self.sequences * (KNOWN + self.behind)
 
-    def ancestors_at(self, level: int, group_nodes: int) -> int:
+    def ancestors_at(self, level: int) -> int:
         """Level i has i + 1 steps per node."""
-        size, end = self.level(group_nodes), self.level_at(self.shape.depth - 1, group_nodes)
+        size, end = self.level, self.level_at(self.trees.depth - 1)
         return end + aligned(size.rows) * (level * (level + 1) // 2)
 
 
 def trees_of(form: Form, count: int) -> TreeForm:
     """So many trees of a form."""
-    return TreeForm(count, form.nodes + 1, form.depth, chain=form.width == 1)
+    return TreeForm(count, form.nodes + 1, form.depth, form.width)
+
+
+def form_of(trees: TreeForm) -> Form:
+    """The form of the menu that these are of."""
+    return Form(trees.nodes - 1, trees.depth, trees.width)
 
 
 def behind(shape: Form) -> int:
@@ -163,8 +177,9 @@ def plan_draft(
     """
     count, most = len(lanes), behind(shape)
     ends = [one.first + (len(one.tokens) if one.follows < 0 else most) for one in lanes]
-    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth), attends)
-    at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
+    splits = splits_to(max(farthest, *ends) + shape.depth)
+    form = DraftForm(trees_of(shape, count), splits, group_nodes, attends)
+    at, pages = MAX_ROWS + form.pages_at, np.concatenate([lane.pages for lane in lanes])
     ints = np.zeros(count * (KNOWN + most) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
     roots, known, own, firsts, rings, follows = zip(*lanes, strict=True)
@@ -186,9 +201,9 @@ def run_at(ints: Tensor, size: Size, first: int) -> Run:
     return Run(size, ints, tokens, positions, slots, groups)
 
 
-def caught_run(ints: Tensor, form: DraftForm, group_nodes: int) -> Run:
+def caught_run(ints: Tensor, form: DraftForm) -> Run:
     """The pass over the unread rows."""
-    run, size = run_at(ints, Size(form.unread, 0, 0), 0), form.caught(group_nodes)
+    run, size = run_at(ints, Size(form.unread, 0, 0), 0), form.caught
     at = MAX_ROWS + form.caught_at
     return replace(run, size=size, groups=ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS))
 
@@ -341,6 +356,9 @@ class DraftMenu:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
         self._found.clear()
+
+    def is_timed(self, bucket: int, form: Form) -> bool:
+        return (bucket, form) in self._seconds
 
     def note_captured(self, bucket: int, form: Form) -> None:
         self._captured.setdefault(form, set()).add(bucket)
