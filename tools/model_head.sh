@@ -36,7 +36,7 @@ keep() { # files...; into OUT, where there is one, with their folders
 head_folder() { # HEAD, the one trained here, or the package's
     if [ -n "$HEAD" ]; then echo "$HEAD"; elif [ -f slim/config.json ]; then realpath slim; else
         "$PY" -c 'import sys
-from forerun.build import choose_drafter
+from forerun.build.engine import choose_drafter
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.core.params import SpeculativeConfig
 print(choose_drafter(SpeculativeConfig(drafter="eagle3"), open_checkpoint(sys.argv[1])).draft_model or "")' "$M"
