@@ -228,7 +228,7 @@ def method_table(known: Documents | None = None) -> str:
         "T=1, x plain",
         "training, min",
         "prompts",
-        "commit",
+        "T=0 at",
     )
     runs = ("h200-spec-bench-all", "h200-spec-bench-heads", "h200-spec-bench-mtp")
     return table(head, rows) + sources(*runs, found_in="h200-spec-bench-default", known=known)
