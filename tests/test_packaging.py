@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -115,7 +116,7 @@ def test_the_wheel_works_without_the_repository(wheel: tuple[Path, dict[str, str
     installed = Path(run([command.parent / "python", "-c", where], env=seen, cwd=tmp_path).strip())
     assert command.parents[1] in installed.parents
     doctor = run([command, "doctor"], env=seen, cwd=tmp_path)
-    assert "ok native kernels" in doctor
+    assert re.search(r"ok +native kernels", doctor)
     written = run([command, "generate", "Hi.", "--max-tokens", "4", "--json", "-"], env=seen, cwd=tmp_path)
     assert json.loads(written)["token_ids"]
 
@@ -157,6 +158,6 @@ def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
 def test_the_sdist_works_without_a_compiler(built: Path, tmp_path: Path) -> None:
     command, seen = environment(tmp_path / "sdist", next(built.glob("*.tar.gz")), CC="no-compiler-here")
     assert not list((tmp_path / "sdist").rglob("_native.so"))
-    assert "no native kernels" in run([command, "doctor"], env=seen, cwd=tmp_path)
+    assert re.search(r"native kernels +absent", run([command, "doctor"], env=seen, cwd=tmp_path))
     written = run([command, "generate", "Hi.", "--max-tokens", "2", "--json", "-"], env=seen, cwd=tmp_path)
     assert json.loads(written)["token_ids"]

@@ -11,6 +11,7 @@ import pytest
 
 from forerun.core.types import Budget
 from tests.readme.pages import ALL, ROOT, prose
+from tools.request_files import files_of
 
 PAGE = prose(ROOT / "docs" / "architecture.md")
 NOT_OURS = {"fastapi", "matplotlib", "prompt_toolkit"}
@@ -86,3 +87,19 @@ def test_prices_are_in_tokens_in_the_code_and_in_the_glossary() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert "`price` and `level` are in tokens" in (Budget.__doc__ or "")
     assert re.search(r"^\| \*\*price\*\* \|.* in tokens", glossary, re.MULTILINE)
+
+
+def test_the_files_of_a_request_are_listed_once_each() -> None:
+    """`python -m tools.request_files` traces and writes them; other tests see that the files exist."""
+    for name in ("cpu", "gpu"):
+        block = PAGE.partition(f"<!-- files: {name} -->")[2].partition("<!-- /files -->")[0]
+        files = re.findall(r"^\d+\. `(src/forerun/\S+\.py)`: \S", block, re.MULTILINE)
+        assert len(set(files)) == len(files) > 10
+        assert "src/forerun/engine/engine.py" in files
+
+
+def test_a_traced_file_is_one_whose_function_is_called() -> None:
+    from forerun.core.seeds import derived_seed
+
+    assert [path.name for path in files_of(lambda: derived_seed(1, 2))] == ["seeds.py"]
+    assert files_of(lambda: None) == []

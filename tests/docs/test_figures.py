@@ -9,6 +9,7 @@ from copy import deepcopy
 from datetime import date
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -81,7 +82,9 @@ def test_figures_in_prose_are_those_of_a_document(page: Path) -> None:
 
 @pytest.mark.parametrize("path", plots(), ids=lambda path: path.name)
 def test_a_plot_is_what_its_document_says(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == plots()[path], "run: make docs"
+    drawn = path.read_text(encoding="utf-8")
+    assert drawn == plots()[path], "run: make docs"
+    ElementTree.fromstring(drawn)
 
 
 def test_negative_control_a_changed_document_changes_the_pages_and_the_plots() -> None:
