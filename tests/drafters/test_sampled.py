@@ -14,6 +14,7 @@ from forerun.core.types import Budget
 from forerun.drafters.heads.base import wants_sampling
 from forerun.drafters.heads.eagle import Eagle3Drafter
 from forerun.drafters.heads.growth import TreeShape, best_shape
+from forerun.models.base import Abilities
 from forerun.testing import FakeSeq, TableLM
 from forerun.testing.conformance import check_trees
 from tests.drafters.rounds import observe_prompts
@@ -124,7 +125,7 @@ def test_shapes_are_the_best_of_their_size() -> None:
 
 
 def test_the_setting_is_vllms() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    cpu, gpu = (Abilities.of(torch.device(kind)) for kind in ("cpu", "cuda"))
     assert wants_sampling(SpeculativeConfig(), cpu)
     assert not wants_sampling(SpeculativeConfig(), gpu)
     for device in (cpu, gpu):

@@ -21,8 +21,8 @@ from forerun.drafters.heads.growth import (
     grow_ranked,
     grow_trees,
     lay_out,
-    pays_to_deepen,
     sample_trees,
+    worth_deepening,
 )
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
@@ -128,7 +128,7 @@ def test_nodes_below_which_nothing_could_pay_are_not_asked(monkeypatch: pytest.M
                 if name == "all":
                     patch.setattr(
                         tree_growth, "worth_deepening",
-                        lambda *given: [*range(len(given[0]))] if pays_to_deepen(*given) else [],
+                        lambda *given: [*range(len(given[0]))] if worth_deepening(*given) else [],
                     )  # fmt: skip
                 head, budget = Varied(seed), Budget(15, 5, 6, price, level)
                 trees[name] = grow_trees(head, seqs, [budget], WHOLE, Calibration())
