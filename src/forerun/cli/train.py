@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
-from enum import Enum
 from pathlib import Path
 from time import monotonic, strftime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.flags import check_folder, interruption
+from forerun.cli.flags import check_folder, flag_of, interruption, plain, spelt, with_flags
 from forerun.cli.loading import check_model, short_name
 from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, DataOptions, TrainOptions, as_method, in_tuple
@@ -97,50 +95,22 @@ def with_options(
     owner: type[Any], words: Mapping[str, str]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every field of an option class; they reach it as one mapping of what was given."""
+    hints, defaults = get_type_hints(owner), {f.name: f.default for f in fields(owner)}
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
-        flags = [_flag(name, hints[name], known[name].default, words[name]) for name in words]
+    def flag(name: str) -> inspect.Parameter:
+        hint, default, said = hints[name], defaults[name], spelt(name)
+        if bool in (hint, *get_args(hint)):
+            said = f"{said}/--no-{said[2:]}"
+        hint = list[str] if get_origin(hint) is tuple else hint  # `in_tuple` reads them
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        in_words = f"{default:g}" if number else None
+        return flag_of(said, hint, words[name], in_words, needed=default is MISSING)
 
-        def run(**values: Any) -> None:
-            given = {flag.name: values.pop(flag.name) for flag in flags}
-            chosen = {
-                n: v.value if isinstance(v, Enum) else v for n, v in given.items() if v not in (None, [])
-            }
-            command(
-                {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}, **values
-            )
+    def given(values: dict[str, Any]) -> dict[str, Any]:
+        chosen = {name: plain(value) for name, value in values.items() if value not in (None, [])}
+        return {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}
 
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
-        return run
-
-    return decorate
-
-
-def _flag(name: str, hint: Any, default: Any, words: str) -> inspect.Parameter:
-    spelt = "--" + name.replace("_", "-")
-    shown = isinstance(default, (int, float)) and not isinstance(default, bool)
-    help_text = f"{words.removesuffix('.')}; default: {default:g}." if shown else words
-    if get_origin(hint) is types.UnionType:
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is Literal:
-        hint = _choice(name, get_args(hint))
-    if get_origin(hint) is tuple:
-        hint = list[str]  # `in_tuple` reads them
-    if hint is bool:
-        spelt = f"{spelt}/--no-{spelt[2:]}"
-    if default is MISSING:
-        option, annotation = typer.Option(..., spelt, help=words, show_default=False), hint
-    else:
-        option, annotation = typer.Option(None, spelt, help=help_text, show_default=False), hint | None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
-
-
-def _choice(name: str, choices: Sequence[str]) -> Any:
-    return Enum(name, {choice: choice for choice in choices}, type=str)
+    return lambda command: with_flags(command, [flag(name) for name in words], given)
 
 
 @with_options(TrainOptions, TRAIN_HELP)
