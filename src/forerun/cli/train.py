@@ -130,20 +130,28 @@ def train(
         with console.status(f"loading {short_name(given['target'])}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])
-        print(_shown("refresh", steps, console, lambda report, say: refresh(given, report, say)))
+        print(
+            _shown(
+                "refresh", given["target"], steps, console, lambda report, say: refresh(given, report, say)
+            )
+        )
         return
     options = TrainOptions(method=as_method(method), **given)
     require_texts(options)
     with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.run import train as run
     with interruption(options.out):
-        measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
+        measured = _shown(
+            method, options.target, options.steps, console, lambda report, say: run(options, report, say)
+        )
     print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
 
 
-def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
+def _shown(
+    name: str, target: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]
+) -> T:
     """What `work` returns, which reports its steps."""
-    with ProgressShown(console) as progress:
+    with ProgressShown(console, target) as progress:
 
         def show(at: TrainProgress) -> None:
             if at.tokens_per_round is not None:  # a line of its own: beside the bar it would be cut off
@@ -162,7 +170,7 @@ def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Call
 class ProgressShown:
     """Stages of a long run on stderr: a bar for each on a terminal, else a line every few seconds."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, model: str) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -170,6 +178,7 @@ class ProgressShown:
             TimeRemainingColumn(compact=True),
         )
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._loading = self._bars.add_task(f"loading {short_name(model)}", total=None)
         self._tasks, self._said = dict[str, Any](), monotonic()
 
     def __enter__(self) -> Self:
@@ -183,6 +192,7 @@ class ProgressShown:
         self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, stage: str, done: int, total: int, words: str) -> None:
+        self._bars.update(self._loading, visible=False)
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
         self._bars.update(self._tasks[stage], completed=done, description=words)
@@ -212,7 +222,7 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
     console = Console(stderr=True)
     with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.data.make import make_data
-    with ProgressShown(console) as progress:
+    with ProgressShown(console, options.target) as progress:
 
         def show(at: DataProgress) -> None:
             progress.update(at.stage, at.done, at.total, f"{at.stage} · {at.tokens} tokens")
