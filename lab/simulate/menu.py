@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
+from forerun.core.offer import Form, Offer, Plan
 from forerun.core.types import Budget, PlainSeq, Round
 
 Trace = Callable[[int], float]  # round -> how likely the likeliest token is accepted
@@ -113,7 +113,8 @@ class MenuSimulation:
         self.controller = AdaptiveController(known, 60, 10, lambda seq: offer)
         self.seqs = [PlainSeq(i, [1]) for i in range(len(traces))]
         self.history, self._next_id = History(), len(traces)
-        self._following, self._budget = False, Budget(0, 0)
+        self._next: Plan | None = None  # of the round that follows
+        self._ids: list[int] = []  # of the sequences of the last round
 
     def run(self, rounds: int, batch: Callable[[int], int] | None = None) -> History:
         """`batch` says how many of the sequences are there in a round; None = all of them."""
@@ -124,8 +125,12 @@ class MenuSimulation:
         return self.history
 
     def _step(self, now: int, seqs: Sequence[PlainSeq]) -> None:
-        followed, gap = self._following, 0.0 if self._following else self.gap
-        budgets = [self._budget] * len(seqs) if followed else self.controller.plan(seqs)
+        if [seq.id for seq in seqs] != self._ids:
+            self._next = None  # some have come or gone
+        self._ids = [seq.id for seq in seqs]
+        followed, gap = self._next is not None, self.gap if self._next is None else 0.0
+        plan = self.controller.plan(seqs) if self._next is None else self._next
+        budgets = plan.budgets
         accepted = [self._accept(self.traces[i](now), budget) for i, budget in enumerate(budgets)]
         nodes, depths = [budget.nodes for budget in budgets], [budget.depth for budget in budgets]
         count, drafted = len(seqs), sum(nodes)
@@ -135,14 +140,10 @@ class MenuSimulation:
         seconds = {"draft": drafting, "pass": target, "host": self.host * count + gap}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
         trees = tuple(nodes), tuple(depths), tuple(accepted)
-        self._budget, goes_on = (
-            budgets[0],
-            self.controller.goes_on if drafted else self.controller.stays_plain,
-        )
-        self._following = bool(self.gap and goes_on(seqs))
+        self._next = self.controller.follow(seqs, plan) if self.gap else None
         for seq, count_of in zip(seqs, accepted, strict=True):
             seq.tokens += [1] * (1 + count_of)
-        self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed))
+        self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed, plan=plan))
         plain = self.cost.pass_seconds(count) + self.host * count
         truly = drafting + target + self.host * count + gap
         self.history.rounds.append(SimulatedRound(count, drafted, sum(accepted) + count, truly, plain))

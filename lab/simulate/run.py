@@ -137,7 +137,8 @@ class RunSimulation:
 
     def _round(self, group: Group, seq: PlainSeq, whole: list[int]) -> None:
         at = len(seq.tokens)
-        trees = self.drafter.propose([seq], [_cut(self.controller.plan([seq])[0], len(whole) - at - 1)])
+        plan = self.controller.plan([seq])
+        trees = self.drafter.propose([seq], [_cut(plan[0], len(whole) - at - 1)])
         (shape,), nodes = trees.topology(), trees.nodes - 1
         says = lambda node, depth: whole[at + depth] if at + depth < len(whole) else NEVER_COMES  # noqa: E731
         path, bonus = follow(trees.to_host()[0], shape.children, says)
@@ -153,7 +154,7 @@ class RunSimulation:
         self.drafter.observe([seq], trees, Scores(None), verdict)
         seq.tokens += committed_tokens(trees, verdict)[0]
         counts = (nodes,), (shape.deepest,), (len(path),)
-        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._ahead)))
+        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._ahead), plan=plan))
         group.rounds, group.drafted = group.rounds + 1, group.drafted + nodes
         group.accepted, group.seconds = group.accepted + len(path), group.seconds + sum(seconds.values())
 
