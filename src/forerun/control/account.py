@@ -15,10 +15,8 @@ from math import inf
 
 from forerun.control.acceptance import WINDOW, Request
 
-REQUEST_LOSS = (
-    0.083  # plain rounds per token that a request may lose: 1 / 0.92 - 1, less what is not foreseen
-)
-WINDOW_LOSS = 0.0142  # plain rounds per token that WINDOW requests may lose together: 1 / 0.985 - 1, the same
+REQUEST_LOSS = 0.085  # plain rounds per token that a request may lose: 1 / 0.92 - 1, less noise
+WINDOW_LOSS = 0.0135  # plain rounds per token that WINDOW requests may lose together: 1 / 0.985 - 1, the same
 STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 LEAST_TOKENS = 32  # tokens of a request for which the promise holds
 
@@ -35,7 +33,7 @@ def covered(requests: Sequence[Request], worst: float, gain: float = inf) -> boo
     risk = 0.0
     for one in requests:
         length = max(one.tokens + 1, LEAST_TOKENS)
-        left = REQUEST_LOSS * length - one.loss
+        left = REQUEST_LOSS * length - one.loss - one.reserve
         if worst > left or worst * worst > STAKE * gain * left:
             return False
         risk += max(0.0, one.loss + worst)
