@@ -3,7 +3,7 @@
 python -m tests.control.scenarios        # writes scenarios.json anew: only when outcomes are meant to change
 
 Engine, controller and look-ups are real wherever a GPU is simulated (lab.simulate); the CPU is the one of
-lab.simulate.control and lab.simulate.run. Every scenario gives its speed over plain decoding, the slowest request, the
+tests.control.simulate. Every scenario gives its speed over plain decoding, the slowest request, the
 slowest 20 requests in a row of one drafter, and the share of rounds that were read before the next was launched.
 """
 
@@ -21,9 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab.simulate.control import Simulation, TextKind
-from lab.simulate.lookup import H200, HostSeconds, LookupSimulation
-from lab.simulate.run import ARM, X86, Host, RunSimulation
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
@@ -32,19 +29,21 @@ from forerun.control.fixed import FixedController
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm
 from forerun.drafters.compose import HybridDrafter
-from forerun.drafters.heads.specdec import Make
+from forerun.drafters.device.plan import form_of
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.base import ON_GPU
-from lab.moe.twins import _shape
 from lab.simulate.device import SimulatedClock
 from lab.simulate.head import SimulatedHead
 from lab.simulate.load import SimulatedServer, asks
-from lab.simulate.recorded import OTHER, PASSES, RecordedGPU, RecordedText
+from lab.simulate.recorded import OTHER, PASSES, NoisyDevice, RecordedAnswers, RecordedText
 from lab.simulate.speeds import Speeds, level_rate
 from tests.control.lookup_texts import COPYING, RECORDED
+from tests.control.simulate.lookup import H200, HostSeconds, LookupSimulation
+from tests.control.simulate.native_run import ARM, X86, Host, RunSimulation
+from tests.control.simulate.predictable import Make, Simulation, TextKind
 
 FILE = Path(__file__).with_name("scenarios.json")
 SEEDS = (1, 2, 3)
@@ -59,14 +58,14 @@ EXPERTS = {1: 2.28, 2: 2.76, 3: 3.09, 4: 3.33, 6: 3.62, 8: 3.78, 16: 4.16, 24: 5
 
 
 @dataclass(slots=True)
-class TextGPU(RecordedGPU):
-    """Writes texts, of whose tokens a head knows a share of its own in each text, wherever its tree starts."""
+class TextAnswers(RecordedAnswers):
+    """Texts, of whose tokens a head knows a share of its own in each text, wherever its tree starts."""
 
     rates: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def _accepted(self, seq: Seq, form: TreeForm) -> int:
+    def accepted(self, seq: Seq, form: TreeForm) -> int:
         prompt, count = tuple(seq.tokens[: seq.prompt_length]), 0
-        each = level_rate(_shape(form), round(self.rates[prompt], 3))
+        each = level_rate(form_of(form), round(self.rates[prompt], 3))
         while count < form.depth and _draw(prompt[0], len(seq.tokens) + count) < each:
             count += 1
         return count
@@ -76,19 +75,18 @@ class TextHead(SimulatedHead):
     """Its trees have their tokens, which count where drafts of several drafters share a pass."""
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees, gpu = super().propose(seqs, budgets), self.gpu
+        trees, answers = super().propose(seqs, budgets), self.gpu.answers
         if (form := trees.form) is None:
             return trees
+        assert isinstance(answers, TextAnswers)
         tokens, parents = list[int](), list[int]()
         for seq in seqs:
-            count = gpu._accepted(seq, form)
-            right = [gpu._word(seq, depth) for depth in range(count)]
+            count = answers.accepted(seq, form)
+            right = [answers.word(seq, depth) for depth in range(count)]
             tokens += [seq.tokens[-1], *right, *[OTHER] * (form.nodes - 1 - count)]
             parents += [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
         rows = torch.tensor(tokens), torch.tensor(parents)
-        return TreeBatch(
-            *rows, trees.starts, form=form, device_seconds=trees.device_seconds, grower=trees.grower
-        )
+        return TreeBatch(*rows, trees.starts, form=form, draft_seconds=trees.draft_seconds)
 
 
 @cache
@@ -134,26 +132,21 @@ class Written:
 
 def engine_of(
     texts: Texts, passes: Mapping[int, float], make: MakesController | None, seed: int, batch: int
-) -> tuple[Engine, TextGPU]:
+) -> tuple[Engine, NoisyDevice]:
     """An engine with all drafters; without a controller it is one that never drafts."""
     speeds, clock = Speeds({rows: ms / 1e3 for rows, ms in passes.items()}), SimulatedClock()
-    gpu = TextGPU(
-        clock,
-        speeds,
-        0.6,
-        WORDS,
-        texts={tuple(one.prompt): one for one in texts.texts},
-        rng=random.Random(seed),
-    )
-    gpu.rates = {tuple(one.prompt): rate for one, rate in zip(texts.texts, texts.rates, strict=True)}
+    rates = {tuple(one.prompt): rate for one, rate in zip(texts.texts, texts.rates, strict=True)}
+    known = {tuple(one.prompt): one for one in texts.texts}
+    answers = TextAnswers(vocab_size=WORDS, texts=known, rates=rates)
+    gpu = NoisyDevice(clock, speeds, answers, rng=random.Random(seed))
     config = SpeculativeConfig(drafter=NONE, controller="fixed")
     engine = make_engine(gpu, frozenset(), config, EngineConfig(max_batch=batch))
     pool = engine.drafters
     for name, drafter in (
-        (HEAD, TextHead(gpu)),
+        (HEAD, TextHead(gpu, 0.6)),
         (NGRAM, NgramDrafter()),
         (SUFFIX, SuffixDrafter()),
-        (BOTH, HybridDrafter(NgramDrafter(), TextHead(gpu))),
+        (BOTH, HybridDrafter(NgramDrafter(), TextHead(gpu, 0.6))),
     ):
         pool.add(name, drafter)
     engine.controller = (
@@ -200,7 +193,7 @@ def write(
     return found
 
 
-def _answer(engine: Engine, gpu: TextGPU, some: Sequence[tuple[RecordedText, str]]) -> float:
+def _answer(engine: Engine, gpu: NoisyDevice, some: Sequence[tuple[RecordedText, str]]) -> float:
     gpu.finish()
     started, expected, written = gpu.clock.seconds, dict[int, list[int]](), dict[int, list[int]]()
     for text, name in some:

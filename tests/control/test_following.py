@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from forerun.control.acceptance import Record
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer, Plan
@@ -114,7 +115,8 @@ def test_a_head_that_boasts_is_scaled(kind: TextKind) -> None:
     for simulation in (honest, overclaiming):
         simulation.speed(kind, 100)
     assert overclaiming.speed(kind, 400) >= 0.9 * honest.speed(kind, 400)
-    assert overclaiming.controller.planner._latest.trust < 0.85 < honest.controller.planner._latest.trust
+    (boasts,), (says,) = (one.controller._drafters.values() for one in (overclaiming, honest))
+    assert boasts.record.trust(Record()) < 0.85 < says.record.trust(Record())
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -137,6 +137,7 @@ class Request:
     seen_lookups: Factor = field(default_factory=Factor)
     tokens: int = 0
     loss: float = 0.0  # plain rounds
+    reserve: float = 0.0  # plain rounds that are lost unseen: reading the prompt, a round that is dropped
     once: float = 0.0  # of that, and not in it: what a drafter took to read the request
     record: Record = field(default_factory=Record)
     offered: tuple[int, Offer] | None = None  # asked for already: at how many tokens, and the offer

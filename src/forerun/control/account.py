@@ -11,25 +11,30 @@ have gained do not pay for others: gains are not counted over requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from forerun.control.acceptance import WINDOW, Request
 
-REQUEST_LOSS = (
-    0.083  # plain rounds per token that a request may lose: 1 / 0.92 - 1, less what is not foreseen
-)
-WINDOW_LOSS = 0.0142  # plain rounds per token that WINDOW requests may lose together: 1 / 0.985 - 1, the same
+REQUEST_LOSS = 0.085  # plain rounds per token that a request may lose: 1 / 0.92 - 1, less noise
+WINDOW_LOSS = 0.0135  # plain rounds per token that WINDOW requests may lose together: 1 / 0.985 - 1, the same
+STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 LEAST_TOKENS = 32  # tokens of a request for which the promise holds
 
 
-def covered(requests: Sequence[Request], worst: float) -> bool:
-    """May all of these draft in a round that takes so many plain rounds more, if nothing is accepted?"""
+def covered(requests: Sequence[Request], worst: float, gain: float = inf) -> bool:
+    """May all of these draft in a round that takes so many plain rounds more, if nothing is accepted?
+
+    The less is left, the more a draft must promise (`gain`, tokens of a sequence) for what it may lose: else doubtful
+    drafts, missed one after the other, would use up what is left when a long match comes.
+    """
     state = requests[0].drafter
     used = sum([loss for loss, _ in state.ended])
     tokens = sum([count for _, count in state.ended]) + (WINDOW - 1 - len(state.ended)) * LEAST_TOKENS
     risk = 0.0
     for one in requests:
         length = max(one.tokens + 1, LEAST_TOKENS)
-        if one.loss + worst > REQUEST_LOSS * length:
+        left = REQUEST_LOSS * length - one.loss - one.reserve
+        if worst > left or worst * worst > STAKE * gain * left:
             return False
         risk += max(0.0, one.loss + worst)
         tokens += length

@@ -32,6 +32,8 @@ PANEL, SAMPLES = (
     4,
     32,
 )  # of more sequences, those that are looked up in turn, and the last look-ups that count
+# plain rounds of a request with captured trees that no round shows: reading its prompt, a round dropped at its end
+RESERVE = 0.9
 CHEAP = 0.02  # of a plain round: look-ups that take less than this are made for all
 
 
@@ -189,7 +191,8 @@ class AdaptiveController:
         if found is None:
             key = getattr(seq, "drafting", ""), id(offer.menu), offer is NEVER
             state = self._drafters.setdefault(key, DrafterState())
-            found = self._requests[seq.id] = Request(state)
+            reserve = 0.0 if offer.menu is None else RESERVE
+            found = self._requests[seq.id] = Request(state, reserve=reserve)
         return found
 
     # ---- learning

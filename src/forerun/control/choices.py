@@ -136,7 +136,8 @@ class Choices:
         seconds = times.lookup(sum(depths), batch)
         value = holds * max(0.0, batch + accepted - rho * seconds) - rho * gap
         value += (1.0 - holds) * max(0.0, batch + other - rho * seconds)
-        if value <= LEAST_GAIN * batch or not covered(requests, (seconds + gap) / times.plain(batch) - 1.0):
+        worst = (seconds + gap) / times.plain(batch) - 1.0
+        if value <= LEAST_GAIN * batch or not covered(requests, worst, value / batch):
             return None
         return self._looked_up(group, depths, rho)
 

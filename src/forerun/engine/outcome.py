@@ -39,8 +39,8 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        rest = clock, prompt_rows, followed, 0, ahead, started, plan
-        done = Round(tuple(seqs), nothing, nothing, nothing, *rest)
+        none = nothing, nothing, nothing
+        done = Round(tuple(seqs), *none, clock, prompt_rows, followed, 0, ahead, started, plan)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
@@ -77,8 +77,8 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    rest = clock, prompt_rows, followed, rows, ahead, started, plan
-    return advances, Round(tuple(seqs), *trees_of, *rest)
+    done = Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started, plan)
+    return advances, done
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:
