@@ -106,15 +106,14 @@ def test_marians_own_rules_change_the_law() -> None:
     target = make_target("marian")
     assert write(engine_for(target, "marian", "ngram", budget=6), prompts, params) == wanted
     for laws in (None, LawRules(bad_words=((PAD,), (5, 6))), LawRules(last=0)):
-        rules = replace(target.config.source_rules, laws=laws)
-        target.config = replace(target.config, source_rules=rules)
+        target.source_rules = replace(target.source_rules, laws=laws)
         assert write(engine_for(target, "marian"), prompts, params) != wanted
 
 
 def test_a_forced_first_token_is_written_first() -> None:
     target = make_target("marian")
     laws = LawRules(bad_words=((PAD,),), first=17, last=0)
-    target.config = replace(target.config, source_rules=replace(target.config.source_rules, laws=laws))
+    target.source_rules = replace(target.source_rules, laws=laws)
     prompts = sources(3)
     options = {"forced_bos_token_id": 17, "bad_words_ids": [[PAD]]}
     wanted = [reference("marian", prompt, 9, **options) for prompt in prompts]

@@ -333,7 +333,7 @@ def test_the_offer_says_what_the_device_takes() -> None:
 def test_a_sequence_without_room_or_with_foreign_tokens_is_written_without_drafts() -> None:
     target, draft = _targets("cpu", 1, 2)
     drafter = _drafter(draft)
-    draft.model.max_length = 20 + DEEPEST
+    draft.max_length = 20 + DEEPEST
     short, long = FakeSeq(0, [1, 2, 3], max_length=100), FakeSeq(1, [1] * 30, max_length=100)
     for seq in (short, long):
         _read(drafter, target, seq)

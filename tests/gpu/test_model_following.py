@@ -135,7 +135,7 @@ def test_a_token_outside_the_draft_models_vocabulary_ends_its_drafts(monkeypatch
     """It comes as a bonus that the host has not seen when the next draft starts."""
     target, some = willing_target(words=8), requests(6, 3)
     wanted, watched, draft = plain_texts(target, some), Watched(monkeypatch), _draft_model(words=4)
-    draft.config = replace(draft.config, vocab_size=4)
+    draft.vocab_size = 4
     draft.model.embedding = draft.model.embedding[:4].clone()  # an id beyond it cannot be looked up
     some = [replace(one, prompt=[2 + token % 2 for token in one.prompt]) for one in some]
     wanted = plain_texts(target, some)

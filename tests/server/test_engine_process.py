@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,8 @@ def test_a_front_that_ends_while_the_model_is_loaded_leaves_nothing_behind(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_front_has_no_torch_and_ends_its_engine_when_it_is_killed() -> None:
     command = [sys.executable, "-m", "forerun", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ExitStack() as ends:
+        ends.callback(process.kill)  # else a failure would wait for the server for ever
         assert process.stderr is not None
         line = next(line for line in process.stderr if "serving" in line)
         url = next(word for word in line.split() if word.startswith("http"))

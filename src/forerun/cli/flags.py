@@ -20,7 +20,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -163,7 +163,7 @@ class Settings:
         """Settings from flags by name; None and an empty list mean that the flag was not given."""
         values = {name: value for name, value in given.items() if value is not None and value != []}
         made = {
-            panel: owner(**{f.name: _plain(values[f.name]) for f in fields(owner) if f.name in values})
+            panel: owner(**{f.name: plain(values[f.name]) for f in fields(owner) if f.name in values})
             for panel, owner in PANELS.items()
             if panel != "Speculation"
         }
@@ -191,45 +191,59 @@ def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every flag of `HELP`; they reach it as one Settings, its first parameter."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    flags = _parameters()
+    flags = [flag_of("--model", str, HELP["model"], DEFAULT_MODEL, "-m")]
+    for panel, owner in PANELS.items():
+        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
+        for name in (name for name in HELP if name in known):
+            default = _default_in_words(known[name])
+            flags.append(flag_of(spelt(name), hints[name], HELP[name], default, panel=panel))
+    return with_flags(command, flags, Settings.of)
+
+
+def with_flags(
+    command: Callable[..., None], flags: Sequence[inspect.Parameter], made: Callable[[dict[str, Any]], Any]
+) -> Callable[..., None]:
+    """Give a command more flags; what is made of their values, by name, is its first parameter."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @wraps(command)
     def run(**values: Any) -> None:
-        settings = Settings.of({flag.name: values.pop(flag.name) for flag in flags})
-        command(settings, **values)
+        command(made({flag.name: values.pop(flag.name) for flag in flags}), **values)
 
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
     return run
 
 
-def _parameters() -> list[inspect.Parameter]:
-    found = [_parameter("model", str, DEFAULT_MODEL, None)]
-    for panel, owner in PANELS.items():
-        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
-        found += [
-            _parameter(name, hints[name], _default_in_words(known[name]), panel)
-            for name in HELP
-            if name in known
-        ]
-    return found
+def spelt(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
 
 
-def _parameter(name: str, hint: Any, default: str | None, panel: str | None) -> inspect.Parameter:
-    spellings = ["--" + name.replace("_", "-"), *(["-m"] if name == "model" else [])]
-    words = HELP[name] if default is None else f"{HELP[name].removesuffix('.')}; default: {default}."
-    option = typer.Option(None, *spellings, help=words, show_default=False, rich_help_panel=panel)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=option, annotation=_flag_type(name, hint) | None)
+def flag_of(
+    flag: str,
+    hint: Any,
+    words: str,
+    default: str | None,
+    *more: str,
+    panel: str | None = None,
+    needed: bool = False,
+) -> inspect.Parameter:
+    """A flag as a command's parameter; None where it is not given."""
+    words = words if default is None else f"{words.removesuffix('.')}; default: {default}."
+    said = {"help": words, "show_default": False, "rich_help_panel": panel}
+    option = typer.Option(... if needed else None, flag, *more, **said)  # type: ignore[arg-type]
+    name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
+    kind = _flag_type(name, hint) if needed else _flag_type(name, hint) | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
 def _flag_type(name: str, hint: Any) -> Any:
     """The type a flag is parsed as: a choice for a Literal, a repeated flag for a sequence."""
+    if get_origin(hint) in (types.UnionType, Union):
+        hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
         return Enum(name, {choice: choice for choice in get_args(hint)}, type=str)
-    if get_origin(hint) is types.UnionType:
-        return next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is not None and issubclass(get_origin(hint), Sequence):
         return list[get_args(hint)[0]]  # type: ignore[misc]
     return hint
@@ -245,7 +259,8 @@ def _default_in_words(field: Field[Any]) -> str | None:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A choice by its name."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -256,7 +271,7 @@ def in_flags(message: str, command: Any) -> str:
 
 def in_chat(message: str) -> str:
     """The message in the words of a chat: its own commands, and flags for the next start."""
-    said = _with_flags(message, {"--" + name.replace("_", "-") for name in HELP})
+    said = _with_flags(message, {spelt(name) for name in HELP})
     said = re.sub(r"--(drafter|system|temperature)\b", r"/\1", said)
     return re.sub(r"\b(?:add|give|pass|use) (?=--)", "start the chat with ", said)
 
@@ -264,15 +279,15 @@ def in_chat(message: str) -> str:
 def _with_flags(message: str, known: Collection[str]) -> str:
     """The message, with these flags in place of the settings that they set."""
 
-    def spelt(found: re.Match[str]) -> str:
+    def named(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'")
-        flag = "--" + name.replace("_", "-")
+        flag = spelt(name)
         flag = flag if flag in known else _CALLED.get(name, f"{flag}s")  # one of several values
         if flag not in known:
             return found[0]
         return flag if value == "True" else f"{flag} {value}"
 
-    return _SETTING.sub(spelt, message)
+    return _SETTING.sub(named, message)
 
 
 def _flags(command: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from forerun.cli.flags import check_file, check_folder
+from forerun.cli.flags import check_file, check_folder, spelt
 from forerun.core import registry
 from forerun.core.errors import UnknownName
 from forerun.models.load.collector import without_collector
@@ -97,7 +97,7 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
     }
     for name, (given, readers) in users.items():
         if given and not any(reader in drafter for reader in readers):
-            flag = "--" + name.replace("_", "-")
+            flag = spelt(name)
             return (
                 f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
             )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, fields
-from enum import Enum
 from pathlib import Path
 from time import monotonic, strftime
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.flags import check_folder, interruption
+from forerun.cli.flags import check_folder, flag_of, interruption, plain, spelt, with_flags
 from forerun.cli.loading import check_model, short_name
 from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, DataOptions, TrainOptions, as_method, in_tuple
@@ -97,50 +95,22 @@ def with_options(
     owner: type[Any], words: Mapping[str, str]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every field of an option class; they reach it as one mapping of what was given."""
+    hints, defaults = get_type_hints(owner), {f.name: f.default for f in fields(owner)}
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
-        flags = [_flag(name, hints[name], known[name].default, words[name]) for name in words]
+    def flag(name: str) -> inspect.Parameter:
+        hint, default, said = hints[name], defaults[name], spelt(name)
+        if bool in (hint, *get_args(hint)):
+            said = f"{said}/--no-{said[2:]}"
+        hint = list[str] if get_origin(hint) is tuple else hint  # `in_tuple` reads them
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        in_words = f"{default:g}" if number else None
+        return flag_of(said, hint, words[name], in_words, needed=default is MISSING)
 
-        def run(**values: Any) -> None:
-            given = {flag.name: values.pop(flag.name) for flag in flags}
-            chosen = {
-                n: v.value if isinstance(v, Enum) else v for n, v in given.items() if v not in (None, [])
-            }
-            command(
-                {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}, **values
-            )
+    def given(values: dict[str, Any]) -> dict[str, Any]:
+        chosen = {name: plain(value) for name, value in values.items() if value not in (None, [])}
+        return {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}
 
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
-        return run
-
-    return decorate
-
-
-def _flag(name: str, hint: Any, default: Any, words: str) -> inspect.Parameter:
-    spelt = "--" + name.replace("_", "-")
-    shown = isinstance(default, (int, float)) and not isinstance(default, bool)
-    help_text = f"{words.removesuffix('.')}; default: {default:g}." if shown else words
-    if get_origin(hint) is types.UnionType:
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if get_origin(hint) is Literal:
-        hint = _choice(name, get_args(hint))
-    if get_origin(hint) is tuple:
-        hint = list[str]  # `in_tuple` reads them
-    if hint is bool:
-        spelt = f"{spelt}/--no-{spelt[2:]}"
-    if default is MISSING:
-        option, annotation = typer.Option(..., spelt, help=words, show_default=False), hint
-    else:
-        option, annotation = typer.Option(None, spelt, help=help_text, show_default=False), hint | None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
-
-
-def _choice(name: str, choices: Sequence[str]) -> Any:
-    return Enum(name, {choice: choice for choice in choices}, type=str)
+    return lambda command: with_flags(command, [flag(name) for name in words], given)
 
 
 @with_options(TrainOptions, TRAIN_HELP)
@@ -160,20 +130,28 @@ def train(
         with console.status(f"loading {short_name(given['target'])}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])
-        print(_shown("refresh", steps, console, lambda report, say: refresh(given, report, say)))
+        print(
+            _shown(
+                "refresh", given["target"], steps, console, lambda report, say: refresh(given, report, say)
+            )
+        )
         return
     options = TrainOptions(method=as_method(method), **given)
     require_texts(options)
     with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.run import train as run
     with interruption(options.out):
-        measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
+        measured = _shown(
+            method, options.target, options.steps, console, lambda report, say: run(options, report, say)
+        )
     print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
 
 
-def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
+def _shown(
+    name: str, target: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]
+) -> T:
     """What `work` returns, which reports its steps."""
-    with ProgressShown(console) as progress:
+    with ProgressShown(console, target) as progress:
 
         def show(at: TrainProgress) -> None:
             if at.tokens_per_round is not None:  # a line of its own: beside the bar it would be cut off
@@ -192,7 +170,7 @@ def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Call
 class ProgressShown:
     """Stages of a long run on stderr: a bar for each on a terminal, else a line every few seconds."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, model: str) -> None:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -200,6 +178,7 @@ class ProgressShown:
             TimeRemainingColumn(compact=True),
         )
         self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._loading = self._bars.add_task(f"loading {short_name(model)}", total=None)
         self._tasks, self._said = dict[str, Any](), monotonic()
 
     def __enter__(self) -> Self:
@@ -213,6 +192,7 @@ class ProgressShown:
         self._bars.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, stage: str, done: int, total: int, words: str) -> None:
+        self._bars.update(self._loading, visible=False)
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(stage, total=total)
         self._bars.update(self._tasks[stage], completed=done, description=words)
@@ -242,7 +222,7 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
     console = Console(stderr=True)
     with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.data.make import make_data
-    with ProgressShown(console) as progress:
+    with ProgressShown(console, options.target) as progress:
 
         def show(at: DataProgress) -> None:
             progress.update(at.stage, at.done, at.total, f"{at.stage} · {at.tokens} tokens")

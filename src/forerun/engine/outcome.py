@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forerun.core.errors import CannotSample
+from forerun.core.offer import Plan
 from forerun.core.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
@@ -29,6 +30,7 @@ def outcome_of(
     followed: bool = False,
     ahead: int = 0,
     started: int = 0,
+    plan: Plan | None = None,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part.
 
@@ -37,7 +39,8 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, started)
+        none = nothing, nothing, nothing
+        done = Round(tuple(seqs), *none, clock, prompt_rows, followed, 0, ahead, started, plan)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
@@ -74,7 +77,8 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started)
+    done = Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started, plan)
+    return advances, done
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:
