@@ -26,6 +26,7 @@ from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.registry import DrafterSpec
 from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
+from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
@@ -74,8 +75,14 @@ def make_engine(
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
+        if spec.name != name:
+            return drafters.get(spec.name)
+        if spec.name.startswith("prediction+") and head is None and not target.can.captures:
+            # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
+            members = [drafters.get(member.name) for member in spec.members]
+            return HybridDrafter.compose(*members)
         own = replace(parts, speculative=with_head(speculative, spec.name, head))
-        return build_drafter(spec, own) if spec.name == name else drafters.get(spec.name)
+        return build_drafter(spec, own)
 
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
     if head is not None:

@@ -95,6 +95,11 @@ class DrafterPool:
             self._failed -= set(known_as)
         self._head = head
 
+    def predicting(self, name: str) -> str:
+        """The drafter that drafts a request's prediction beside this one; the same where it is to draft nothing."""
+        drafts = name.split("+")[0] != "prediction" and not isinstance(self.get(name), NoDrafter)
+        return f"prediction+{name}" if drafts else name
+
     def add(self, name: str, drafter: Drafter) -> None:
         """Put a drafter behind a name of its own, such as a second head of one kind."""
         self._made[name] = drafter

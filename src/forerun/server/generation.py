@@ -205,7 +205,15 @@ def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
     read = sum(each.prompt_tokens for each in first)
     details = {"cached_tokens": sum(each.cached_tokens for each in first)}
     tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
-    return {**tokens, "prompt_tokens_details": details}
+    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": _details_of(done)}
+
+
+def _details_of(done: Sequence[Completion]) -> dict[str, int]:
+    """What the API says of the tokens that were written."""
+    return {
+        "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in done),
+        "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in done),
+    }
 
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ take seconds, in which no stream would go on. A prompt that cannot fit the conte
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ValidationError
@@ -167,7 +168,20 @@ class RequestReader:
         response_format: dict[str, Any] | None = None,
     ) -> list[Job]:
         taken = [1 if self.facts.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
-        return make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, context)
+        jobs = make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, context)
+        if body.prediction is not None:
+            ids = self._prediction_ids(body.prediction.text, context)
+            jobs = [replace(job, options={**job.options, "prediction": ids}) for job in jobs]
+        return jobs
+
+    def _prediction_ids(self, text: str, context: int) -> tuple[int, ...]:
+        """The tokens of a prediction, of which the context must hold all: else it would predict another text."""
+        least = self.tokenizer.fewest_tokens(text) if len(text) > SHORT else 0
+        ids = () if least > context else tuple(self.tokenizer.encode(check_text(text), False))
+        if max(least, len(ids)) > context:
+            said = f"the prediction has {max(least, len(ids))} tokens or more; the context holds {context}: shorten it"
+            raise ApiError(400, said, param="prediction")
+        return ids
 
     def _without_prompt(self, body: Generation) -> Generation:
         """The request without what its texts were made of: the front needs the rest, and it may be large."""
@@ -178,6 +192,7 @@ class RequestReader:
             "prompt": "",
             "chat_template_kwargs": None,
             "response_format": None,
+            "prediction": None,
         }
         return body.model_copy(update={k: v for k, v in empty.items() if k in type(body).model_fields})
 

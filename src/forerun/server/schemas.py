@@ -32,9 +32,7 @@ _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
-    "prediction": None,
 }  # fmt: skip
-_COMING = ("prediction",)  # of these: will be supported
 
 
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
@@ -102,8 +100,7 @@ class _Body(BaseModel):
             if name in known or name in _IGNORED:
                 continue
             if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                yet = " yet" if name in _COMING else ""
-                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported{yet}; leave it out")
+                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
             if name not in _NEUTRAL:
                 raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
@@ -156,6 +153,23 @@ class StructuredOutputs(_Body):
     )
 
 
+class TextPart(_Body):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(_Body):
+    """What the answer is expected to be, such as a file that is to be edited: it is drafted, and changes no text."""
+
+    type: Literal["content"] = "content"
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class FunctionSpec(_Body):
     name: str
     description: str | None = None
@@ -200,6 +214,7 @@ class Generation(_Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Name | None = None
