@@ -77,14 +77,14 @@ def make_engine(
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
         if spec.name != name:
             return drafters.get(spec.name)
-        if spec.name.startswith("prediction+") and head is None and not target.can.captures:
+        if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
             # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
             members = [drafters.get(member.name) for member in spec.members]
             return HybridDrafter.compose(*members)
         own = replace(parts, speculative=with_head(speculative, spec.name, head))
         return build_drafter(spec, own)
 
-    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
+    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
     return Engine(

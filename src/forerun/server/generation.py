@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from forerun.server.backend import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-             "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed")  # fmt: skip
+             "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",
+             "max_thinking_tokens")  # fmt: skip
+
+
+_GUIDED = (
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+)  # vLLM's older names of structured_outputs, with guided_ before
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ def make_jobs(
         for each in (body.response_format, body.structured_outputs)
     )
     asked = asked if response_format is None else response_format
+    guided = {name: value for name in _GUIDED if (value := getattr(body, f"guided_{name}")) is not None}
+    how = {**(how or {}), **guided} or None
     jobs = []
     for number, (prompt, taken) in enumerate(prompts):
         options = sampling_of(body, taken, context) | drafting_of(body)

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from forerun.api.prompts import as_messages, as_token_list, check_text
 from forerun.core.errors import PromptTooLong
 from forerun.core.params import for_schema
+from forerun.core.thinking import EFFORTS
 from forerun.server.errors import ApiError, from_validation
 from forerun.server.generation import Job, check_number, make_jobs
 from forerun.server.schemas import (
@@ -87,6 +88,8 @@ class RequestReader:
             if name in variables:
                 said = f"chat_template_kwargs cannot set {name!r}: the request's own fields do; leave it out"
                 raise ApiError(400, said, param="chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            body = self._with_effort(body, body.reasoning_effort, variables)
         if body.tools and body.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
@@ -99,6 +102,16 @@ class RequestReader:
                 400, "a text cannot both call a tool and have a response_format", param="tool_choice"
             )
         return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+
+    def _with_effort(self, body: ChatRequest, effort: str, variables: dict[str, Any]) -> ChatRequest:
+        """`reasoning_effort` is told to the chat template, and limits the thinking of a model that thinks."""
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+        elif effort in ("low", "medium", "high"):
+            variables.setdefault("reasoning_effort", effort)
+        if self.tokenizer.thinking is None or body.max_thinking_tokens is not None:
+            return body
+        return body.model_copy(update={"max_thinking_tokens": EFFORTS[effort]})
 
     def completion_jobs(self, body: CompletionRequest, context: int) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""

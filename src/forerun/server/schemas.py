@@ -24,8 +24,8 @@ from forerun.core.checks import unknown
 from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
-_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities",
+_IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key",
+            "prompt_cache_retention", "safety_identifier", "verbosity", "modalities",
             "include_obfuscation", "request_id", "priority")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
@@ -139,14 +139,33 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
+class TagStructure(_Body):
+    begin: str
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    end: str
+
+
 class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"] = (
+        "text"
+    )
     json_schema: JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="in Lark's form, or in llama.cpp's EBNF")
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(_Body):
-    """vLLM's field; what an answer must match is said by `response_format`."""
+    """vLLM's field: one of what an answer must match, and how."""
 
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = Field(
         None,
         description="false = any whitespace in JSON, true = none; left out: a space behind , and : at most",
@@ -206,6 +225,7 @@ class Generation(_Body):
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Whole | None = _between(0)
+    max_thinking_tokens: Whole | None = _between(0, description="of a model that thinks before it answers")
     ignore_eos: bool | None = None
     seed: Whole | None = None
     n: Whole | None = _between(1, description="texts; with several prompts, of each")
@@ -214,6 +234,10 @@ class Generation(_Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     prediction: Prediction | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
@@ -242,6 +266,8 @@ class ChatRequest(Generation):
     top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false = one call at most")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

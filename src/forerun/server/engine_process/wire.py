@@ -48,7 +48,7 @@ def unpack_request(packed: Packed) -> Request:
 
 def has_structure(packed: Packed) -> bool:
     """Must a grammar be compiled for it?"""
-    return "response_format" in packed[1]
+    return not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
 
 
 def pack_event(event: Event) -> Packed:
