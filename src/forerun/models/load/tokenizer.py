@@ -76,7 +76,7 @@ class Tokenizer:
         self._joins = type(backend.decoder) is tokenizers.decoders.ByteLevel
         self._template = chat_template
         self.thinking = marks_of(chat_template)
-        self._hidden = self._without_marks()  # special tokens that texts lack; None = all of them
+        self._left_out = self._without_marks()  # special tokens that texts lack; None = all of them
         self._special = dict(special or {})
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids) | self._turn_ends()
@@ -144,8 +144,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         ids, known = ids if type(ids) is list else list(ids), self._alone
-        if skip_special and self._hidden is not None:
-            return self._backend.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False)
+        if skip_special and self._left_out is not None:
+            return self._backend.decode(
+                [i for i in ids if i not in self._left_out], skip_special_tokens=False
+            )
         if skip_special and len(ids) == 1:  # of streamed tokens: the same ones recur
             return known.get(ids[0]) or self._text_of(ids[0])
         if skip_special and len(ids) == 2 and self._joins:
@@ -167,7 +169,7 @@ class Tokenizer:
     def _text_of(self, index: int) -> str:
         text = self._alone.get(index)
         if text is None:
-            skips = self._hidden is None or index in self._hidden
+            skips = self._left_out is None or index in self._left_out
             text = self._alone[index] = self._backend.decode([index], skip_special_tokens=skips)
         return text
 

@@ -53,7 +53,8 @@ class ThinkingParser:
         return [Piece("reasoning", text)] if text else []
 
     def _start_answer(self, text: str) -> list[Piece]:
-        self._mode, self._buffer, self._begun = "none", "", self._mode == "may"
+        self._begun = self._mode == "may"
+        self._mode, self._buffer = "none", ""
         return self._answer(text)
 
     def _answer(self, text: str) -> list[Piece]:

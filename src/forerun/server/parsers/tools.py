@@ -108,10 +108,10 @@ class ToolParser:
             self._value, self._sent, self._is_inside = _JsonEnd(), head.end(), head.re is _HEADS[0]
             pieces = [Piece("call", head["name"], self._calls)]
             self._calls += 1
-            more, goes_on = self._in_block()
+            more, goes_on = self._arguments()
             return [*pieces, *more], goes_on
         if self._value is not None:
-            return self._arguments(), self._value is None and bool(self._buffer)
+            return self._arguments()
         ends = [(at, mark) for mark in block.ends if (at := self._buffer.find(mark)) >= 0]
         if not ends:
             return [], False
@@ -138,19 +138,19 @@ class ToolParser:
     def _starts_list(self) -> bool:
         return self._buffer.lstrip().startswith("[")
 
-    def _arguments(self) -> list[Piece]:
-        """More of the arguments that are being sent."""
+    def _arguments(self) -> tuple[list[Piece], bool]:
+        """More of the arguments that are being sent, and whether something comes behind them."""
         assert self._value is not None
         rest = self._buffer[self._sent :]
         size = self._value.feed(rest)
         pieces = [Piece("arguments", rest[:size], self._calls - 1)] if size else []
         self._sent += size
         if not self._value.is_over:
-            return pieces
+            return pieces, False
         self._take(self._sent)
         self._value, self._sent = None, 0
         self._rest = _JsonEnd(depth=1) if self._is_inside else None
-        return pieces
+        return pieces, bool(self._buffer)
 
     def _close(self, body: str, mark: str) -> list[Piece]:
         """A block has ended: calls that are in it and were not sent, or its text where it has none."""
