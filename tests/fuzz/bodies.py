@@ -36,6 +36,13 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"messages": [HI], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
         {"messages": [HI, CALLED, {"role": "tool", "tool_call_id": "1", "content": "2"}]},
         {"messages": [HI], "speculative": {"drafter": "ngram", "budget": TREE}, "seed": 3},
+        {"messages": [HI], "prediction": {"type": "content", "content": [TEXT, TEXT]}, "stream": True},
+        {"messages": [HI], "reasoning_effort": "low", "parallel_tool_calls": False, "tools": [TOOL], "stream": True},
+        {"messages": [HI], "guided_choice": ["a", "b"]},
+        {"messages": [HI], "structured_outputs": {"regex": "[a-c]+"}},
+        {"messages": [HI], "response_format": {"type": "grammar", "grammar": 'root ::= "a" | "b"'}},
+        {"messages": [HI], "response_format": {"type": "structural_tag", "triggers": ["<f"], "structures": [
+            {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}},
     ],
     "/v1/completions": [
         {"prompt": "Once", "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 7, "stop": ["a", "\n"]},

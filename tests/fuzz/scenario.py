@@ -193,6 +193,7 @@ class _Texts:
                 budget=self._budget(),
                 shows_rejected=rng.random() < 0.1,
                 cache_salt=rng.choice(("", "", "", "a", None)),
+                prediction=self._prediction(prompt),
             )
         self.made.append(one)
         return one
@@ -215,6 +216,12 @@ class _Texts:
         else:
             prompt = self._tokens(rng.choice((4, 9, 20, 63, 64, 65, 100, 129, 250)))
         return prompt[: 50 if self.short else min(self.longest - 80, self.setting.context - 1)]
+
+    def _prediction(self, prompt: list[int]) -> tuple[int, ...]:
+        """Of some texts; by dice of its own, so that all else of a seed is as it was."""
+        rng = random.Random(f"{len(self.made)} {prompt}")
+        kinds = (prompt[: self.setting.context], prompt[len(prompt) // 2 :], [rng.randrange(2, VOCAB)] * 9)
+        return tuple(rng.choice(kinds)) if rng.random() < 0.15 else ()
 
     def _params(self, prompt: int) -> SamplingParams:
         rng, more = self.rng, dict[str, Any]()

@@ -95,7 +95,7 @@ def _simpler_requests(request: Request) -> Iterator[Request]:
                  "bad_words"):  # fmt: skip
         if getattr(params, name) != getattr(plain, name):
             yield replace(request, params=replace(params, **{name: getattr(plain, name)}))
-    for name in ("budget", "cache_salt", "shows_rejected"):
+    for name in ("budget", "cache_salt", "shows_rejected", "prediction"):
         usual = Request((1,), plain)
         if getattr(request, name) != getattr(usual, name):
             yield replace(request, **{name: getattr(usual, name)})

@@ -10,7 +10,8 @@ import pytest
 
 from forerun.server.errors import ApiError
 from forerun.server.limits import Gate
-from forerun.server.tools import find_calls
+from forerun.server.parsers.pieces import found_in
+from forerun.server.parsers.tools import ToolParser
 from tests.server.conftest import Running
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
@@ -237,7 +238,7 @@ class TestGate:
 class TestTools:
     def test_tagged_calls(self) -> None:
         text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-        rest, calls = find_calls(text, {"add"})
+        rest, calls, _ = found_in(ToolParser({"add": {}}), text)
         assert rest == "Sure."
         assert [(call.name, call.arguments) for call in calls] == [("add", '{"a": 1}')]
 
@@ -245,4 +246,4 @@ class TestTools:
         "text", ["no call", "{broken", '{"name": "rm"}', '<tool_call>{"name": 5}</tool_call>', "[]"]
     )
     def test_what_is_no_call_stays_text(self, text: str) -> None:
-        assert find_calls(text, {"add"}) == (text, [])
+        assert found_in(ToolParser({"add": {}}), text) == (text, [], None)

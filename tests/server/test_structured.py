@@ -150,15 +150,6 @@ def test_whitespace_may_be_free(http: httpx.Client) -> None:
     assert "disable_any_whitespace" in wrong.json()["error"]["message"]
 
 
-def test_a_prediction_is_refused_for_now(http: httpx.Client) -> None:
-    answer = chat(http, prediction={"type": "content", "content": "1 + 2 is 3."})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == "prediction"
-    assert "is not supported yet; leave it out" in error["message"]
-    assert chat(http, prediction=None, max_tokens=1).status_code == 200
-
-
 def test_tools_reach_a_model_whose_template_has_none(served: Running, http: httpx.Client) -> None:
     tokenizer = served.llm.tokenizer
     without, offered = prompt_of(http), prompt_of(http, tools=[ADD])

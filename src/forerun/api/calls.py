@@ -24,7 +24,7 @@ from forerun.api.prompts import (
     check_text,
     is_chat,
 )
-from forerun.core.checks import as_name, as_whole, shown, unknown
+from forerun.core.checks import as_name, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
 from forerun.core.request import Budget, Request, budget_of
@@ -94,7 +94,9 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         first has the seed that was given, the i-th `noise.derived_seed(seed, i)`, and each says its own. A request
         that cannot go on raises its error once the others of the call have finished.
         """
-        return self._answer(lambda: Call.of(*as_prompts(prompts), params, n, options, self.encode))
+        return self._answer(
+            lambda: Call.of(*as_prompts(prompts), params, n, self._tokenized(options), self.encode)
+        )
 
     @overload
     def chat(
@@ -147,12 +149,14 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
     ) -> Any:
         """Answer a chat, or several at once; a plain string is one user message. Options are `generate`'s."""
         return self._answer(
-            lambda: Call.of(*as_conversations(messages, system), params, n, options, self.encode)
+            lambda: Call.of(
+                *as_conversations(messages, system), params, n, self._tokenized(options), self.encode
+            )
         )
 
     def stream(self, prompt: Prompt, params: Params | None = None, **options: Unpack[Options]) -> Streamed:
         """Continue one prompt, event by event: an Event per round as the text grows. Options are `generate`'s."""
-        return self._stream(make_request(prompt, params, options, self.encode))
+        return self._stream(make_request(prompt, params, self._tokenized(options), self.encode))
 
     def stream_chat(
         self,
@@ -163,7 +167,8 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         **options: Unpack[Options],
     ) -> Streamed:
         """Answer one chat, event by event; a plain string is one user message. Options are `generate`'s."""
-        return self._stream(make_request(as_messages(messages, system), params, options, self.encode))
+        asked = as_messages(messages, system)
+        return self._stream(make_request(asked, params, self._tokenized(options), self.encode))
 
     def encode(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -180,6 +185,19 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
             if isinstance(prompt, str)
             else as_token_list(prompt)
         )
+
+    def _tokenized(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options with token ids for the text of a prediction, or a list of them where there are several."""
+        given = options.get("prediction")
+        if isinstance(given, str):
+            return {**options, "prediction": self._predicted_ids(given)}
+        if isinstance(given, list | tuple) and any(isinstance(one, str | list | tuple) for one in given):
+            ids = [self._predicted_ids(one) if isinstance(one, str) else as_token_list(one) for one in given]
+            return {**options, "prediction": ids}
+        return options
+
+    def _predicted_ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(check_text(text), add_special=False))
 
     def abort(self, request_id: str) -> None:
         """End the requests of that name before the next round, as "aborted", with what they have; never waits."""
@@ -223,6 +241,9 @@ class Options(SamplingOptions, total=False):
     cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
     request_id: str | None  # a name for `abort`
     chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
+    prediction: (
+        str | Sequence[int] | Sequence[str] | None
+    )  # what the text should be; of several prompts a list
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -253,9 +274,9 @@ def make_request(
     )
     merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
     rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
-    variables = options.get("chat_template_kwargs")
+    variables, predicted = options.get("chat_template_kwargs"), options.get("prediction")
     ids = encode(prompt) if variables is None else encode(prompt, variables)
-    return Request(ids, merged, drafter, verifier, budget, *rest)
+    return Request(ids, merged, drafter, verifier, budget, *rest, as_token_ids("prediction", predicted))
 
 
 class Call(NamedTuple):
@@ -276,8 +297,13 @@ class Call(NamedTuple):
         encode: Encode,
     ) -> Call:
         copies = None if n is None else as_whole("n", n, 1, MOST_COPIES)
-        pairs = zip(prompts, _each(params, len(prompts)), strict=True)
-        asked = [_copies(make_request(prompt, own, options, encode), copies) for prompt, own in pairs]
+        of_each = zip(
+            prompts, _each(params, len(prompts)), _each_prediction(options, len(prompts)), strict=True
+        )
+        asked = [
+            _copies(make_request(prompt, own, {**options, **predicted}, encode), copies)
+            for prompt, own, predicted in of_each
+        ]
         return cls(asked, several, copies)
 
     @property
@@ -307,6 +333,16 @@ def _each(params: Any, count: int) -> Sequence[Params | None]:
     if len(params) != count:
         raise InvalidInput(f"{count} prompts came with {len(params)} sets of parameters; give one or as many")
     return params
+
+
+def _each_prediction(options: Mapping[str, Any], count: int) -> Sequence[Mapping[str, Any]]:
+    """The prediction of each of so many prompts, as an option: shared, or one for each."""
+    given = options.get("prediction")
+    if not isinstance(given, list) or not all(isinstance(one, tuple) for one in given):
+        return [{}] * count
+    if len(given) != count:
+        raise InvalidInput(f"{count} prompts came with {len(given)} predictions; give one or as many")
+    return [{"prediction": one} for one in given]
 
 
 def _copies(request: Request, count: int | None) -> list[Request]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forerun.core.errors import GrammarFailed
 from forerun.core.request import FinishReason, TokenLogprob
+from forerun.drafters.lookup.alignment import counts_of
 from forerun.engine.stats import RoundCounts, SequenceStats
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Completion:
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
     cached_tokens: int = 0  # of the prompt: found in the prefix cache, and not computed again
     error: str | None = None  # why its text ends here, where finish_reason is "error"
+    accepted_prediction_tokens: int = 0  # of the prediction: tokens that the text has
+    rejected_prediction_tokens: int = 0  # and tokens that it does not have
 
     @property
     def tokens(self) -> int:
@@ -84,6 +87,10 @@ class Ended(NamedTuple):
     queue_seconds: float
     cached_tokens: int
     error: str | None = None
+    prediction: tuple[int, int] = (
+        0,
+        0,
+    )  # predicted tokens that the text has, and those that it does not have
 
     def completion(self) -> Completion:
         stats = SequenceStats.of(self.rounds, self.prompt_seconds)
@@ -108,6 +115,8 @@ class Ended(NamedTuple):
             kept=stats.kept,
             cached_tokens=self.cached_tokens,
             error=self.error,
+            accepted_prediction_tokens=self.prediction[0],
+            rejected_prediction_tokens=self.prediction[1],
         )
 
 
@@ -128,6 +137,7 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         queue_seconds=seq.queue_seconds or 0.0,
         cached_tokens=seq.cached_tokens,
         error=None if seq.error is None else str(seq.error),
+        prediction=counts_of(seq.prediction, seq.tokens[seq.prompt_length :]) if seq.prediction else (0, 0),
     )
 
 

@@ -27,6 +27,7 @@ from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.registry import DrafterSpec
 from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
+from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
@@ -75,10 +76,16 @@ def make_engine(
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
+        if spec.name != name:
+            return drafters.get(spec.name)
+        if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
+            # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
+            members = [drafters.get(member.name) for member in spec.members]
+            return HybridDrafter.compose(*members)
         own = replace(parts, speculative=with_head(speculative, spec.name, head))
-        return build_drafter(spec, own) if spec.name == name else drafters.get(spec.name)
+        return build_drafter(spec, own)
 
-    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
+    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
     return Engine(

@@ -54,6 +54,10 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
     ] = False,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(help="A file with what the answer should be: drafted, it changes no text."),
+    ] = None,
     trace: TraceFile = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -65,17 +69,24 @@ def generate(
         raise InvalidInput(
             "a system message needs the chat template, and --raw does without; drop one of them"
         )
+    predicted = (
+        None
+        if prediction is None
+        else _text_of(_bytes_of(prediction, "prediction"), f"the file {prediction}")
+    )
     llm = loading.load_llm(settings)
     asked, screen = _in_template(llm, text, system, raw), Screen()
     prompt_tokens, params = len(llm.encode(asked)), settings.sampling
     room = room_for(llm, prompt_tokens, params)
     with loading.traced(llm, trace):
         if json_file == STDOUT:
-            written = write_text(llm, asked, params)
+            written = write_text(llm, asked, params, prediction=predicted)
         else:
             if 0 < room < params.max_tokens:
                 screen.say(over_the_context(llm, prompt_tokens, params))
-            written = write_text(llm, asked, params, show=screen.write, visible=screen.is_terminal)
+            written = write_text(
+                llm, asked, params, show=screen.write, visible=screen.is_terminal, prediction=predicted
+            )
             screen.close(written)
     if written.completion is None:
         raise KeyboardInterrupt  # the text so far is shown; the exit code says that it was stopped
@@ -97,12 +108,12 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return _text_of(sys.stdin.buffer.read(), "standard input")
 
 
-def _bytes_of(file: Path) -> bytes:
+def _bytes_of(file: Path, what: str = "prompt") -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise InvalidInput(f"cannot read the prompt file {str(file)!r}: {why}; check the path") from None
+        raise InvalidInput(f"cannot read the {what} file {str(file)!r}: {why}; check the path") from None
 
 
 def _text_of(data: bytes, where: str) -> str:

@@ -309,13 +309,14 @@ def write_text(
     drafter: str | None = None,
     show: Show | None = None,
     visible: bool = False,
+    prediction: str | None = None,
 ) -> Written:
     """Generate one text, streaming it; Ctrl-C stops it, and what was written until then is kept.
 
     `visible`: the text itself appears on the terminal, so that only the wait for its beginning needs a progress line.
     """
     written, shades, started = Written(len(llm.encode(prompt))), Shades(llm.tokenizer), perf_counter()
-    stream = llm.stream(prompt, params, drafter=drafter)
+    stream = llm.stream(prompt, params, drafter=drafter, prediction=prediction)
     with ProgressLine(lambda: _progress(llm, written, params.max_tokens)) as line:
         try:
             for event in stream:

@@ -15,7 +15,7 @@ LawProcessor: a caller's logits processor, a function of the tokens so far and t
 
 Structure: what an answer is held to, as plain values: made of `response_format` and `structured_outputs`. No torch.
 
-`forerun.verify.grammar` compiles it and makes it part of the law. `Structure.kind` is where other kinds will join.
+`forerun.verify.grammar` compiles it and makes it part of the law.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args, runtime_checkable
 
 from forerun.core.checks import (
     as_flag,
@@ -53,6 +53,7 @@ SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",
     "logits_processors": "processors", "logits_processor": "processors", "top_logprobs": "logprobs",
+    "thinking_token_budget": "max_thinking_tokens",
 }  # fmt: skip
 _VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
 ENGINE_SPELLINGS = {
@@ -83,6 +84,7 @@ class SamplingOptions(TypedDict, total=False):
     processors: Sequence[LawProcessor] | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    max_thinking_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -116,6 +118,9 @@ class SamplingParams:
     structured_outputs: Mapping[str, Any] | None = (
         None  # how, as vLLM has it: {"disable_any_whitespace": False}
     )
+    max_thinking_tokens: int | None = (
+        None  # of a model that thinks before it answers; None = as many as it takes
+    )
 
     def __post_init__(self) -> None:
         penalties, functions = (1 / LARGEST_PENALTY, LARGEST_PENALTY), "functions of (prefix, logits)"
@@ -140,6 +145,7 @@ class SamplingParams:
             processors=as_functions("processors", self.processors, functions, "LawProcessor"),
             response_format=plain("response_format", self.response_format),
             structured_outputs=plain("structured_outputs", self.structured_outputs),
+            max_thinking_tokens=_at_least("max_thinking_tokens", self.max_thinking_tokens, 0),
         )
         structure_of(self.response_format, self.structured_outputs)  # raises where they are wrong
         if self.top_p <= 0.0:
@@ -162,13 +168,19 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, Any], over: SamplingParams | None = None) -> SamplingParams:
         """Build one from a mapping in our names or in others' (`SPELLINGS`), on top of another; None = not given.
 
-        `json_schema` is a `response_format` with this schema.
+        `json_schema` is a `response_format` with this schema, `guided_regex` and the like are `structured_outputs`.
         """
         values = dict(values) if isinstance(values, Mapping) else values
         if isinstance(values, dict) and (schema := values.pop("json_schema", None)) is not None:
             if values.get("response_format") is not None:
                 raise InvalidInput("json_schema and response_format say the same; give one of them")
             values["response_format"] = for_schema(schema)
+        for name in [*_GUIDED] if isinstance(values, dict) else ():
+            if (asked := values.pop(name, None)) is not None:
+                values["structured_outputs"] = {
+                    **(values.get("structured_outputs") or {}),
+                    _GUIDED[name]: asked,
+                }
         if isinstance(values, dict) and isinstance(values.get("logprobs"), bool):  # as OpenAI's chats have it
             most = values.pop("top_logprobs", None) or 0
             values["logprobs"] = most if values["logprobs"] else None
@@ -373,24 +385,46 @@ class LawProcessor(Protocol):
         ...
 
 
+@runtime_checkable
+class Forces(Protocol):
+    """A LawProcessor that knows where one continuation alone is possible: it is drafted at no cost."""
+
+    def forced(self, prefix: Prefix) -> Sequence[int]:
+        """The tokens that must follow, as far as that is known; empty where there is a choice."""
+        ...
+
+
 # between the parts of a JSON text: one space at most, behind a comma or a colon | none | any amount of it
 Whitespace = Literal["compact", "none", "any"]
-_FORMATS = "text", "json_object", "json_schema"
-_OUTPUTS = ("disable_any_whitespace",)
+StructureKind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+_FORMATS = "text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"
+_HOW = ("disable_any_whitespace",)  # of vLLM's structured_outputs: how, beside what
+_OUTPUTS = (*_HOW, "json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}  # vLLM's older names
+LONGEST_STRUCTURE = 200_000  # characters of a pattern or a grammar, and of all choices
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """What every answer must match."""
 
-    kind: Literal["json_schema"]
-    text: str  # a JSON schema, its keys in the order in which they were given
+    kind: StructureKind
+    text: str  # a JSON schema, a pattern or a grammar; of choices and tags their JSON
     whitespace: Whitespace = "compact"
 
 
 def structure_of(response_format: Any, structured_outputs: Any) -> Structure | None:
     """What these two ask for, in the OpenAI API's and vLLM's shape; None = a free text."""
     whitespace = _whitespace(structured_outputs)
+    asked = _asked_by_vllm(structured_outputs)
+    own = _asked_by_format(response_format)
+    if asked is not None and own is not None:
+        raise InvalidInput("response_format and structured_outputs both say what to match; give one of them")
+    found = asked or own
+    return None if found is None else Structure(found[0], found[1], whitespace)
+
+
+def _asked_by_format(response_format: Any) -> tuple[StructureKind, str] | None:
     if response_format is None:
         return None
     limit = "a mapping such as {'type': 'json_schema', 'json_schema': {'name': 'answer', 'schema': {...}}}"
@@ -399,13 +433,83 @@ def structure_of(response_format: Any, structured_outputs: Any) -> Structure | N
     kind = as_name("response_format.type", response_format.get("type"), _FORMATS)
     if kind == "text":
         return None
-    schema: Any = {"type": "object"}
+    if kind == "json_object":
+        return _checked("json_object", True)
     if kind == "json_schema":
         named = response_format.get("json_schema")
         if not isinstance(named, Mapping) or "schema" not in named:
             raise InvalidInput("response_format of type json_schema needs a json_schema with a schema")
-        schema = named["schema"]
-    return Structure("json_schema", _as_json("json_schema", schema), whitespace)
+        return _checked("json", named["schema"])
+    if kind == "structural_tag":
+        return _checked(kind, {key: response_format.get(key) for key in ("structures", "triggers")})
+    if response_format.get(kind) is None:
+        raise InvalidInput(f"response_format of type {kind} needs a field {kind!r}: what to match")
+    return _checked(kind, response_format[kind])
+
+
+def _asked_by_vllm(structured_outputs: Any) -> tuple[StructureKind, str] | None:
+    given = structured_outputs or {}
+    asked = {
+        name: given[name] for name in _OUTPUTS if name not in _HOW and given.get(name) not in (None, False)
+    }
+    if len(asked) > 1:
+        raise InvalidInput(f"structured_outputs says {' and '.join(asked)}; give one of them")
+    for name, value in asked.items():
+        if name in ("json", "structural_tag") and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise refuse(f"structured_outputs.{name}", value, "JSON") from None
+        return _checked(name, value)
+    return None
+
+
+def _checked(name: str, value: Any) -> tuple[StructureKind, str]:
+    """What must be matched, by its kind, as a text."""
+    match name:
+        case "json_object":
+            return "json_schema", json.dumps({"type": "object"})
+        case "json":
+            return "json_schema", _as_json("json_schema", value)
+        case "choice":
+            choices = as_items("choice", value, "texts to choose from, none of them empty")
+            if not choices or not all(isinstance(one, str) and one for one in choices):
+                raise refuse("choice", value, "texts to choose from, none of them empty")
+            return "choice", _not_too_long("choice", json.dumps([*dict.fromkeys(choices)]))
+        case "structural_tag":
+            return "structural_tag", _tags(value)
+    if not isinstance(value, str) or not value:
+        raise refuse(name, value, "a text, and not an empty one")
+    return ("regex" if name == "regex" else "grammar"), _not_too_long(name, value)
+
+
+def _tags(value: Any) -> str:
+    """Free text in which tags hold structured parts: vLLM's `structures` and `triggers`."""
+    limit = (
+        "{'structures': [{'begin': '<f>', 'schema': {...}, 'end': '</f>'}], 'triggers': ['<f']}, "
+        "where a trigger is how a begin begins"
+    )
+    structures, triggers = (
+        value.get(key) if isinstance(value, Mapping) else None for key in ("structures", "triggers")
+    )
+    if not isinstance(structures, Sequence) or not isinstance(triggers, Sequence) or not structures:
+        raise refuse("structural_tag", value, limit)
+    tags = list[dict[str, Any]]()
+    for one in structures:
+        begin, end = (one.get(key) if isinstance(one, Mapping) else None for key in ("begin", "end"))
+        trigger = next((t for t in triggers if isinstance(t, str) and t and str(begin).startswith(t)), None)
+        if not (isinstance(begin, str) and isinstance(end, str)) or trigger is None:
+            raise refuse("structural_tag", one, limit)
+        tags.append({"trigger": trigger, "begin": begin, "schema": one.get("schema", {}), "end": end})
+    return _not_too_long("structural_tag", _as_json("structural_tag", tags))
+
+
+def _not_too_long(name: str, text: str) -> str:
+    if len(text) > LONGEST_STRUCTURE:
+        raise InvalidInput(
+            f"{name} has {len(text)} characters; at most {LONGEST_STRUCTURE} are taken: shorten it"
+        )
+    return text
 
 
 def for_schema(schema: Any) -> dict[str, Any]:

@@ -219,6 +219,14 @@ drafters = DrafterRegistry(
             says="Lookahead: n-grams from the target's own guesses, made in spare branches of the tree.",
         ),
         DrafterSpec(
+            "prediction", "forerun.drafters.lookup.prediction:PredictionDrafter",
+            says="Predicted outputs: the text that a request predicts, aligned with what is written.",
+        ),
+        DrafterSpec(
+            "forced", "forerun.drafters.lookup.forced:ForcedDrafter",
+            says="Forced tokens: what a grammar or a thinking budget leaves no choice about.",
+        ),
+        DrafterSpec(
             "layer_skip", "forerun.drafters.model.layer_skip:LayerSkipDrafter",
             says="Self-speculation: some of the target's own layers, on the target's own KV cache.",
         ),

@@ -71,9 +71,11 @@ class Request:
     shows_rejected: bool = False  # do its events tell what was drafted in vain?
     cache_salt: str | None = ""  # cached prompts are shared with requests of the same salt; None = with none
     request_id: str | None = None  # a name for `abort`
+    prediction: tuple[int, ...] = ()  # what the output is expected to be: it is drafted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
+        object.__setattr__(self, "prediction", as_token_ids("Request.prediction", self.prediction))
         for name, kind in (
             ("params", SamplingParams),
             ("drafter", str),

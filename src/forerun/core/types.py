@@ -60,6 +60,8 @@ class Seq(Protocol):
     def source(self) -> Sequence[int]: ...  # what an encoder reads; () where the model is a decoder alone
     @property
     def rules(self) -> LawRules | None: ...  # of its laws, beside its parameters
+    @property
+    def prediction(self) -> Sequence[int]: ...  # what the caller expects the output to be; () = nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,7 @@ class PlainSeq:
     cache_salt: str | None = None
     source: Sequence[int] = ()
     rules: LawRules | None = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:

@@ -491,7 +491,7 @@ class Engine:
         request = self.grammars.compile(request)
         params = request.params
         start = request.prompt if source is None else (source.start,)
-        drafter = request.drafter or self.default_drafter
+        drafter = self.drafters.name_for(request, self.default_drafter)
         if not self.drafters.has(drafter):
             self.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
         self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now

@@ -16,8 +16,9 @@ from typing import Protocol
 
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
+from forerun.core.params import Forces
 from forerun.core.tree import ints_of
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Request, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
@@ -54,9 +55,14 @@ class DrafterPool:
     """Drafters by name, made on first use."""
 
     def __init__(
-        self, make: MakesDrafter, vocab_size: int, runs_head: Callable[[str], bool] = lambda name: False
+        self,
+        make: MakesDrafter,
+        vocab_size: int,
+        runs_head: Callable[[str], bool] = lambda name: False,
+        shares: bool = False,
     ) -> None:
-        self._make, self._vocab_size, self._runs_head = make, vocab_size, runs_head
+        """`shares`: a composition may be made of drafters that other requests have too."""
+        self._make, self._vocab_size, self._runs_head, self._shares = make, vocab_size, runs_head, shares
         self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter()}
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
@@ -95,6 +101,16 @@ class DrafterPool:
             self._made |= dict.fromkeys(known_as, drafter)
             self._failed -= set(known_as)
         self._head = head
+
+    def name_for(self, request: Request, default: str) -> str:
+        """Which drafter a request gets: its own or the default, and beside it what drafts its prediction and law."""
+        name = request.drafter or default
+        beside = ["prediction"] if request.prediction else []
+        if self._shares and any(isinstance(law, Forces) for law in request.params.processors):
+            beside = ["forced", *beside]
+        if not beside or isinstance(self.get(name), NoDrafter):
+            return name
+        return "+".join([*[one for one in beside if one not in name.split("+")], name])
 
     def add(self, name: str, drafter: Drafter) -> None:
         """Put a drafter behind a name of its own, such as a second head of one kind."""

@@ -79,6 +79,10 @@ class SequenceState:
         return self.request.cache_salt
 
     @property
+    def prediction(self) -> tuple[int, ...]:
+        return self.request.prediction
+
+    @property
     def stats(self) -> SequenceStats:
         """What was counted so far, added up on reading."""
         return SequenceStats.of(self.rounds, self.prompt_seconds)
@@ -181,6 +185,14 @@ def check_request(
         raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
     if min(request.prompt) < 0 or max(request.prompt) >= vocab:
         raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
+    if len(request.prediction) > longest:
+        raise InvalidInput(
+            f"the prediction has {len(request.prediction)} tokens; the context holds {longest}: shorten it"
+        )
+    if request.prediction and not 0 <= min(request.prediction) <= max(request.prediction) < vocab:
+        raise InvalidInput(
+            f"a token of the prediction lies outside the vocabulary of {vocab}; check the tokenizer"
+        )
     params = request.params
     named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]
     if not all(0 <= token < vocab for token in named):

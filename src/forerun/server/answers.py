@@ -13,12 +13,11 @@ from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
+from forerun.server.parsers.pieces import Found, Piece, ToolCall
 from forerun.server.schemas import Generation
 from forerun.server.sse import PLACE, TextLine, as_line, encode
-from forerun.server.tools import ToolCall
 
 Kind = Literal["chat.completion", "text_completion"]
-Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it
 _REASONS = {"stop": "stop", "length": "length", "aborted": "stop", "error": "error"}
 
 
@@ -72,7 +71,7 @@ class Answer:
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
         """The answer of a request that does not stream; its log-probabilities come from `spelt`."""
         if self.kind == "chat.completion":
-            parts = found or [(each.text, []) for each in done]
+            parts = found or [Found(each.text) for each in done]
             choices = [self._message(i, *pair) for i, pair in enumerate(zip(done, parts, strict=True))]
         else:
             choices = [self._text(i, each) for i, each in enumerate(done)]
@@ -118,16 +117,18 @@ class Answer:
         older = None if entries is None else for_completion(entries, self.tokenizer, at)
         return self._chunk([{"index": index, "text": text, "logprobs": older, "finish_reason": None}])
 
-    def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
-        """A text that was held back until it was known which part of it calls tools."""
-        self._written += done.tokens
-        return self._delta(index, {"content": text}, self._place)
-
-    def calls(self, index: int, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """Tool calls, once they are whole."""
-        return self._delta(
-            index, {"tool_calls": [{"index": i, **call.as_json()} for i, call in enumerate(calls)]}
-        )
+    def parsed(self, index: int, pieces: Sequence[Piece], event: Event | None = None) -> list[bytes]:
+        """The messages of what a parser has found in what one round added; the first has the round's figures."""
+        chunks = [self._delta(index, _delta_of(piece)) for piece in pieces]
+        if event is not None:
+            self._written += len(event.tokens)
+            if not chunks and (self.has_logprobs or self.says_speculation):
+                chunks = [self._delta(index, {})]
+            if chunks and self.has_logprobs:
+                chunks[0]["choices"][0]["logprobs"] = for_chat(event.logprobs, self.tokenizer)
+            if chunks and self.says_speculation:
+                chunks[0]["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
+        return [as_line(chunk) for chunk in chunks]
 
     def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
         """The chunk that ends a choice."""
@@ -148,8 +149,10 @@ class Answer:
         return {"after": branch.after, "tokens": list(branch.tokens), "texts": spelt}
 
     def _message(self, index: int, done: Completion, found: Found) -> dict[str, Any]:
-        text, calls = found
+        text, calls, reasoning = found
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
         reason = reason_of(done, bool(calls))
@@ -190,13 +193,23 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+def _delta_of(piece: Piece) -> dict[str, Any]:
+    """What a piece adds to a choice of a chat."""
+    if piece.kind == "call":
+        call = ToolCall(piece.text, "").as_json()
+        return {"tool_calls": [{"index": piece.call, **call}]}
+    if piece.kind == "arguments":
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
+
+
 def _error_of(done: Completion) -> dict[str, Any]:
     """Why a text broke off, where one did."""
     return {} if done.error is None else {"error": {"message": done.error}}
 
 
 def reason_of(done: Completion, called: bool = False) -> str:
-    return "tool_calls" if called else _REASONS[done.finish_reason]
+    return "tool_calls" if called and done.finish_reason == "stop" else _REASONS[done.finish_reason]
 
 
 LOWEST = -9999.0  # JSON has no -inf

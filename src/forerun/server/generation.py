@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-             "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed")  # fmt: skip
+             "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",
+             "max_thinking_tokens")  # fmt: skip
+
+
+_GUIDED = (
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+)  # vLLM's older names of structured_outputs, with guided_ before
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ def make_jobs(
         for each in (body.response_format, body.structured_outputs)
     )
     asked = asked if response_format is None else response_format
+    guided = {name: value for name in _GUIDED if (value := getattr(body, f"guided_{name}")) is not None}
+    how = {**(how or {}), **guided} or None
     jobs = []
     for number, (prompt, taken) in enumerate(prompts):
         options = sampling_of(body, taken, context) | drafting_of(body)
@@ -205,7 +216,15 @@ def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
     read = sum(each.prompt_tokens for each in first)
     details = {"cached_tokens": sum(each.cached_tokens for each in first)}
     tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
-    return {**tokens, "prompt_tokens_details": details}
+    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": _details_of(done)}
+
+
+def _details_of(done: Sequence[Completion]) -> dict[str, int]:
+    """What the API says of the tokens that were written."""
+    return {
+        "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in done),
+        "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in done),
+    }
 
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import sys
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 from subprocess import Popen
@@ -24,6 +25,7 @@ from pydantic_core import from_json
 from forerun.api.prompts import as_messages, as_token_list, check_text
 from forerun.core.errors import PromptTooLong
 from forerun.core.params import for_schema
+from forerun.core.thinking import EFFORTS
 from forerun.models.load.tokenizer import Tokenizer, TokenizerParts
 from forerun.server.backends.channel import Channel
 from forerun.server.backends.child import take_channel
@@ -94,6 +96,8 @@ class RequestReader:
             if name in variables:
                 said = f"chat_template_kwargs cannot set {name!r}: the request's own fields do; leave it out"
                 raise ApiError(400, said, param="chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            body = self._with_effort(body, body.reasoning_effort, variables)
         if body.tools and body.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
@@ -106,6 +110,16 @@ class RequestReader:
                 400, "a text cannot both call a tool and have a response_format", param="tool_choice"
             )
         return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+
+    def _with_effort(self, body: ChatRequest, effort: str, variables: dict[str, Any]) -> ChatRequest:
+        """`reasoning_effort` is told to the chat template, and limits the thinking of a model that thinks."""
+        if effort == "none":
+            variables.setdefault("enable_thinking", False)
+        elif effort in ("low", "medium", "high"):
+            variables.setdefault("reasoning_effort", effort)
+        if self.tokenizer.thinking is None or body.max_thinking_tokens is not None:
+            return body
+        return body.model_copy(update={"max_thinking_tokens": EFFORTS[effort]})
 
     def completion_jobs(self, body: CompletionRequest, context: int) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""
@@ -175,7 +189,20 @@ class RequestReader:
         response_format: dict[str, Any] | None = None,
     ) -> list[Job]:
         taken = [1 if self.facts.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
-        return make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, context)
+        jobs = make_jobs(body, list(zip(prompts, taken, strict=True)), response_format, context)
+        if body.prediction is not None:
+            ids = self._prediction_ids(body.prediction.text, context)
+            jobs = [replace(job, options={**job.options, "prediction": ids}) for job in jobs]
+        return jobs
+
+    def _prediction_ids(self, text: str, context: int) -> tuple[int, ...]:
+        """The tokens of a prediction, of which the context must hold all: else it would predict another text."""
+        least = self.tokenizer.fewest_tokens(text) if len(text) > SHORT else 0
+        ids = () if least > context else tuple(self.tokenizer.encode(check_text(text), False))
+        if max(least, len(ids)) > context:
+            said = f"the prediction has {max(least, len(ids))} tokens or more; the context holds {context}: shorten it"
+            raise ApiError(400, said, param="prediction")
+        return ids
 
     def _without_prompt(self, body: Generation) -> Generation:
         """The request without what its texts were made of: the front needs the rest, and it may be large."""
@@ -186,6 +213,7 @@ class RequestReader:
             "prompt": "",
             "chat_template_kwargs": None,
             "response_format": None,
+            "prediction": None,
         }
         return body.model_copy(update={k: v for k, v in empty.items() if k in type(body).model_fields})
 

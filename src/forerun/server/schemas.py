@@ -24,17 +24,15 @@ from forerun.core.checks import unknown
 from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
-_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities",
+_IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key",
+            "prompt_cache_retention", "safety_identifier", "verbosity", "modalities",
             "include_obfuscation", "request_id", "priority")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
-    "prediction": None,
 }  # fmt: skip
-_COMING = ("prediction",)  # of these: will be supported
 
 
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
@@ -102,8 +100,7 @@ class _Body(BaseModel):
             if name in known or name in _IGNORED:
                 continue
             if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                yet = " yet" if name in _COMING else ""
-                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported{yet}; leave it out")
+                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
             if name not in _NEUTRAL:
                 raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
@@ -142,18 +139,54 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
+class TagStructure(_Body):
+    begin: str
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    end: str
+
+
 class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"] = (
+        "text"
+    )
     json_schema: JsonSchema | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="in Lark's form, or in llama.cpp's EBNF")
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(_Body):
-    """vLLM's field; what an answer must match is said by `response_format`."""
+    """vLLM's field: one of what an answer must match, and how."""
 
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = Field(
         None,
         description="false = any whitespace in JSON, true = none; left out: a space behind , and : at most",
     )
+
+
+class TextPart(_Body):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(_Body):
+    """What the answer is expected to be, such as a file that is to be edited: it is drafted, and changes no text."""
+
+    type: Literal["content"] = "content"
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class FunctionSpec(_Body):
@@ -192,6 +225,7 @@ class Generation(_Body):
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Whole | None = _between(0)
+    max_thinking_tokens: Whole | None = _between(0, description="of a model that thinks before it answers")
     ignore_eos: bool | None = None
     seed: Whole | None = None
     n: Whole | None = _between(1, description="texts; with several prompts, of each")
@@ -200,6 +234,11 @@ class Generation(_Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prediction: Prediction | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Name | None = None
@@ -227,6 +266,8 @@ class ChatRequest(Generation):
     top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false = one call at most")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

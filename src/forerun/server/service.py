@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.request import Event
-from forerun.server.answers import Answer, Found
+from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all
 from forerun.server.metrics import Metrics
+from forerun.server.parsers.choose import parser_of
+from forerun.server.parsers.pieces import Found, found_in
 from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
 from forerun.server.refresh import HeadWatch, Recorder
-from forerun.server.schemas import ChatRequest, Generation
+from forerun.server.schemas import Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import as_line, encoded
-from forerun.server.tools import find_calls
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
@@ -105,27 +106,30 @@ class Service:
                     done[index] = item
         texts = [done[job.index] for job in jobs]
         spelt = [part for each in texts for part in await answer.spelt(each)]
-        return encoded(answer.whole(texts, [self._found(body, each) for each in texts]), spelt)
+        found = [self._found(body, job, done[job.index]) for job in jobs]
+        return encoded(answer.whole(texts, found), spelt)
 
     async def stream(self, body: Generation, answer: Answer, jobs: list[Job]) -> AsyncGenerator[bytes]:
         """The answer in messages, as it grows."""
-        done, opened, tools = dict[int, Completion](), set[int](), self._offers_tools(body)
+        done, opened, called = dict[int, Completion](), set[int](), set[int]()
+        parsers = {job.index: parser_of(body, self.backend.tokenizer, job.prompt) for job in jobs}
         async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
                 if answer.kind == "chat.completion" and index not in opened:
                     opened.add(index)
                     yield as_line(answer.first(index))
-                if not isinstance(item, Completion):
-                    if not tools and (item.text or item.tokens):
-                        yield answer.piece(index, item)
-                    continue
-                done[index] = item
-                text, calls = self._found(body, item)
-                if tools and text:
-                    yield as_line(answer.whole_text(index, text, item), await answer.spelt(item))
-                if calls:
-                    yield as_line(answer.calls(index, calls))
-                yield as_line(answer.last(index, item, bool(calls)))
+                parser = parsers[index]
+                if isinstance(item, Completion):
+                    done[index] = item
+                if parser is not None:
+                    pieces = parser.end() if isinstance(item, Completion) else parser.feed(item.text)
+                    called.update(index for piece in pieces if piece.kind == "call")
+                    for line in answer.parsed(index, pieces, None if isinstance(item, Completion) else item):
+                        yield line
+                elif not isinstance(item, Completion) and (item.text or item.tokens):
+                    yield answer.piece(index, item)
+                if isinstance(item, Completion):
+                    yield as_line(answer.last(index, item, index in called))
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield as_line(answer.figures([done[job.index] for job in jobs]))
 
@@ -185,14 +189,10 @@ class Service:
         if self.recorder is not None and answer.body.record is True:
             self.recorder.write(job.prompt, done, answer.body.temperature)
 
-    def _offers_tools(self, body: Generation) -> bool:
-        return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
-
-    def _found(self, body: Generation, done: Completion) -> Found:
-        """The text, and the calls of offered tools that are in it; one that broke off calls nothing."""
-        if isinstance(body, ChatRequest) and self._offers_tools(body) and done.error is None:
-            return find_calls(done.text, {tool.function.name for tool in body.tools or ()})
-        return done.text, []
+    def _found(self, body: Generation, job: Job, done: Completion) -> Found:
+        """The text, what was thought before it, and the calls of offered tools; a text that broke off calls nothing."""
+        parser = parser_of(body, self.backend.tokenizer, job.prompt)
+        return Found(done.text) if parser is None or done.error is not None else found_in(parser, done.text)
 
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import tokenizers
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
+from forerun.core.thinking import HARMONY, marks_of
 from forerun.models.load.chat import render_chat
 
 if TYPE_CHECKING:
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 
 # What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+
+# Special tokens that tell parts of an answer apart: calls of tools, and channels. Texts are written with them.
+_MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>", "<think>", "</think>",
+          "<tool_call>", "</tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+          "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<arg_key>", "</arg_key>", "<arg_value>",
+          "</arg_value>")  # fmt: skip
+_CHANNELS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")  # harmony's
 
 # how vocabularies spell single bytes
 _BYTE_FALLBACK = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -64,6 +72,8 @@ class Tokenizer:
         # tokens are bytes and nothing else: texts of whole characters, one behind the other, are the whole text
         self._joins = type(backend.decoder) is tokenizers.decoders.ByteLevel
         self._template = chat_template
+        self.thinking = marks_of(chat_template)
+        self._left_out = self._without_marks()  # special tokens that texts lack; None = all of them
         self._special = dict(special or {})
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids) | self._turn_ends()
@@ -130,6 +140,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         ids, known = ids if type(ids) is list else list(ids), self._alone
+        if skip_special and self._left_out is not None:
+            return self._backend.decode(
+                [i for i in ids if i not in self._left_out], skip_special_tokens=False
+            )
         if skip_special and len(ids) == 1:  # of streamed tokens: the same ones recur
             return known.get(ids[0]) or self._text_of(ids[0])
         if skip_special and len(ids) == 2 and self._joins:
@@ -151,7 +165,8 @@ class Tokenizer:
     def _text_of(self, index: int) -> str:
         text = self._alone.get(index)
         if text is None:
-            text = self._alone[index] = self._backend.decode([index], skip_special_tokens=True)
+            skips = self._left_out is None or index in self._left_out
+            text = self._alone[index] = self._backend.decode([index], skip_special_tokens=skips)
         return text
 
     def vocabulary(self) -> dict[str, int]:
@@ -199,8 +214,18 @@ class Tokenizer:
         """The ids of a conversation. Templates write BOS themselves, so none is added."""
         return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special=False)
 
+    def _without_marks(self) -> set[int] | None:
+        """The special tokens but for those that mark parts of an answer; None where there are no such."""
+        if self._template is None:
+            return None
+        known, special = _CHANNELS if self.thinking is HARMONY else _MARKS, self.special_ids()
+        marks = {self._backend.token_to_id(mark) for mark in known if mark in self._template} & special
+        return special - marks if marks else None
+
     def _turn_ends(self) -> set[int]:
         used = [token for token in _TURN_ENDS if self._template is not None and token in self._template]
+        if self.thinking is HARMONY:  # one answer has several messages: <|end|> ends one of them alone
+            used = []
         return {index for token in used if (index := self._backend.token_to_id(token)) is not None}
 
 

@@ -36,18 +36,19 @@ def pack_request(request: Request) -> Packed:
         raise InvalidInput("processors cannot leave this process; serve from a thread (--front thread)")
     budget = None if request.budget is None else astuple(request.budget)
     rest = request.drafter, request.verifier, budget, request.shows_rejected, request.cache_salt
-    return (request.prompt, params, *rest)
+    return (request.prompt, params, *rest, request.prediction)
 
 
 def unpack_request(packed: Packed) -> Request:
-    prompt, params, drafter, verifier, budget, shows_rejected, cache_salt = packed
+    prompt, params, drafter, verifier, budget, shows_rejected, cache_salt, prediction = packed
     own = None if budget is None else Budget(*budget)
-    return Request(prompt, SamplingParams(**params), drafter, verifier, own, shows_rejected, cache_salt)
+    rest = drafter, verifier, own, shows_rejected, cache_salt
+    return Request(prompt, SamplingParams(**params), *rest, prediction=prediction)
 
 
 def has_structure(packed: Packed) -> bool:
     """Must a grammar be compiled for it?"""
-    return "response_format" in packed[1]
+    return not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
 
 
 def pack_event(event: Event) -> Packed:

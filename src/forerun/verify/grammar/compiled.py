@@ -6,16 +6,18 @@ text that runs into them would end all others of the same schema, and those that
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Protocol, runtime_checkable
 
 from forerun.core.errors import InvalidInput, MissingDependency, brief
-from forerun.core.params import Structure, Whitespace
+from forerun.core.params import LawProcessor, Structure, Whitespace
 from forerun.core.request import Request
 from forerun.verify.grammar.law import GrammarLaw, reason_of
+from forerun.verify.thinking import Thinking, ThinkingLaw, Thinks
 
 # how llguidance separates the parts of a JSON text: regular expressions, and whether whitespace may be anywhere
 _SEPARATORS: dict[Whitespace, dict[str, Any]] = {
@@ -50,15 +52,43 @@ class Grammars:
         Raises where no text can be written: the schema is wrong, has no solution, or is too complex for llguidance.
         """
         params = request.params
-        structure = params.structure
-        if structure is None:
+        structure, budget = params.structure, params.max_thinking_tokens
+        if structure is None and budget is None:
             return request
-        make = partial(self._new_matcher, structure)
-        law = GrammarLaw(make(), make, self._ends)
+        law: LawProcessor | None = None
+        if structure is not None:
+            make = partial(self._new_matcher, structure)
+            law = GrammarLaw(make(), make, self._ends)
+        law = self._behind_thinking(request, law)
         held = replace(
-            params, response_format=None, structured_outputs=None, processors=(*params.processors, law)
+            params,
+            response_format=None,
+            structured_outputs=None,
+            max_thinking_tokens=None,
+            processors=(*params.processors, *([] if law is None else [law])),
         )
         return replace(request, params=held)
+
+    def _behind_thinking(self, request: Request, law: LawProcessor | None) -> LawProcessor | None:
+        """A law that holds once the model has thought, and the limit on that; the law itself where it does not."""
+        budget, thinking = request.params.max_thinking_tokens, self._thinking
+        if thinking is None:
+            if budget is not None:
+                raise InvalidInput(
+                    f"max_thinking_tokens={budget} is for models that think, by marks in their chat template; "
+                    "this model does not: leave it out"
+                )
+            return law
+        start = thinking.starts(request.prompt)
+        return law if start == "none" else ThinkingLaw(thinking, start, budget, law, self._ends)
+
+    @cached_property
+    def _thinking(self) -> Thinking | None:
+        """How the model marks its thinking, in its tokens; None = it does not think."""
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, Thinks) or tokenizer.thinking is None:
+            return None
+        return Thinking(tokenizer, tokenizer.thinking, self._vocab_size)
 
     def warm_up(self) -> None:
         """Do now what the first grammar would wait for."""
@@ -67,18 +97,13 @@ class Grammars:
     def _new_matcher(self, structure: Structure) -> Any:
         """A matcher at the start of a text, from which some token can follow."""
         guidance = _llguidance()
-        how, schema = _SEPARATORS[structure.whitespace], structure.text
-        if not schema.startswith("{"):  # true and false are schemas too, and have no place for options
-            schema = f'{{"anyOf": [{schema}]}}'
-        # what was asked for by name comes before what is in the schema under "x-guidance"
-        given = {"defaults" if structure.whitespace == "compact" else "overrides": how}
         try:
-            grammar = guidance.LLMatcher.grammar_from_json_schema(schema, **given)
-        except ValueError as error:
-            raise _refused(brief(error)) from None
+            grammar = grammar_of(guidance, structure)
+        except Exception as error:  # llguidance converts other forms of grammars, which may fail in any way
+            raise _refused(structure, brief(error)) from None
         limits = guidance.LLParserLimits(**_LIMITS)
         matcher = guidance.LLMatcher(self._vocabulary(guidance), grammar, log_level=0, limits=limits)
-        _check(matcher.deep_copy())
+        _check(matcher.deep_copy(), structure)
         return matcher
 
     def _vocabulary(self, guidance: Any) -> Any:
@@ -95,20 +120,60 @@ class Grammars:
             return self._known
 
 
-def _check(matcher: Any) -> None:
+def grammar_of(guidance: Any, structure: Structure) -> Any:
+    """What must be matched, as llguidance has it."""
+    matcher, text = guidance.LLMatcher, structure.text
+    match structure.kind:
+        case "regex":
+            return matcher.grammar_from_regex(text)
+        case "choice":
+            return matcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(text)))}")
+        case "grammar":  # Lark's own form, or llama.cpp's EBNF, whose rules are written with ::=
+            return matcher.grammar_from_lark(guidance.gbnf_to_lark.any_to_lark(text))
+        case "structural_tag":
+            tags = [
+                guidance.StructTag(
+                    trigger=tag["trigger"],
+                    begin=tag["begin"],
+                    grammar=_with_options(tag["schema"]),
+                    end=tag["end"],
+                )
+                for tag in json.loads(text)
+            ]
+            return matcher.grammar_from_lark(guidance.StructTag.to_grammar(tags, assume_special=False))
+    how = _SEPARATORS[structure.whitespace]
+    if not text.startswith("{"):  # true and false are schemas too, and have no place for options
+        text = f'{{"anyOf": [{text}]}}'
+    # what was asked for by name comes before what is in the schema under "x-guidance"
+    given = {"defaults" if structure.whitespace == "compact" else "overrides": how}
+    return matcher.grammar_from_json_schema(text, **given)
+
+
+def _with_options(schema: Any) -> Any:
+    """A schema within a grammar, which is compact unless it says otherwise."""
+    return (
+        {"x-guidance": _SEPARATORS["compact"], **schema} if isinstance(schema, dict) else {"anyOf": [schema]}
+    )
+
+
+def _check(matcher: Any, structure: Structure) -> None:
     """Raise unless tokens can follow: many schemas turn out to be impossible only by the masks of their first texts."""
     for _ in range(_PROBED):
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise _refused(reason_of(matcher))
+            raise _refused(structure, reason_of(matcher))
         if not (forced := matcher.compute_ff_tokens()):
             return
         matcher.consume_tokens(forced)
 
 
-def _refused(reason: str) -> InvalidInput:
-    return InvalidInput(f"the JSON schema cannot be used: {reason}; correct or simplify it")
+_NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag", "choice": "list of choices"}
+
+
+def _refused(structure: Structure, reason: str) -> InvalidInput:
+    what = _NAMES.get(structure.kind, structure.kind)
+    return InvalidInput(f"the {what} cannot be used: {reason}; correct or simplify it")
 
 
 def _llguidance() -> Any:

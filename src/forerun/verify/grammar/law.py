@@ -41,14 +41,28 @@ class GrammarLaw:
         output = prefix.output
         if not self._ends.isdisjoint(output):  # it is complete: whoever ignores the end reads it again
             return keep_allowed(logits, sorted(self._ends))
+        found = self._mask(output)
+        if isinstance(found, GrammarFailed):
+            raise found.with_traceback(None)
+        return keep_allowed(logits, found)
+
+    def forced(self, prefix: Prefix) -> list[int]:
+        """The tokens that must follow: the mask that is made here is the one that the coming round asks for."""
+        output = prefix.output
+        if not self._ends.isdisjoint(output) or isinstance(self._mask(output), GrammarFailed):
+            return []
+        if self._read != output and self._compute(output) is None:
+            self._go_back()
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
+    def _mask(self, output: tuple[int, ...]) -> Tensor | GrammarFailed:
         found = self._known.get(output)
         if found is None:
             found = self._known[output] = self._mask_after(output)
             if len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        if isinstance(found, GrammarFailed):
-            raise found.with_traceback(None)
-        return keep_allowed(logits, found)
+        return found
 
     def _mask_after(self, output: tuple[int, ...]) -> Tensor | GrammarFailed:
         """One bit per token [V / 32] int32; or why there is none."""

@@ -1,0 +1,287 @@
+"""ToolParser: calls of tools in a model's text, in the formats that chat templates teach.
+
+| format | looks like |
+|---|---|
+| Hermes, Qwen, SmolLM | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| GLM | `<tool_call>name <arg_key>k</arg_key><arg_value>v</arg_value></tool_call>` |
+| Qwen-Coder | `<tool_call><function=name><parameter=k>v</parameter></function></tool_call>` |
+| Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, newer `[TOOL_CALLS]name[ARGS]{...}` |
+| Llama 3 | `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or alone; several by `;` |
+| DeepSeek | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and JSON in a fence, newer `name<｜tool▁sep｜>{...}` |
+
+A text may hold several calls. What is no call of a function that was offered stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from forerun.server.parsers.pieces import Piece, ToolCall, held_back
+
+Types = Mapping[str, Mapping[str, Any]]  # by function: the JSON schema of its parameters
+
+
+class _Block(NamedTuple):
+    """A part of a text between two marks."""
+
+    begin: str
+    ends: tuple[str, ...]  # the first of these ends it; () = the end of the text
+
+
+_BLOCKS = (
+    _Block("<tool_call>", ("</tool_call>",)),
+    _Block("<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>",)),
+    _Block("[TOOL_CALLS]", ("[TOOL_CALLS]",)),
+    _Block("<|python_tag|>", ()),
+)
+_DROPPED = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # around all blocks
+_MARKS = (*(block.begin for block in _BLOCKS), *_DROPPED)
+# up to the value of the arguments, which is streamed
+_HEADS = (
+    re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
+    re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*(?=\{)"),
+    re.compile(r"\s*(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\s*)(?=\{)"),
+    re.compile(r"\s*(?P<name>[\w.-]+)<｜tool▁sep｜>\s*(?=\{)"),
+)
+_GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_CODER = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+class ToolParser:
+    """`tools` are those that were offered; `parallel`: more than one call is taken."""
+
+    def __init__(self, tools: Types, parallel: bool = True) -> None:
+        self._tools, self._most = tools, None if parallel else 1
+        self._buffer, self._calls, self._begun = "", 0, False
+        self._block: _Block | None = None
+        self._value: _JsonEnd | None = None  # of the arguments that are being sent
+        self._rest: _JsonEnd | None = None  # of the object around arguments that were sent
+        self._is_inside = False  # the arguments are a part of an object
+        self._sent = 0  # characters of the block that are sent, with what comes before them
+        self._alone = False  # the text is JSON from its first character
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        if not self._begun and (start := self._buffer.lstrip()):
+            if any(len(start) < len(mark) and mark.startswith(start) for mark in _MARKS):
+                return []
+            self._begun, self._alone = True, start[0] in "{[" and not start.startswith(_MARKS)
+            self._block = _BLOCKS[-1] if self._alone else None
+        found = list[Piece]()
+        while True:
+            more, goes_on = self._in_block() if self._block is not None else self._outside()
+            found += more
+            if not goes_on:
+                return found
+
+    def end(self) -> list[Piece]:
+        if self._block is None:
+            return self._content(self._take(len(self._buffer)))
+        return self._close(self._buffer, "")
+
+    def _outside(self) -> tuple[list[Piece], bool]:
+        places = [(at, mark) for mark in _MARKS if (at := self._buffer.find(mark)) >= 0]
+        if not places:
+            kept = len(self._buffer) - held_back(self._buffer, _MARKS)
+            said = self._buffer[:kept]
+            return self._content(self._take(len(said.rstrip()) if kept < len(self._buffer) else kept)), False
+        at, mark = min(places)
+        said = self._take(at)
+        self._take(len(mark))
+        self._block = next((block for block in _BLOCKS if block.begin == mark), None)
+        return self._content(said), True
+
+    def _in_block(self) -> tuple[list[Piece], bool]:
+        """The pieces of the block under way, and whether it has ended."""
+        block = self._block
+        assert block is not None
+        if self._rest is not None:
+            self._take(self._rest.feed(self._buffer))
+            if not self._rest.is_over:
+                return [], False
+            self._rest = None
+        if self._value is None and (head := self._head()) is not None:
+            self._value, self._sent, self._is_inside = _JsonEnd(), head.end(), head.re is _HEADS[0]
+            pieces = [Piece("call", head["name"], self._calls)]
+            self._calls += 1
+            more, goes_on = self._arguments()
+            return [*pieces, *more], goes_on
+        if self._value is not None:
+            return self._arguments()
+        ends = [(at, mark) for mark in block.ends if (at := self._buffer.find(mark)) >= 0]
+        if not ends:
+            return [], False
+        at, mark = min(ends)
+        body = self._take(at)
+        return self._close(body, mark), True
+
+    def _head(self) -> re.Match[str] | None:
+        """Where a call is that can be sent as it comes."""
+        if self._most is not None and self._calls >= self._most:
+            return None
+        skipped = re.match(r"[\s,;\[]*", self._buffer)
+        start = (
+            skipped.end()
+            if skipped is not None and (self._alone or self._calls or self._starts_list())
+            else 0
+        )
+        for pattern in _HEADS:
+            head = pattern.match(self._buffer, start)
+            if head is not None and head["name"] in self._tools:
+                return head
+        return None
+
+    def _starts_list(self) -> bool:
+        return self._buffer.lstrip().startswith("[")
+
+    def _arguments(self) -> tuple[list[Piece], bool]:
+        """More of the arguments that are being sent, and whether something comes behind them."""
+        assert self._value is not None
+        rest = self._buffer[self._sent :]
+        size = self._value.feed(rest)
+        pieces = [Piece("arguments", rest[:size], self._calls - 1)] if size else []
+        self._sent += size
+        if not self._value.is_over:
+            return pieces, False
+        self._take(self._sent)
+        self._value, self._sent = None, 0
+        self._rest = _JsonEnd(depth=1) if self._is_inside else None
+        return pieces, bool(self._buffer)
+
+    def _close(self, body: str, mark: str) -> list[Piece]:
+        """A block has ended: calls that are in it and were not sent, or its text where it has none."""
+        block, self._block = self._block, None
+        assert block is not None
+        self._buffer = self._buffer if mark else ""
+        if mark == block.begin:  # another block
+            self._block = block
+        self._take(len(mark) if mark and self._buffer.startswith(mark) else 0)
+        if self._value is not None:  # it broke off: what there is has been sent
+            self._value = None
+            return []
+        self._rest = None
+        if self._calls and not body.strip(" \t\r\n,;[]`"):
+            return []
+        left = None if self._most is None else self._most - self._calls
+        if left == 0:
+            return []
+        calls = calls_in(body, self._tools)[:left]
+        if not calls:
+            begin = "" if self._alone else block.begin
+            return self._content(f"{begin}{body}{mark if mark != block.begin else ''}")
+        pieces = list[Piece]()
+        for call in calls:
+            pieces += [Piece("call", call.name, self._calls), Piece("arguments", call.arguments, self._calls)]
+            self._calls += 1
+        return pieces
+
+    def _take(self, size: int) -> str:
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
+
+    def _content(self, text: str) -> list[Piece]:
+        text = text.lstrip() if self._calls and not text.strip() else text
+        return [Piece("content", text)] if text else []
+
+
+class _JsonEnd:
+    """Finds where a JSON object ends that comes in pieces."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._quoted, self._escaped = depth, False, False
+        self.is_over = False
+
+    def feed(self, text: str) -> int:
+        """How many of these characters are the object's."""
+        for i, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.is_over = True
+                    return i + 1
+        return len(text)
+
+
+def calls_in(body: str, tools: Types) -> list[ToolCall]:
+    """The calls of a whole block; none where it holds anything else."""
+    readers: tuple[Callable[[str, Types], list[ToolCall | None]], ...] = (_from_json, _from_tags, _from_coder)
+    for read in readers:
+        calls = read(body, tools)
+        known = [call for call in calls if call is not None]
+        if calls and len(known) == len(calls):
+            return known
+    return []
+
+
+def _from_json(body: str, tools: Types) -> list[ToolCall | None]:
+    decoder, at, found = json.JSONDecoder(), 0, list[Any]()
+    while at < len(body):
+        skipped = re.match(r"[\s,;]*", body[at:])
+        at += skipped.end() if skipped is not None else 0
+        if at == len(body):
+            break
+        try:
+            value, at = decoder.raw_decode(body, at)
+        except (ValueError, RecursionError):
+            return []
+        found += value if isinstance(value, list) else [value]
+    return [_as_call(value, tools) for value in found]
+
+
+def _as_call(value: Any, tools: Types) -> ToolCall | None:
+    if not isinstance(value, dict):
+        return None
+    inner = value.get("function")
+    body = inner if isinstance(inner, dict) else value
+    name, arguments = body.get("name"), body.get("arguments", body.get("parameters", {}))
+    if not isinstance(name, str) or name not in tools:
+        return None
+    if isinstance(arguments, str):
+        return ToolCall(name, arguments) if _loaded(arguments) is not None else None
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _from_tags(body: str, tools: Types) -> list[ToolCall | None]:
+    name = body.partition("<arg_key>")[0].strip()
+    if name not in tools:
+        return []
+    return [_typed(name, dict(_GLM.findall(body)), tools)]
+
+
+def _from_coder(body: str, tools: Types) -> list[ToolCall | None]:
+    return [
+        _typed(name, dict(_PARAMETER.findall(inner)), tools) if name in tools else None
+        for name, inner in _CODER.findall(body)
+    ]
+
+
+def _typed(name: str, texts: Mapping[str, str], tools: Types) -> ToolCall:
+    """A call whose values are plain texts: those of parameters that are strings stay so, others are read as JSON."""
+    known = tools[name].get("properties")
+    properties: Mapping[str, Any] = known if isinstance(known, dict) else {}
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        schema = properties.get(key)
+        is_text = isinstance(schema, dict) and schema.get("type") == "string"
+        value = None if is_text else _loaded(text)
+        values[key] = text if value is None and text.strip() != "null" else value
+    return ToolCall(name, json.dumps(values, ensure_ascii=False))
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,155 @@
+"""Thinking, tools and structure through the server, by the real `openai` client."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+
+from forerun import LLM  # noqa: E402
+from forerun.models.load.tokenizer import Tokenizer  # noqa: E402
+from forerun.server.settings import ServerSettings  # noqa: E402
+from tests.server.conftest import Running, start  # noqa: E402
+
+SAYS = [{"role": "user", "content": "What is 1 + 2?"}]
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
+    "type": "object", "required": ["a", "b"], "additionalProperties": False,
+    "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}}}}}  # fmt: skip
+SHORT = {
+    "type": "object",
+    "properties": {"sum": {"enum": [3, 4]}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def thinking(llm: LLM) -> Iterator[Running]:
+    """The default model behind a template that opens thinking: it has no mark for it, so that each is many tokens."""
+    own, former = llm.tokenizer, llm.tokenizer._template
+    assert former is not None
+    parts = own.parts()._replace(
+        chat_template=former + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    )
+    thinker = LLM(llm.engine, parts.tokenizer(), "smollm2")
+    assert isinstance(thinker.tokenizer, Tokenizer)
+    grammars, kept = llm.engine.grammars, llm.engine.grammars._tokenizer  # type: ignore[attr-defined]
+    grammars._tokenizer = thinker.tokenizer  # type: ignore[attr-defined]
+    vars(grammars).pop("_thinking", None)
+    server, thread, url = start(thinker, ServerSettings(model_names=("smollm2",)))
+    yield Running(url, thinker)
+    server.should_exit = True
+    thread.join(30)
+    grammars._tokenizer = kept  # type: ignore[attr-defined]
+    vars(grammars).pop("_thinking", None)
+
+
+def client_of(served: Running) -> Any:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+
+
+@pytest.mark.parametrize("speculative", ["off", "on"])
+def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(
+    thinking: Running, speculative: str
+) -> None:
+    with client_of(thinking) as client:
+        asked: dict[str, Any] = {
+            "model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 80,
+            "extra_body": {"max_thinking_tokens": 12, "speculative": speculative},
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SHORT}},
+        }  # fmt: skip
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert json.loads(answer.message.content)["sum"] in (3, 4)
+        thought = answer.message.model_extra["reasoning_content"]
+        assert 0 < len(thinking.llm.tokenizer.encode(thought, add_special=False)) <= 13
+        assert "think>" not in thought + answer.message.content
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        parts = ["".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas),
+                 "".join(delta.content or "" for delta in deltas)]  # fmt: skip
+        assert parts == [thought, answer.message.content]
+
+
+def test_effort_limits_thinking(thinking: Running) -> None:
+    with client_of(thinking) as client:
+        asked: dict[str, Any] = {"model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 40}
+        none = client.chat.completions.create(**asked, reasoning_effort="none").choices[0].message
+        assert (none.model_extra or {}).get("reasoning_content") is None
+        assert none.content
+        low = client.chat.completions.create(**asked, reasoning_effort="low").choices[0].message
+        assert low.model_extra["reasoning_content"], "40 tokens are less than its budget"
+
+
+def test_a_model_that_does_not_think_says_so(http: httpx.Client) -> None:
+    body = {"messages": SAYS, "max_tokens": 2}
+    answer = http.post("/v1/chat/completions", json={**body, "max_thinking_tokens": 5})
+    assert answer.status_code == 400
+    assert "models that think" in answer.json()["error"]["message"]
+    assert http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"}).status_code == 200
+    assert http.post("/v1/chat/completions", json={**body, "reasoning_effort": "much"}).status_code == 400
+    assert http.post("/v1/chat/completions", json={**body, "max_thinking_tokens": -1}).status_code == 400
+
+
+def test_calls_are_streamed(served: Running) -> None:
+    with client_of(served) as client:
+        asked: dict[str, Any] = {
+            "model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 60, "tools": [ADD],
+            "tool_choice": "required",
+        }  # fmt: skip
+        whole = client.chat.completions.create(**asked).choices[0]
+        (call,) = whole.message.tool_calls
+        assert whole.finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments).keys() == {"a", "b"}
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+        assert parts[0].function.name == "add"
+        assert parts[0].id.startswith("call_")
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert len(parts) > 2, "arguments come as they are written"
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_text_beside_tools_is_streamed_as_it_comes(served: Running) -> None:
+    with client_of(served) as client:
+        asked: dict[str, Any] = {"model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 24}
+        chunks = list(client.chat.completions.create(**asked, tools=[ADD], tool_choice="auto", stream=True))
+        whole = client.chat.completions.create(**asked, tools=[ADD], tool_choice="auto").choices[0].message
+        if whole.content is not None and not whole.tool_calls:
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.content
+            assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 2
+
+
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[a-c]{3}[0-9]"}}, "[a-c]{3}[0-9]"),
+        ({"guided_choice": ["three", "four"]}, "three|four"),
+        ({"response_format": {"type": "grammar", "grammar": 'root ::= "x" [0-9] [0-9]'}}, "x[0-9]{2}"),
+        ({"guided_json": SHORT}, r'\{"sum": ?[34]\}'),
+    ],
+)
+def test_structures(http: httpx.Client, body: dict[str, Any], pattern: str) -> None:
+    asked = {"messages": SAYS, "temperature": 0, "max_tokens": 30}
+    for speculative in ("off", "on"):
+        answer = http.post("/v1/chat/completions", json={**asked, **body, "speculative": speculative})
+        assert answer.status_code == 200, answer.text
+        assert re.fullmatch(pattern, answer.json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"guided_regex": "(a"}, {"guided_choice": []}, {"guided_grammar": "start: x"}, {"guided_json": "{"},
+        {"response_format": {"type": "structural_tag"}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    ],
+)  # fmt: skip
+def test_a_structure_that_cannot_be_is_a_400(http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": SAYS, "max_tokens": 4, **body})
+    assert answer.status_code == 400, answer.text
+    assert "\n" not in answer.json()["error"]["message"]
