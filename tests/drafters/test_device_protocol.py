@@ -88,7 +88,7 @@ def holds_device(node: ast.expr) -> bool:
 
 def uses(source: str, own: str = "") -> Iterator[tuple[str, str]]:
     """Members of device drafters and of their menus that a module uses. `own`: attributes of self that hold one."""
-    if not own and not re.search(r"device_of\(|drafters\.device\(", source):
+    if not own and not re.search(r"drafters\.base import .*\bdevice_of\b|drafters\.device\(", source):
         return  # quicker
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
@@ -137,7 +137,8 @@ def test_negative_control_somebody_who_reaches_past() -> None:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)) if "drafters.device" in source else ():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forerun.drafters.device"):
             module = (node.module or "").removeprefix("forerun.drafters.device").lstrip(".")
             yield from ((module, one.name) for one in node.names)
