@@ -8,7 +8,6 @@ the GPU code with torch in place of Triton kernels: `Engine.step` while drafted 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,7 +73,8 @@ def gpu_tree() -> list[Path]:
         target, frozenset(), SpeculativeConfig("none", controller="fixed"), EngineConfig(max_batch=2)
     )
     engine.drafters.add("device", both_drafters(target, borrows=True)[0])
-    engine.controller = _OneShape()  # type: ignore[assignment]
+    controller: Any = _OneShape()
+    engine.controller = controller
     for first in (3, 7):
         engine.submit(Request((first, 5, 9, 4), SamplingParams(max_tokens=40), drafter="device"))
     for _ in range(4):
@@ -96,10 +96,8 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name, trace in (("cpu", cpu_request), ("gpu", gpu_tree)):
         files = trace()
-        block = f"<!-- files: {name} -->\n\n{listed(files)}\n\n<!-- /files -->"
-        page = re.sub(
-            rf"<!-- files: {name} -->.*?<!-- /files -->", lambda _, b=block: b, page, flags=re.DOTALL
-        )
+        before, marker, rest = page.partition(f"<!-- files: {name} -->")
+        page = f"{before}{marker}\n\n{listed(files)}\n\n<!-- /files -->{rest.partition('<!-- /files -->')[2]}"
         print(f"{name}: {len(files)} files")
     PAGE.write_text(page, encoding="utf-8")
 
