@@ -26,9 +26,15 @@ from forerun.core.errors import ForerunError
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
 COMMANDS = (
     "generate", "chat", "serve", "demo", "models", "drafters", "train", "data", "corpus", "layers", "bench", "compare",
-    "advise", "diagnose", "quality", "plan", "doctor",
+    "verify", "advise", "diagnose", "quality", "plan", "doctor",
 )  # fmt: skip
-_WITHOUT_TORCH = ("models", "drafters", "compare", "doctor")  # the last says what is wrong with torch
+_WITHOUT_TORCH = (
+    "models",
+    "drafters",
+    "compare",
+    "verify",
+    "doctor",
+)  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
 # what a user can change about a file or a disk; other errors of the system are ours, and keep their traceback

@@ -46,7 +46,14 @@ class Ask:
             "temperature": rules.temperature,
         }
         plain = Rules()
-        for name in ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             if getattr(rules, name) != getattr(plain, name):
                 values[name] = getattr(rules, name)
         if rules.bias:

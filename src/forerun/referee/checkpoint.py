@@ -120,7 +120,10 @@ def target_weights(table: Table) -> Weights:
 
 def head_weights(table: Table) -> Weights:
     """An EAGLE-3 head, by its authors' names, whose law is this table's, of the last token alone."""
-    symbols, carried = np.arange(table.size + 1), 2 * _ONE  # what the carried lane holds: a root mean square of 1
+    symbols, carried = (
+        np.arange(table.size + 1),
+        2 * _ONE,
+    )  # what the carried lane holds: a root mean square of 1
     weights = {
         name.replace("layer.", "midlayer."): each for name, each in _layer("layer.", 2 * WIDTH).items()
     }
@@ -267,7 +270,9 @@ def write_gguf(file: Path, weights: Mapping[str, NDArray[np.float32]]) -> None:
     writer.add_eos_token_id(_END)
     writer.add_add_bos_token(False)
     for name, values in weights.items():
-        writer.add_tensor(_gguf_name(name), _paired(values) if name.endswith(("q_proj.weight", "k_proj.weight")) else values)
+        writer.add_tensor(
+            _gguf_name(name), _paired(values) if name.endswith(("q_proj.weight", "k_proj.weight")) else values
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -25,7 +25,9 @@ def drawn_from(pair: Pair, asks: Sequence[Ask], answers: Sequence[Answer]) -> tu
         contexts = table.contexts(table.encode(ask.prompt), output).take(slice(0, len(output)))
         parts.append((contexts, np.array(output, dtype=np.int64)))
         texts += [i] * len(output)
-    contexts = Contexts(*(np.concatenate([getattr(c, name) for c, _ in parts]) for name in ("last", "used", "seen")))
+    contexts = Contexts(
+        *(np.concatenate([getattr(c, name) for c, _ in parts]) for name in ("last", "used", "seen"))
+    )
     tokens = np.concatenate([output for _, output in parts])
     position = np.concatenate([np.arange(len(output)) for _, output in parts])
     rules = asks[0].rules
@@ -79,7 +81,9 @@ def _impossible(
     i, place = texts[row], int(drawn.position[row])
     said = f"{answers[i].text!r}: the token at place {place + 1} has probability 0"
     allowed = [court.table.alphabet[s] for s in np.flatnonzero(drawn.laws[row][:-1] > 0)]
-    return court.fail("a token was sampled that the parameters exclude", asks[i], said, f"one of {allowed}", p_value=0.0)
+    return court.fail(
+        "a token was sampled that the parameters exclude", asks[i], said, f"one of {allowed}", p_value=0.0
+    )
 
 
 def _verdict(court: Court, evidence: Evidence, observed: Floats, due: Floats, rules: Rules) -> Finding:
@@ -123,9 +127,13 @@ def _counting_prompt(court: Court, rules: Rules) -> Law:
 
 def _rivals(court: Court, rules: Rules) -> list[Bettor]:
     plain = Rules(rules.temperature)
-    found: list[Bettor] = [Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)]
+    found: list[Bettor] = [
+        Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)
+    ]
     if rules.temperature != 1:
-        found.append(Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0))))
+        found.append(
+            Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0)))
+        )
     if rules.presence_penalty:
         found.append(Rival("the penalty counts the prompt as well", _counting_prompt(court, rules)))
     return found
@@ -189,7 +197,9 @@ def differ(court: Court) -> Finding:
     p_value = min(1.0, math.exp(-max(0.0, wealth)))
     if p_value <= court.alarms:
         how = "without seeds" if worst[4][0] is None else f"with seeds {worst[4][0]} and {worst[4][1]}"
-        return court.fail(f"two texts {how} repeat each other", worst[1], worst[2], "another text", p_value=p_value)
+        return court.fail(
+            f"two texts {how} repeat each other", worst[1], worst[2], "another text", p_value=p_value
+        )
     return court.passed("12 pairs of texts part as they should", p_value=p_value)
 
 
@@ -203,5 +213,3 @@ def _copied(court: Court, ask: Ask, first: Answer, second: Answer) -> float:
         if one != other:
             break
     return gained
-
-

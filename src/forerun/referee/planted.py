@@ -179,11 +179,15 @@ class Planted:
             last = tokens[-2] if "accepts_nothing" in bugs else tokens[-1]
             tested = drawn = self._table_law(self.pair.draft, (last, last, last), rules)
             if "draft_temperature" in bugs and rules.temperature > 0:
-                drawn = self._table_law(self.pair.draft, (last,) * 3, replace(rules, temperature=0.6 * rules.temperature))
+                drawn = self._table_law(
+                    self.pair.draft, (last,) * 3, replace(rules, temperature=0.6 * rules.temperature)
+                )
             if "top_p_one_side" in bugs:
                 tested = self._table_law(self.pair.draft, (last,) * 3, replace(rules, top_p=1.0))
             if "argmax_as_drawn" in bugs or "accepts_nothing" in bugs:
-                drawn = np.eye(len(tested))[int(drawn.argmin() if "accepts_nothing" in bugs else drawn.argmax())]
+                drawn = np.eye(len(tested))[
+                    int(drawn.argmin() if "accepts_nothing" in bugs else drawn.argmax())
+                ]
             if "accepts_nothing" in bugs:
                 tested = drawn
             drafts.append(self._draw(state, drawn))
@@ -192,7 +196,7 @@ class Planted:
         return drafts, laws
 
     def _accepts(self, state: _State, p: Floats, q: Floats, token: int, bugs: frozenset[str]) -> bool:
-        if "relaxed_acceptance" in bugs and p[token] > 0.12:
+        if "relaxed_acceptance" in bugs and p[token] > 0.06:
             return True
         tries = 2 if "draws_per_row" in bugs else 1
         return any(state.rng.random() * q[token] < p[token] for _ in range(tries))

@@ -1,4 +1,4 @@
-"""Table: a language model whose law is known in closed form, and the law that sampling parameters make of it. Numpy only.
+"""Table: a language model whose law is known in closed form, and what sampling parameters make of it. Numpy only.
 
 The logits after a context are the sum of three rows of tables: one for the last token, one for the token before it,
 one for the token `far` places before the last. The same sum is what the checkpoint of `forerun.referee.checkpoint`
@@ -208,7 +208,7 @@ class Pair:
 
 
 def make_pair(seed: int = 0, alphabet: str = ALPHABET) -> Pair:
-    """Random tables. Texts end after about forty symbols, most often behind a `}`; drafts are accepted about 6 in 10."""
+    """Random tables. Texts end after some fifty symbols, mostly behind a `}`; two of three drawn drafts fit."""
     rng = np.random.default_rng(seed)
     size = len(alphabet) + 1
 

@@ -110,8 +110,8 @@ Called = Callable[[Mapping[str, Any]], Any]  # the fields of /v1/completions -> 
 class CallableTarget:
     """A Python function of the fields of /v1/completions, returning a text or the JSON of an answer.
 
-    Where it takes a list under `prompt` as well, it may set `batches = True`. The fields have `speculative: "off"` where
-    no drafting is asked for; a function that honours it sets `switches = True`. It raises ValueError to refuse.
+    The fields have `speculative: "off"` where no drafting is asked for; a function that honours it sets
+    `switches = True` on itself. It raises ValueError to refuse a request.
     """
 
     function: Called
@@ -226,7 +226,10 @@ class TransformersTarget:
         def load(folder: str) -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-        self._model, self._tokenizer = load(self.model), transformers.AutoTokenizer.from_pretrained(self.model)
+        self._model, self._tokenizer = (
+            load(self.model),
+            transformers.AutoTokenizer.from_pretrained(self.model),
+        )
         self._assistant = None if self.assistant is None else load(self.assistant)
         if self._assistant is not None:
             self._assistant.generation_config.num_assistant_tokens = self.tokens
@@ -241,7 +244,11 @@ class TransformersTarget:
     def command(self, ask: Ask, mode: Mode = "on") -> str:
         values = self._options(ask)
         if mode == "on":
-            drafting = ", assistant_model=assistant" if self.assistant else f", prompt_lookup_num_tokens={self.tokens}"
+            drafting = (
+                ", assistant_model=assistant"
+                if self.assistant
+                else f", prompt_lookup_num_tokens={self.tokens}"
+            )
         else:
             drafting = ""
         return f"# in Python: model.generate(**tokenizer({ask.prompt!r}, return_tensors='pt'), **{values!r}{drafting})"
