@@ -96,7 +96,7 @@ def test_a_planted_bug_is_found(pair: Pair, bug: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FOUND_BY.values())))
 def test_a_right_engine_passes(pair: Pair, name: str) -> None:
-    report = judged(Planted(pair, seed=3), pair, name, tokens=4000)
+    report = judged(Planted(pair, seed=3), pair, name, tokens=2000)
     assert [(each.name, each.status) for each in report.results] == [(name, "pass")]
 
 
@@ -112,8 +112,9 @@ def test_a_right_server_passes(pair: Pair) -> None:
     with served(Planted(pair)) as target:
         report = run_suite(target, pair, Budget(4000, 60), chosen_checks())
     assert report.failed == []
-    assert {each.status for each in report.results} <= {"pass", "skip"}
-    assert sum(each.status == "pass" for each in report.results) >= 16
+    cheap = [each.name for each in chosen_checks() if not each.share]
+    assert len(cheap) >= 14
+    assert [each.name for each in report.results if each.status != "pass" and each.name in cheap] == []
 
 
 def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:

@@ -23,6 +23,7 @@ SCHEMA = {
     "required": ["a", "b", "c"],
     "additionalProperties": False,
 }
+_FEW = 0.01  # of drafted tokens: fewer are accepted by chance alone
 _MOST_DRAFTED = 16  # tokens that a round may accept beyond the end of a text, where these are counted
 
 
@@ -195,8 +196,9 @@ def acceptance(court: Court) -> Finding:
             return court.fail(
                 "accepted tokens and rounds do not come to the text", ask, said, f"{tokens} tokens"
             )
-    if drafted >= 50 and not accepted:
-        return court.fail(f"none of {drafted} drafted tokens was accepted", asks[0], 0, "some")
+    if drafted >= 200 and accepted < _FEW * drafted:
+        said = f"{accepted} of {drafted} drafted tokens were accepted: does the drafter fit the target?"
+        return court.fail(said, asks[0], accepted, f"at least {_FEW:.0%}")
     rate = f"{accepted / drafted:.1%}" if drafted else "-"
     return court.passed(f"{accepted} of {drafted} drafted tokens accepted ({rate})")
 

@@ -9,7 +9,16 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.referee.ask import Answer, Ask
-from forerun.referee.evidence import Bettor, Drawn, Evidence, Law, Rival, TwoSamples, usual_bettors
+from forerun.referee.evidence import (
+    Bettor,
+    Drawn,
+    Evidence,
+    Law,
+    Rival,
+    TwoSamples,
+    smallest_found,
+    usual_bettors,
+)
 from forerun.referee.suite import Court, Finding, check
 from forerun.referee.tables import Contexts, Floats, Pair, Rules, Table
 
@@ -90,7 +99,7 @@ def _verdict(court: Court, evidence: Evidence, observed: Floats, due: Floats, ru
     n = max(1, evidence.tokens)
     bars = [(f"{i + 1}", float(observed[i] / n), float(due[i] / n)) for i in range(min(8, len(observed)))]
     p_value = evidence.p_value
-    smallest = math.sqrt((math.log(1 / court.alarms) + math.log(len(evidence.bettors)) + 4) / (2 * n))
+    smallest = smallest_found(n, court.alarms, len(evidence.bettors))
     if p_value <= court.alarms:
         said = (
             f"{evidence.richest}: after {evidence.tokens} tokens; the likeliest symbol came in "
