@@ -110,7 +110,7 @@ def test_a_planted_bug_is_found_over_a_socket(pair: Pair, bug: str) -> None:
 
 def test_a_right_server_passes(pair: Pair) -> None:
     with served(Planted(pair)) as target:
-        report = run_suite(target, pair, Budget(4000, 60), chosen_checks())
+        report = run_suite(target, pair, Budget(9000, 100), chosen_checks())
     assert report.failed == []
     cheap = [each.name for each in chosen_checks() if not each.share]
     assert len(cheap) >= 14

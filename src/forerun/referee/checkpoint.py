@@ -65,15 +65,15 @@ class Made:
 def make_model(folder: Path, pair: Pair, dtype: str = "float32", gguf: bool = False) -> Made:
     """Write target/, draft/, eagle3/ and table.json; with `gguf` also target.gguf and draft.gguf."""
     made = Made(folder)
-    for part, table in ((made.target, pair.target), (made.draft, pair.draft)):
+    for part, table, layers in ((made.target, pair.target, LAYERS), (made.draft, pair.draft, 1)):
         part.mkdir(parents=True, exist_ok=True)
-        weights = target_weights(table)
+        weights = target_weights(table, layers)
         _save(part / "model.safetensors", weights, dtype)
-        _write_json(part / "config.json", _config(dtype))
+        _write_json(part / "config.json", _config(dtype, layers))
         _write_json(part / "generation_config.json", {"bos_token_id": _BEGIN, "eos_token_id": _END})
         _write_tokenizer(part)
         if gguf:
-            write_gguf(folder / f"{part.name}.gguf", weights)
+            write_gguf(folder / f"{part.name}.gguf", weights, layers)
     made.head.mkdir(exist_ok=True)
     _save(made.head / "model.safetensors", head_weights(pair.draft), dtype)
     _write_json(made.head / "config.json", _head_config(dtype))
@@ -86,7 +86,7 @@ def token_ids(table: Table) -> list[int]:
     return [*(_byte_ids()[ord(letter)] for letter in table.alphabet), _END]
 
 
-def target_weights(table: Table) -> Weights:
+def target_weights(table: Table, layers: int = LAYERS) -> Weights:
     """By the names of a Llama checkpoint."""
     symbol = np.full(VOCAB, table.other)
     symbol[token_ids(table)] = np.arange(table.size)
@@ -94,7 +94,7 @@ def target_weights(table: Table) -> Weights:
     embedding[np.arange(VOCAB), _PLACES[0] + symbol] = _ONE
     embedding[:, _CONSTANT : _CONSTANT + 3] = _ONE
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(WIDTH, np.float32)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         weights |= _layer(f"model.layers.{layer}.", WIDTH)
     first = "model.layers.0.self_attn."
     for head, (back, lanes) in enumerate(zip((1, FAR), _PLACES[1:], strict=True)):
@@ -172,10 +172,10 @@ def _turned(steps: int) -> NDArray[np.float32]:
     return np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32) * np.float32(_KEEN / _ONE)
 
 
-def _config(dtype: str) -> dict[str, Any]:
+def _config(dtype: str, layers: int = 1) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH,
-        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "intermediate_size": INNER, "num_hidden_layers": layers, "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
         "rope_theta": THETA, "max_position_embeddings": CONTEXT, "hidden_act": "silu", "tie_word_embeddings": False,
         "attention_bias": False, "mlp_bias": False, "bos_token_id": _BEGIN, "eos_token_id": _END,
@@ -188,7 +188,6 @@ def _head_config(dtype: str) -> dict[str, Any]:
     return {
         **same,
         "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
         "draft_vocab_size": VOCAB,
         "target_hidden_size": WIDTH,
         "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
@@ -243,14 +242,14 @@ def _write_tokenizer(folder: Path) -> None:
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_gguf(file: Path, weights: Mapping[str, NDArray[np.float32]]) -> None:
+def write_gguf(file: Path, weights: Mapping[str, NDArray[np.float32]], layers: int = LAYERS) -> None:
     """The same model as a GGUF file in float32, for llama.cpp."""
     import gguf
 
     writer = gguf.GGUFWriter(str(file), "llama")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)

@@ -22,7 +22,7 @@ from forerun.referee.evidence import (
 from forerun.referee.suite import Court, Finding, check
 from forerun.referee.tables import Contexts, Floats, Pair, Rules, Table
 
-LENGTH, BATCH = 24, 32  # tokens of a text; texts at once
+LENGTH, BATCH = 24, 16  # tokens of a text; texts at once
 BIAS = {"a": 2.0, "b": -3.0, "e": 1.0}
 
 

@@ -46,7 +46,7 @@ BUGS = {
     "grammar_not_rolled_back": "the grammar's state keeps rejected tokens",
     "logprobs_of_drafter": "the log-probabilities of accepted tokens are the drafter's",
     "usage_counts_drafts": "completion tokens count rejected drafts",
-    "accepts_nothing": "drafts are made for the wrong token, and none is accepted",
+    "accepts_nothing": "a head that does not fit drafts nothing but unlikely tokens",
     "metrics_double": "accepted tokens are counted twice",
     "slow_under_load": "with several requests at once drafting costs more than it saves",
 }
@@ -176,7 +176,7 @@ class Planted:
         rules = Rules(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
         tokens, drafts, laws = list(state.tokens), [], []
         for _ in range(self.depth):
-            last = tokens[-2] if "accepts_nothing" in bugs else tokens[-1]
+            last = tokens[-1]
             tested = drawn = self._table_law(self.pair.draft, (last, last, last), rules)
             if "draft_temperature" in bugs and rules.temperature > 0:
                 drawn = self._table_law(

@@ -20,7 +20,7 @@ def as_document(report: Report) -> dict[str, Any]:
     return {
         "version": VERSION,
         "target": report.target,
-        "passed": not report.failed,
+        "passed": report.passed,
         "false_alarms": report.false_alarms,
         "budget": {"tokens": report.budget.tokens, "seconds": report.budget.seconds},
         "tokens": report.tokens,
@@ -97,7 +97,6 @@ pre{background:#1f272b}svg text{fill:#aab6bd}.pass{color:#4cc38a}.fail{color:#ff
 def as_html(report: Report) -> str:
     """One page that needs nothing else."""
     failed = report.failed
-    verdict = f"{len(failed)} of {len(report.results)} checks failed" if failed else "no check failed"
     rows = "".join(_row(each) for each in report.results)
     failures = "".join(f"<pre>{html.escape(told(each))}</pre>" for each in failed)
     limit = -math.log10(
@@ -106,7 +105,7 @@ def as_html(report: Report) -> str:
     plots = "".join(_plots(each, limit) for each in report.results if each.finding.bars)
     parts = [
         f"<h1>forerun verify: {html.escape(report.target)}</h1>",
-        f"<p class={'fail' if failed else 'pass'}>{verdict}</p>",
+        f"<p class={'pass' if report.passed else 'fail'}>{html.escape(report.verdict)}</p>",
         f"<p>{report.tokens} tokens in {report.seconds:.0f} s. A right engine fails in at most "
         f"{report.false_alarms:g} of such runs, over all checks together.</p>",
         f"<h2>Failures</h2>{failures}" if failed else "",

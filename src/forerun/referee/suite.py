@@ -92,6 +92,20 @@ class Report:
         return [each for each in self.results if each.status == "fail"]
 
     @property
+    def passed(self) -> bool:
+        """Did no check fail, and was anything checked at all?"""
+        return not self.failed and any(each.status == "pass" for each in self.results)
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return f"{len(self.failed)} of {len(self.results)} checks failed"
+        skipped = sum(each.status == "skip" for each in self.results)
+        if skipped == len(self.results):
+            return "nothing was checked: every check was skipped"
+        return f"{len(self.results) - skipped} checks passed, {skipped} were skipped"
+
+    @property
     def tokens(self) -> int:
         return sum(each.tokens for each in self.results)
 

@@ -33,7 +33,10 @@ class UrlTarget:
     plain: str | None = None
     off: Mapping[str, Any] | None = None
     key: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sent with every request, unless a check says otherwise
+    names: Mapping[str, str] = field(default_factory=dict)  # what this server calls a field
     width: int = 16  # requests under way at once
     timeout: float = 120.0
     name: str = ""
@@ -61,7 +64,8 @@ class UrlTarget:
     def _request(self, ask: Ask, mode: Mode) -> tuple[str, dict[str, Any]]:
         base = self.plain if mode == "off" and self.plain else self.url
         off = self.off if mode == "off" and self.off is not None else {}
-        return base, {"model": self._model(base), **ask.body(self.ids), **self.extra, **off}
+        body = {self.names.get(name, name): value for name, value in ask.body(self.ids).items()}
+        return base, {"model": self._model(base), **self.extra, **body, **off}
 
     def _one(self, ask: Ask, mode: Mode) -> Answer:
         url, body = self._request(ask, mode)
