@@ -61,6 +61,9 @@ def run(
     draft_model: Annotated[
         str | None, typer.Option(help="For a model's folder: draft model, assistant or head.")
     ] = None,
+    settings: Annotated[
+        str, typer.Option(help="For a model's folder: Forerun's other speculative settings, as JSON.")
+    ] = '{"controller": "fixed", "budget": 4}',
     plain: Annotated[str | None, typer.Option(help="URL of the same model without speculation.")] = None,
     off: Annotated[
         str | None,
@@ -103,7 +106,8 @@ def run(
     checks = chosen_checks(check or ())
     pair = None if table is None else _pair(table)
     found = _target(target, engine, pair, model, plain, _fields("--off", off) if off else None,
-                    _fields("--extra", extra), _fields("--rename", rename), drafter, draft_model)  # fmt: skip
+                    _fields("--extra", extra), _fields("--rename", rename),
+                    _fields("--settings", settings) | {"drafter": drafter, "draft_model": draft_model})  # fmt: skip
     with ProgressLine(lambda: shown[0]) as line:
         shown = ["starting"]
 
@@ -192,7 +196,7 @@ def _pair(folder: Path) -> Pair:
 
 def _target(
     name: str, engine: str, pair: Pair | None, model: str | None, plain: str | None, off: dict[str, Any] | None,
-    extra: dict[str, Any], names: dict[str, str], drafter: str | None, draft_model: str | None,
+    extra: dict[str, Any], names: dict[str, str], drafting: dict[str, Any],
 ) -> Target:  # fmt: skip
     from forerun.referee import targets
     from forerun.referee.ask import symbol_ids
@@ -202,10 +206,10 @@ def _target(
         key = os.environ.get("OPENAI_API_KEY")
         return targets.UrlTarget(name, model, ids, plain, off, key, extra, names)
     if Path(name).expanduser().exists() and engine == "transformers":
-        return targets.TransformersTarget(name, draft_model, ids)
+        return targets.TransformersTarget(name, drafting["draft_model"], ids)
     if Path(name).expanduser().exists() and engine == "forerun":
-        given = {"drafter": drafter, "draft_model": draft_model}
-        return targets.ForerunTarget(name, {key: value for key, value in given.items() if value}, ids)
+        given = {key: value for key, value in drafting.items() if value is not None}
+        return targets.ForerunTarget(name, {"speculative_config": given}, ids)
     if ":" in name:
         sys.path.insert(0, os.getcwd())
         return targets.CallableTarget(targets.load_function(name), ids, path=name)

@@ -384,4 +384,7 @@ def serve(engine: Planted, port: int = 0) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # of connections: with the usual 5, concurrent ones are dropped
+
+    return Server(("127.0.0.1", port), Handler)

@@ -20,6 +20,7 @@ from typing import Any
 from forerun.core.errors import InvalidInput
 from forerun.referee.ask import Answer, Ask, Broken, Mode, Refused, TokenLogprob, answer_of
 
+_PAUSES = (0.1, 1.0)  # seconds before a lost connection is tried again
 _REFUSALS = (400, 404, 405, 415, 422, 501)
 
 
@@ -89,6 +90,18 @@ class UrlTarget:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(url, data, headers)
+        for pause in _PAUSES:  # a connection that is lost says nothing of the engine's decoding
+            try:
+                return self._open(request)
+            except ConnectionError:
+                time.sleep(pause)
+        try:
+            return self._open(request)
+        except ConnectionError as error:
+            raise Broken(f"{url} loses its connections: {error}; is the server up?") from None
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        url = request.full_url
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 return json.load(answer)
@@ -97,7 +110,9 @@ class UrlTarget:
             if error.code in _REFUSALS:
                 raise Refused(f"{error.code}: {said}") from None
             raise Broken(f"{url} answered {error.code}: {said}") from None
-        except (urllib.error.URLError, TimeoutError, ConnectionError, json.JSONDecodeError) as error:
+        except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
+            if isinstance(getattr(error, "reason", None), ConnectionResetError):
+                raise ConnectionResetError("reset by the server") from None
             raise Broken(f"{url} does not answer: {error}; is the server up?") from None
 
 
