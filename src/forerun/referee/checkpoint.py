@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from forerun.referee.tables import DEAD, FAR, Pair, Table
 
-Weights = dict[str, NDArray[np.float32]]
+Weights = dict[str, NDArray[Any]]
 
 WIDTH, HEADS, HEAD_DIM, INNER, LAYERS, CONTEXT = 256, 4, 64, 64, 8, 4096
 THETA = 10000.0
@@ -93,7 +93,10 @@ def target_weights(table: Table, layers: int = LAYERS) -> Weights:
     embedding = np.zeros((VOCAB, WIDTH), np.float32)
     embedding[np.arange(VOCAB), _PLACES[0] + symbol] = _ONE
     embedding[:, _CONSTANT : _CONSTANT + 3] = _ONE
-    weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(WIDTH, np.float32)}
+    weights: Weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": np.ones(WIDTH, np.float32),
+    }
     for layer in range(layers):
         weights |= _layer(f"model.layers.{layer}.", WIDTH)
     first = "model.layers.0.self_attn."
@@ -124,7 +127,7 @@ def head_weights(table: Table) -> Weights:
         np.arange(table.size + 1),
         2 * _ONE,
     )  # what the carried lane holds: a root mean square of 1
-    weights = {
+    weights: Weights = {
         name.replace("layer.", "midlayer."): each for name, each in _layer("layer.", 2 * WIDTH).items()
     }
     weights["midlayer.hidden_norm.weight"] = np.ones(WIDTH, np.float32)
@@ -143,8 +146,8 @@ def head_weights(table: Table) -> Weights:
     rows = (table.rows[0] + table.offset).T / carried  # [A, S]
     lm_head[token_ids(table), : table.size + 1] = rows
     weights["lm_head.weight"] = lm_head
-    weights["d2t"] = np.zeros(VOCAB, np.int64)  # type: ignore[assignment]
-    weights["t2d"] = np.ones(VOCAB, np.bool_)  # type: ignore[assignment]
+    weights["d2t"] = np.zeros(VOCAB, np.int64)
+    weights["t2d"] = np.ones(VOCAB, np.bool_)
     return weights
 
 
@@ -160,7 +163,9 @@ def _layer(prefix: str, width_in: int) -> Weights:
         "mlp.up_proj": (INNER, WIDTH),
         "mlp.down_proj": (WIDTH, INNER),
     }
-    weights = {f"{prefix}{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    weights: Weights = {
+        f"{prefix}{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()
+    }
     for name in ("input_layernorm", "post_attention_layernorm"):
         weights[f"{prefix}{name}.weight"] = np.ones(WIDTH, np.float32)
     return weights

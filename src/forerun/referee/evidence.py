@@ -138,11 +138,11 @@ def usual_bettors() -> list[Bettor]:
 
     def lag(drawn: Drawn) -> Ints:
         now = np.minimum((drawn.below * 8).astype(int), 7)
-        return np.minimum((drawn.before * 8).astype(int), 7)[:, None] * 8 + now
+        return np.asarray(np.minimum((drawn.before * 8).astype(int), 7)[:, None] * 8 + now)
 
     def repeats(drawn: Drawn) -> Ints:
         symbols = np.arange(drawn.laws.shape[1])
-        return sum((2**i) * (drawn.contexts.last[:, [i]] == symbols) for i in range(3))
+        return np.asarray(sum((2**i) * (drawn.contexts.last[:, [i]] == symbols) for i in range(3)))
 
     return [
         Tilt("some symbols come too often", lambda d: np.broadcast_to(np.arange(d.laws.shape[1]), d.laws.shape)),

@@ -219,7 +219,7 @@ def make_pair(seed: int = 0, alphabet: str = ALPHABET) -> Pair:
     rows[1:, :, -1] = 0.0
     rows[0, :, -1] = -1.75
     rows[0, alphabet.index("}"), -1] = 3.0
-    target = Table(alphabet, rows, np.arange(size) * _STEP)
+    target = Table(alphabet, rows, np.arange(size, dtype=np.float64) * _STEP)
     near = np.zeros_like(rows)
     near[0] = rows[0] + grid(0.5, size + 1, size)
     return Pair(target, Table(alphabet, near, target.offset), seed)
