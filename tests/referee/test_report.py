@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -198,4 +199,8 @@ def test_transformers_refuses_what_it_lacks(pair: Pair) -> None:
     bare.ids = symbol_ids(pair.target)
     with pytest.raises(Refused, match="presence"):
         bare._options(Ask("abc", rules=Rules(presence_penalty=1.0)))
-    assert bare._options(Ask("abc", rules=Rules(top_p=0.5)))["top_p"] == 0.5
+    ask = Ask("abc", rules=Rules(top_p=0.5, bias={"a": 1.0}), stop=("x",))
+    assert bare._options(ask)["top_p"] == 0.5
+    bare.model, bare.assistant, bare.tokens = "target", "draft", 5
+    code = shlex.split(bare.command(ask))[2]
+    assert eval(code.partition("answer([")[2].partition("], 'on')")[0]) == ask

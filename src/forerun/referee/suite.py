@@ -223,8 +223,6 @@ class Court:
         table, common = self.table, self.table.encode(due[:place])
         logits = table.logits(table.contexts(table.encode(ask.prompt), common).last)[-1]
         pick = [table.encode(text[place])[0] if place < len(text) else table.end for text in (got, due)]
-        if len(got) == place and len(due) >= ask.max_tokens > place and got == due[:place]:
-            pick[0] = table.end
         return table.other not in pick and abs(float(logits[pick[0]] - logits[pick[1]])) < TIE
 
     def passed(self, detail: str, **more: Any) -> Finding:

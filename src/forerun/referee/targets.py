@@ -261,16 +261,13 @@ class TransformersTarget:
         return [self._one(ask, mode) for ask in asks]
 
     def command(self, ask: Ask, mode: Mode = "on") -> str:
-        values = self._options(ask)
-        if mode == "on":
-            drafting = (
-                ", assistant_model=assistant"
-                if self.assistant
-                else f", prompt_lookup_num_tokens={self.tokens}"
-            )
-        else:
-            drafting = ""
-        return f"# in Python: model.generate(**tokenizer({ask.prompt!r}, return_tensors='pt'), **{values!r}{drafting})"
+        made = f"TransformersTarget({self.model!r}, {self.assistant!r}, {dict(self.ids)!r}, {self.tokens})"
+        code = (
+            "from forerun.referee.ask import Ask; from forerun.referee.tables import Rules; "
+            "from forerun.referee.targets import TransformersTarget; "
+            f"print({made}.answer([{ask!r}], {mode!r})[0].text)"
+        )
+        return f"python -c {shlex.quote(code)}"
 
     def _options(self, ask: Ask) -> dict[str, Any]:
         rules = ask.rules
