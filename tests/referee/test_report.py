@@ -190,6 +190,8 @@ def test_the_fields_of_a_request_are_those_of_the_api(pair: Pair) -> None:
     assert url == "http://h:1/v1"
     assert (body["k"], body["min_p"], body["x"], body["model"]) == (3, 0, 1, "m")
     assert target.command(ask).startswith("curl -s http://h:1/v1/completions ")
+    llama = UrlTarget("http://h:1", "m", ids, names={"response_format": "json_schema"})
+    assert llama._request(Ask("abc", schema={"type": "null"}), "on")[1]["json_schema"] == {"type": "null"}
 
 
 def test_transformers_refuses_what_it_lacks(pair: Pair) -> None:

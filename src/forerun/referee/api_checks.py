@@ -226,9 +226,10 @@ def load(court: Court) -> Finding:
             coin.take(seconds["on"] > court.slowest * seconds["off"])
             if 2 * coin.p_value <= court.alarms or (coin.hits == 0 and trial >= 5) or court.late:
                 break
-        ratios.append(f"{spent['on'] / max(spent['off'], 1e-9):.2f} at {at_once}")
+        times = f"{spent['on'] / max(spent['off'], 1e-9):.2f} times"
+        ratios.append(f"{times} with {at_once} at once (slower in {coin.hits} of {coin.trials} trials)")
         if 2 * coin.p_value <= court.alarms:
             said = f"drafting takes more than {court.slowest:g} times as long in {coin.hits} of {coin.trials} trials"
             return court.fail(f"{said}, {at_once} at once", Ask(court.prompts(1)[0], 16), ratios[-1],
                               f"at most {court.slowest:g}", p_value=2 * coin.p_value)  # fmt: skip
-    return court.passed(f"time with drafting over time without: {', '.join(ratios)}")
+    return court.passed(f"drafting takes {', '.join(ratios)} as long as plain decoding")

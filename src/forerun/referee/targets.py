@@ -66,6 +66,8 @@ class UrlTarget:
         base = self.plain if mode == "off" and self.plain else self.url
         off = self.off if mode == "off" and self.off is not None else {}
         body = {self.names.get(name, name): value for name, value in ask.body(self.ids).items()}
+        if "json_schema" in body:  # under this name servers take the schema itself
+            body["json_schema"] = body["json_schema"]["json_schema"]["schema"]
         return base, {"model": self._model(base), **self.extra, **body, **off}
 
     def _one(self, ask: Ask, mode: Mode) -> Answer:
