@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 
 from forerun.referee.ask import Ask, Mode, Refused
 from forerun.referee.evidence import Coin
@@ -219,9 +218,9 @@ def load(court: Court) -> Finding:
             order: tuple[Mode, Mode] = ("on", "off") if trial % 2 else ("off", "on")
             for mode in order:
                 asks = [Ask(prompt, 16) for prompt in court.prompts(at_once, salt=300 + trial)]
-                started = time.perf_counter()
+                started = court.clock()
                 court.ask(asks, mode)
-                seconds[mode] = time.perf_counter() - started
+                seconds[mode] = court.clock() - started
                 spent[mode] += seconds[mode]
             coin.take(seconds["on"] > court.slowest * seconds["off"])
             if 2 * coin.p_value <= court.alarms or (coin.hits == 0 and trial >= 5) or court.late:

@@ -160,6 +160,12 @@ class Court:
         return self.pair.target
 
     @property
+    def clock(self) -> Callable[[], float]:
+        """Of the engine, where it simulates its times."""
+        found: Callable[[], float] = getattr(self.target, "clock", time.perf_counter)
+        return found
+
+    @property
     def late(self) -> bool:
         return time.monotonic() > self.deadline
 
