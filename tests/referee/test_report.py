@@ -166,6 +166,19 @@ def test_a_callable_may_return_text_alone(pair: Pair) -> None:
     assert [each.status for each in report.results] == ["pass"] * 3
 
 
+def test_an_engine_that_raises_fails_one_check(pair: Pair) -> None:
+    engine, ids = Planted(pair), symbol_ids(pair.target)
+
+    def function(fields: Mapping[str, Any]) -> str:
+        if "stop" in fields:
+            raise ZeroDivisionError("lost")
+        return engine.one(ask_from(fields, ids), "on", False).text
+
+    report = run_suite(CallableTarget(function, ids), pair, checks=chosen_checks(["stop", "greedy.alone"]))
+    assert [each.finding.detail for each in report.failed] == ["it raised ZeroDivisionError: lost"]
+    assert [each.status for each in report.results] == ["fail", "pass"]
+
+
 def test_others_add_checks(pair: Pair) -> None:
     @check("mine.never", "fails always")
     def never(court: Court) -> Finding:

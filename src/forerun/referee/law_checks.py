@@ -182,7 +182,9 @@ def on_off(court: Court) -> Finding:
             worst = min(tests, key=lambda test: test.p_value)
             ask = Ask(prompts[tests.index(worst)], 2, Rules())
             most_on, most_off = (max(counts, key=lambda text: counts[text]) for counts in worst.counts)
-            return court.fail(f"the laws differ after {worst.pairs} pairs", ask, most_on, most_off, p_value=p_value)
+            return court.fail(
+                f"the laws differ after {worst.pairs} pairs", ask, most_on, most_off, p_value=p_value
+            )
     pairs = sum(test.pairs for test in tests)
     if pairs < 64:
         return Finding("skip", f"{pairs} pairs are too few; give --tokens or --seconds more")

@@ -305,5 +305,7 @@ def _judged(each: Check, court: Court, spent: bool) -> Result:
         finding = Finding("skip", f"the engine refuses it: {error}")
     except Broken as error:
         finding = Finding("fail", str(error))
+    except Exception as error:  # of an engine in this process; the other checks still run
+        finding = Finding("fail", f"it raised {type(error).__name__}: {str(error)[:200]}")
     seconds = time.monotonic() - started
     return Result(each.name, each.about, finding, court.requests - requests, court.spent - tokens, seconds)

@@ -304,10 +304,12 @@ class TransformersTarget:
             torch.manual_seed(ask.seed)
         ids = self._tokenizer(ask.prompt, return_tensors="pt")
         started = time.perf_counter()
-        with torch.no_grad():
-            out = self._model.generate(**ids, **values, pad_token_id=self._tokenizer.pad_token_id,
-                                       return_dict_in_generate=True,
-                                       output_logits=ask.logprobs is not None)  # fmt: skip
+        more = {"pad_token_id": self._tokenizer.pad_token_id, "output_logits": ask.logprobs is not None}
+        try:
+            with torch.no_grad():
+                out = self._model.generate(**ids, **values, **more, return_dict_in_generate=True)
+        except (ValueError, NotImplementedError) as error:
+            raise Refused(" ".join(str(error).split())[:200]) from None
         seconds = time.perf_counter() - started
         read = ids["input_ids"].shape[1]
         new = out.sequences[0, read:].tolist()
