@@ -54,10 +54,13 @@ OVER_A_SOCKET = (
 )
 
 
-def judged(engine: object, pair: Pair, only: str, tokens: int = 13_000) -> Report:
+def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> Report:
     """One check with the tokens and the false alarms that it has in a run of all."""
     whole = chosen_checks()
     bets = sum(each.bets for each in whole)
+    if tokens is None:  # what the other checks leave of the default budget, by shares
+        share = next(each.share for each in whole if each.name == only)
+        tokens = max(2000, int(54_000 * share / sum(each.share for each in whole)))
     return run_suite(
         engine,  # type: ignore[arg-type]
         pair,
