@@ -27,10 +27,16 @@ from forerun.core.errors import ForerunError
 COMMANDS = {
     "generate": "generate", "chat": "chat", "serve": "serve", "demo": "generate", "models": "models",
     "drafters": "drafters", "train": "train", "data": "train", "corpus": "drafters", "layers": "drafters",
-    "bench": "bench", "compare": "bench", "advise": "advise", "diagnose": "advise", "quality": "bench",
-    "plan": "advise", "doctor": "doctor",
+    "bench": "bench", "compare": "bench", "verify": "verify", "advise": "advise", "diagnose": "advise",
+    "quality": "bench", "plan": "advise", "doctor": "doctor",
 }  # fmt: skip
-_WITHOUT_TORCH = ("models", "drafters", "compare", "doctor")  # the last says what is wrong with torch
+_WITHOUT_TORCH = (
+    "models",
+    "drafters",
+    "compare",
+    "verify",
+    "doctor",
+)  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
 # what a user can change about a file or a disk; other errors of the system are ours, and keep their traceback

@@ -1,0 +1,149 @@
+"""Every planted bug is found by its check, in process and over a socket; a right engine passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from forerun.core.errors import InvalidInput
+from forerun.referee.ask import symbol_ids
+from forerun.referee.planted import BUGS, Planted, serve
+from forerun.referee.suite import Budget, Report, chosen_checks, run_suite
+from forerun.referee.tables import Pair
+from forerun.referee.targets import UrlTarget
+
+FOUND_BY = {
+    "residual_from_target": "law.temperature_1",
+    "draws_per_row": "law.temperature_1",
+    "draft_temperature": "law.temperature_1",
+    "top_p_one_side": "law.top_p",
+    "argmax_as_drawn": "law.temperature_1",
+    "relaxed_acceptance": "law.temperature_1",
+    "bonus_off_by_one": "logprobs.law",
+    "first_token_greedy": "law.temperature_1",
+    "rejected_kv_kept": "greedy.alone",
+    "batch_rows_mixed": "greedy.batch",
+    "prefix_cache_corrupt": "greedy.prefix",
+    "chunk_border": "greedy.lengths",
+    "noise_repeated": "law.temperature_1",
+    "noise_shared": "seeds.differ",
+    "seed_ignored": "seeds.repeat",
+    "penalties_from_root": "law.frequency",
+    "min_p_ignored": "law.min_p",
+    "bias_ignored": "law.bias",
+    "stop_inside_rounds": "stop.strings",
+    "end_inside_draft": "limits.end_of_text",
+    "limit_overrun": "limits.max_tokens",
+    "grammar_not_rolled_back": "structure.json",
+    "logprobs_of_drafter": "logprobs.law",
+    "usage_counts_drafts": "usage.counts",
+    "accepts_nothing": "metrics.acceptance",
+    "metrics_double": "metrics.acceptance",
+    "slow_under_load": "speed.load",
+}
+OVER_A_SOCKET = (
+    "argmax_as_drawn",
+    "batch_rows_mixed",
+    "min_p_ignored",
+    "grammar_not_rolled_back",
+    "logprobs_of_drafter",
+)
+
+
+def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> Report:
+    """One check with the tokens and the false alarms that it has in a run of all."""
+    whole = chosen_checks()
+    bets = sum(each.bets for each in whole)
+    if tokens is None:  # what the other checks leave of the default budget, by shares
+        share = next(each.share for each in whole if each.name == only)
+        tokens = max(2000, int(54_000 * share / sum(each.share for each in whole)))
+    return run_suite(
+        engine,  # type: ignore[arg-type]
+        pair,
+        Budget(tokens, 120),
+        [replace(each) for each in chosen_checks([only])],
+        false_alarms=1e-3 / bets,
+    )
+
+
+@contextmanager
+def served(engine: Planted) -> Iterator[UrlTarget]:
+    server = serve(engine)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        yield UrlTarget(url, ids=symbol_ids(engine.pair.target), off={"speculative": "off"})
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_every_bug_has_its_check() -> None:
+    assert FOUND_BY.keys() == BUGS.keys()
+    assert len(BUGS) >= 15
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(pair: Pair, bug: str) -> None:
+    report = judged(Planted(pair, frozenset([bug])), pair, FOUND_BY[bug])
+    assert [each.name for each in report.failed] == [FOUND_BY[bug]]
+    finding = report.failed[0].finding
+    assert finding.p_value is not None or finding.counterexample
+    assert finding.command
+
+
+@pytest.mark.parametrize("name", sorted(set(FOUND_BY.values())))
+def test_a_right_engine_passes(pair: Pair, name: str) -> None:
+    report = judged(Planted(pair, seed=3), pair, name, tokens=2000)
+    assert [(each.name, each.status) for each in report.results] == [(name, "pass")]
+
+
+@pytest.mark.parametrize("bug", OVER_A_SOCKET)
+def test_a_planted_bug_is_found_over_a_socket(pair: Pair, bug: str) -> None:
+    with served(Planted(pair, frozenset([bug]))) as target:
+        report = judged(target, pair, FOUND_BY[bug])
+    assert [each.name for each in report.failed] == [FOUND_BY[bug]]
+    assert report.failed[0].finding.command.startswith(f"curl -s {target.url}/completions ")
+
+
+def test_a_right_server_passes(pair: Pair) -> None:
+    with served(Planted(pair)) as target:
+        report = run_suite(target, pair, Budget(9000, 100), chosen_checks())
+    assert report.failed == []
+    cheap = [each.name for each in chosen_checks() if not each.share]
+    assert len(cheap) >= 14
+    assert [each.name for each in report.results if each.status != "pass" and each.name in cheap] == []
+
+
+def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:
+    with served(Planted(pair)) as target:
+        report = run_suite(
+            replace(target, url="http://127.0.0.1:9/v1"),
+            pair,
+            Budget(500, 5),
+            chosen_checks(["greedy.alone"]),
+        )
+        assert [each.status for each in report.results] == ["fail"]
+        assert "does not answer" in report.results[0].finding.detail
+        alone = replace(target, off=None)
+        report = run_suite(alone, None, Budget(2000, 20), chosen_checks(["greedy.on_off", "law.top_k"]))
+    assert [each.status for each in report.results] == ["skip", "skip"]
+
+
+def test_an_unknown_bug_is_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidInput, match="no planted bug 'nosuch'"):
+        Planted(pair, frozenset(["nosuch"]))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found_by_the_whole_suite(pair: Pair, bug: str) -> None:
+    report = run_suite(Planted(pair, frozenset([bug])), pair)
+    assert report.failed
+    assert report.seconds < 180
