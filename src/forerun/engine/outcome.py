@@ -35,19 +35,8 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        done = Round(
-            tuple(seqs),
-            nothing,
-            nothing,
-            nothing,
-            clock,
-            prompt_rows,
-            followed,
-            0,
-            ahead,
-            trees.undrafted,
-            plan,
-        )
+        rest = clock, prompt_rows, followed, 0, ahead, trees.undrafted, plan
+        done = Round(tuple(seqs), nothing, nothing, nothing, *rest)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
