@@ -106,7 +106,7 @@ class Plan:
     asked: int = 0  # look-ups that were made for it
 
     @classmethod
-    def of(cls, budgets: Sequence[Budget]) -> Plan:
+    def of(cls, budgets: Sequence[Budget] | Plan) -> Plan:
         """Of a controller that says no more than this."""
         if isinstance(budgets, cls):
             return budgets

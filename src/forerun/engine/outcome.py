@@ -71,10 +71,10 @@ def outcome_of(
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
+    drafted = tuple([size - 1 for size in sizes])
     rows = 0 if trees.form is None else trees.form.rows
     rest = clock, prompt_rows, followed, rows, ahead, trees.undrafted, plan
-    return advances, Round(tuple(seqs), *trees_of, *rest)
+    return advances, Round(tuple(seqs), drafted, tuple(deepest), tuple(accepted), *rest)
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:
