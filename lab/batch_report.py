@@ -50,11 +50,7 @@ def _row(one: dict[str, Any]) -> RivalRow:
     count = len(texts) if isinstance(texts, list) else None if texts is None else int(texts)
     equal = one.get("equal")
     return RivalRow(
-        int(one["batch"]),
-        _rate(one.get("plain")),
-        _rate(one.get("head")),
-        count,
-        None if equal is None else int(equal),
+        int(one["batch"]), _rate(one.get("plain")), _rate(one.get("head")), count, None if equal is None else int(equal)
     )
 
 
@@ -103,9 +99,7 @@ def table(rows: Sequence[Row], rival: Sequence[RivalRow] = (), rival_name: str =
             cells += _beside(at, next((one for one in rival if one.batch == batch), None))
         lines.append(cells)
     widths = [max(len(cells[i]) for cells in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines
-    )
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in lines)
 
 
 def _cell(row: Row | None, over_plain: bool) -> str:
@@ -131,9 +125,7 @@ def _beside(at: Mapping[str, Row], other: RivalRow | None) -> list[str]:
     ]
 
 
-def draw(
-    rows: Sequence[Row], file: Path, title: str, rival: Sequence[RivalRow] = (), rival_name: str = "vLLM"
-) -> None:
+def draw(rows: Sequence[Row], file: Path, title: str, rival: Sequence[RivalRow] = (), rival_name: str = "vLLM") -> None:
     """Tokens/s, and the time that one sequence waits for a token, against the batch size."""
     pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
@@ -147,10 +139,7 @@ def draw(
         else:
             left.plot(sizes, rates, marker="o", label=setup)
         right.plot(sizes, [row["ms_per_token"] for row in some], marker="o", label=setup)
-    theirs = {
-        "plain": [(one.batch, one.plain) for one in rival],
-        "head": [(one.batch, one.head) for one in rival],
-    }
+    theirs = {"plain": [(one.batch, one.plain) for one in rival], "head": [(one.batch, one.head) for one in rival]}
     for name, points in theirs.items():
         if pairs := [(batch, rate) for batch, rate in points if rate is not None]:
             label = f"{rival_name} {name}"

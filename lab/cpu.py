@@ -72,18 +72,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--skip-transformers", action="store_true", help="leave transformers out")
     add("--skip-llama-cpp", action="store_true", help="leave llama.cpp out")
     add("--skip-modes", action="store_true", help="no t(n) by number format, no memory of a fresh process")
-    add(
-        "--vllm",
-        type=Path,
-        metavar="FILE",
-        help="another engine's figures by batch size, to show beside ours",
-    )
-    add(
-        "--batch-plot",
-        type=Path,
-        metavar="PATH",
-        help="draw tokens/s and time per token by batch size as PNG",
-    )
+    add("--vllm", type=Path, metavar="FILE", help="another engine's figures by batch size, to show beside ours")
+    add("--batch-plot", type=Path, metavar="PATH", help="draw tokens/s and time per token by batch size as PNG")
     add("--require-idle", action="store_true", help="refuse to measure on a busy machine")
     add("--out", type=Path, metavar="FOLDER", help="keep every round there; the same command resumes")
 
@@ -225,9 +215,7 @@ def measure_batches(settings: Settings, flags: argparse.Namespace) -> dict[str, 
         for one in settings.setups
         if one.budget is None
     }
-    sweep = Sweep(
-        llm.engine, [prompt.ids for prompt in prompts], settings.max_tokens, ignore_eos=settings.ignore_eos
-    )
+    sweep = Sweep(llm.engine, [prompt.ids for prompt in prompts], settings.max_tokens, ignore_eos=settings.ignore_eos)
     rows = sweep.measure(setups, sizes, lambda batch: max(LEAST_TEXTS, batch), say_row)
     return {"prompts": len(sweep.prompts), "default": llm.engine.default_drafter, "rows": rows}
 

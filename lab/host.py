@@ -64,10 +64,7 @@ class HeadLike(BaseDrafter):
         place = len(seq.tokens)
         after = self._known.after(seq, budget.depth)
         wrong = (hash((seq.id, place + i)) % 1000 > 1000 * self._rate for i in range(budget.depth))
-        return [
-            seq.tokens[-1],
-            *((token + miss) % VOCABULARY for token, miss in zip(after, wrong, strict=True)),
-        ]
+        return [seq.tokens[-1], *((token + miss) % VOCABULARY for token, miss in zip(after, wrong, strict=True))]
 
 
 def made_texts(count: int, copied: float, seed: int = 1) -> list[Text]:
@@ -142,9 +139,7 @@ def _controller(engine: Engine, speeds: Speeds) -> AdaptiveController:
         assert isinstance(seq, SequenceState)
         return engine.drafters.offer(seq)
 
-    return AdaptiveController(
-        CostModel(speeds.curve()), 60, 10, offer, engine.drafters.looks_up, follows=True
-    )
+    return AdaptiveController(CostModel(speeds.curve()), 60, 10, offer, engine.drafters.looks_up, follows=True)
 
 
 def measure_rounds(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> dict[str, float]:
@@ -161,9 +156,7 @@ def measure_rounds(engine: Engine, texts: Sequence[Text], batch: int, rounds: in
             prompt, answer = texts[following % len(texts)]
             # they do not end at once
             early = ANSWER * (following + 1) // batch if following < batch else len(answer)
-            engine.submit(
-                Request(prompt, SamplingParams(max_tokens=min(max(8, early), len(answer)), ignore_eos=True))
-            )
+            engine.submit(Request(prompt, SamplingParams(max_tokens=min(max(8, early), len(answer)), ignore_eos=True)))
             following += 1
         before = engine.stats.rounds
         tokens += sum(len(event.tokens) for event in engine.step())

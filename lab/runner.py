@@ -33,10 +33,7 @@ COMMANDS = {
     "cpu": ("lab.cpu", "ratios over transformers, llama.cpp and our plain loop; batches (make bench-cpu)"),
     "gpu": ("lab.gpu.command", "t(n), rounds and texts in batches of 1 to 128 (make bench-gpu)"),
     "spec": ("lab.spec.command", "every drafter on Spec-Bench's tasks, one table (make bench-spec)"),
-    "serve": (
-        "lab.serve.command",
-        "a server under load, speculation off, fixed, adaptive (make bench-serve)",
-    ),
+    "serve": ("lab.serve.command", "a server under load, speculation off, fixed, adaptive (make bench-serve)"),
     "plan-check": ("lab.serve.plan_check", "the forecast of `forerun plan` beside a server under load"),
     "moe": ("lab.moe.command", "a mixture of experts beside its dense twin"),
     "translate": ("lab.translate", "an encoder-decoder against transformers"),
@@ -94,10 +91,7 @@ class Run:
         """What was found, in the frame that all documents have."""
         spent = {"seconds": round(perf_counter() - self.started, 1), "load_after": load_average()}
         conditions = {**self.facts, **spent, **found.get("conditions", {})}
-        frame = {
-            "benchmark": self.name,
-            "command": shlex.join(["python", "-m", "lab", self.name, *self.words]),
-        }
+        frame = {"benchmark": self.name, "command": shlex.join(["python", "-m", "lab", self.name, *self.words])}
         return {**frame, "equal": True, **found, "conditions": conditions}
 
     def save(self, found: Document) -> Document:

@@ -45,13 +45,9 @@ def measure(run: Run) -> Document:
         runs = [compare(clients, *shape, seed) for seed in [None, *range(1, given.seeds)]]
         modes = [[run[i] for run in runs] for i in (0, 1)]
         off, on = (fmean([one.rate for one in mode]) for mode in modes)
-        print(
-            f"{clients:3d} clients: tokens/s {off:5.0f} off, {on:5.0f} adaptive ({on / off:.2f}x)", flush=True
-        )
+        print(f"{clients:3d} clients: tokens/s {off:5.0f} off, {on:5.0f} adaptive ({on / off:.2f}x)", flush=True)
         for share_of in SHARES:
             off, on = (1e3 * fmean([one.first_at(share_of) for one in mode]) for mode in modes)
-            print(
-                f"    first token, p{100 * share_of:.0f}: {off:5.1f} ms off, {on:5.1f} adaptive", flush=True
-            )
+            print(f"    first token, p{100 * share_of:.0f}: {off:5.1f} ms off, {on:5.1f} adaptive", flush=True)
         rows += [facts(clients, name, one) for run in runs for name, one in zip(MODES, run, strict=True)]
     return {"rows": rows}

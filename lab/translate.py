@@ -105,9 +105,7 @@ def _speculative(drafter: str, given: argparse.Namespace) -> dict[str, Any]:
     return {"shared": given.shared, **({"draft_model": given.draft_model} if needed else {})}
 
 
-def alternate(
-    contenders: dict[str, Translate], sources: Sequence[Source], batch: int = 1
-) -> dict[str, Tally]:
+def alternate(contenders: dict[str, Translate], sources: Sequence[Source], batch: int = 1) -> dict[str, Tally]:
     """Every sentence by every contender in turn; texts are compared with those of transformers."""
     tallies = {name: Tally() for name in contenders}
     for number, first in enumerate(range(0, len(sources), batch)):
@@ -172,9 +170,7 @@ def peer_contender(model: str, max_tokens: int) -> Translate:
         ids = torch.tensor([[*source, *[pad] * (longest - len(source))] for source in sources])
         mask = torch.tensor([[1] * len(source) + [0] * (longest - len(source)) for source in sources])
         with torch.inference_mode():
-            found = peer.generate(
-                ids, attention_mask=mask, num_beams=1, do_sample=False, max_new_tokens=max_tokens
-            )
+            found = peer.generate(ids, attention_mask=mask, num_beams=1, do_sample=False, max_new_tokens=max_tokens)
         rows = [[int(token) for token in row[1:]] for row in found]
         texts = [row[: row.index(end) + 1] if end in row else row for row in rows]  # pads follow the end
         return texts, sum(map(len, texts))

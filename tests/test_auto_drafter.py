@@ -45,13 +45,7 @@ def never() -> CostModel:
 
 @pytest.mark.parametrize(
     ("seconds", "drafter"),
-    [
-        (LARGE, "suffix"),
-        (SLOW_PASS, "suffix"),
-        (0.99 * SLOW_PASS, "ngram"),
-        (SMALL, "ngram"),
-        (0.02, "suffix"),
-    ],
+    [(LARGE, "suffix"), (SLOW_PASS, "suffix"), (0.99 * SLOW_PASS, "ngram"), (SMALL, "ngram"), (0.02, "suffix")],
 )
 def test_on_a_gpu_what_a_plain_pass_takes_decides(seconds: float, drafter: str) -> None:
     found = choose_lookup(parts(), passes_of(seconds))
@@ -82,9 +76,7 @@ def test_an_encoder_decoder_has_no_opening_whatever_it_runs_on() -> None:
 
 def test_a_second_model_goes_before_look_ups() -> None:
     given = Parts(GPU, TableLM(8), SpeculativeConfig(), opening=OPENING)
-    assert settle(given, never, lambda name: pytest.fail(name)) == Choice(
-        "draft_model", "a draft model was given"
-    )
+    assert settle(given, never, lambda name: pytest.fail(name)) == Choice("draft_model", "a draft model was given")
 
 
 @pytest.fixture
@@ -97,9 +89,7 @@ def engine_of(costs: Path, seconds: float, drafter: str = "auto", shared: bool =
     if not costs.exists():
         curve = {rows: seconds * (1 + 0.002 * rows) for rows in QUICK}
         costs.write_text(json.dumps({"seconds": curve, "method": METHOD}))
-    return make_engine(
-        counting_target(), frozenset(), SpeculativeConfig(drafter, shared=shared), cost_file=costs
-    )
+    return make_engine(counting_target(), frozenset(), SpeculativeConfig(drafter, shared=shared), cost_file=costs)
 
 
 def write(engine: Engine, *requests: Request) -> list[list[int]]:
@@ -151,9 +141,7 @@ def test_passes_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_restart_reads_the_table_and_nothing_of_any_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_reads_the_table_and_nothing_of_any_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = engine_of(tmp_path / "0.json", LARGE)
     first.drafters.get("suffix")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

@@ -40,10 +40,7 @@ def test_keywords_hold_for_every_set_of_parameters() -> None:
     llm = make()
     each = [{"max_tokens": 3}, SamplingParams(max_tokens=9)]
     assert [done.tokens for done in llm.generate(["abc", "xyz"], each, ignore_eos=True)] == [3, 9]
-    assert [done.tokens for done in llm.generate(["abc", "xyz"], each, ignore_eos=True, max_tokens=5)] == [
-        5,
-        5,
-    ]
+    assert [done.tokens for done in llm.generate(["abc", "xyz"], each, ignore_eos=True, max_tokens=5)] == [5, 5]
 
 
 def test_names_of_other_libraries() -> None:
@@ -125,11 +122,7 @@ def test_variables_reach_the_chat_template() -> None:
 def test_numbers_of_other_libraries() -> None:
     llm = make()
     done = llm.generate(
-        "abc",
-        max_tokens=np.int64(4),
-        temperature=np.float32(0.5),
-        budget=np.int64(2),
-        ignore_eos=np.bool_(True),
+        "abc", max_tokens=np.int64(4), temperature=np.float32(0.5), budget=np.int64(2), ignore_eos=np.bool_(True)
     )
     assert done.tokens == 4
     assert SamplingParams(top_p=np.float64(0.5), stop_token_ids=np.array([3])) == SamplingParams(
@@ -207,9 +200,7 @@ def test_content_parts_of_text_are_read() -> None:
 @pytest.mark.parametrize("verifier", [None, "exact", "coupled", "block", "typical"])
 @pytest.mark.parametrize("given", [None, 7])
 @pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_a_seed_that_is_reported_gives_the_text_again(
-    verifier: str | None, given: int | None, heat: float
-) -> None:
+def test_a_seed_that_is_reported_gives_the_text_again(verifier: str | None, given: int | None, heat: float) -> None:
     llm = make()
     options: dict[str, Any] = {"max_tokens": 20, "temperature": heat, "ignore_eos": True}
     done = llm.generate("abcabc", **options, seed=given, verifier=verifier)

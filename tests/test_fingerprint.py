@@ -28,14 +28,10 @@ def checkpoint(seed: int = 1, change: Change = lambda name, weight: weight, firs
     dice = torch.Generator().manual_seed(seed)
     weights = {"model.norm.weight": 1.0 + 0.3 * torch.randn(WIDTH, generator=dice)}
     for layer in range(LAYERS):
-        weights[f"model.layers.{layer}.input_layernorm.weight"] = 1.0 + 0.3 * torch.randn(
-            WIDTH, generator=dice
-        )
+        weights[f"model.layers.{layer}.input_layernorm.weight"] = 1.0 + 0.3 * torch.randn(WIDTH, generator=dice)
         weights[f"model.layers.{layer}.self_attn.k_proj.weight"] = torch.randn(32, WIDTH, generator=dice)
     found: Any = {name: change(name, weight) for name, weight in weights.items()}
-    tokenizer: Any = SimpleNamespace(
-        vocab_size=24, token=lambda index: f"{first if index < 2 else 't'}{index}"
-    )
+    tokenizer: Any = SimpleNamespace(vocab_size=24, token=lambda index: f"{first if index < 2 else 't'}{index}")
     config = {**MODEL, "num_hidden_layers": LAYERS}
     return Checkpoint("renamed.gguf", Path("renamed.gguf"), config, found, lambda: tokenizer)
 
@@ -56,9 +52,7 @@ def quantised(kind: str) -> Change:
 def tuned(norms: float, matrices: float) -> Change:
     def change(name: str, weight: Tensor) -> Tensor:
         share = norms if "norm" in name else matrices
-        return weight + share * weight.std() * torch.randn(
-            weight.shape, generator=torch.Generator().manual_seed(9)
-        )
+        return weight + share * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(9))
 
     return change
 

@@ -56,9 +56,7 @@ def test_a_folder_with_a_head_is_recognised(tmp_path: Path, drafter: str) -> Non
     assert found.size > 0
 
 
-def test_eagle_heads_whose_config_calls_them_ordinary_models_are_told_by_their_weights(
-    tmp_path: Path,
-) -> None:
+def test_eagle_heads_whose_config_calls_them_ordinary_models_are_told_by_their_weights(tmp_path: Path) -> None:
     for drafter in ("eagle", "eagle3"):
         folder = save_head(drafter, tmp_path / drafter, 24)
         values = json.loads((folder / "config.json").read_text())
@@ -120,9 +118,7 @@ def chosen(device: str = "cuda", **wish: Any) -> tuple[str, str | None]:
     return found.drafter, found.draft_model
 
 
-def test_the_default_is_the_head_of_the_box_or_what_passes_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_is_the_head_of_the_box_or_what_passes_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "box").mkdir()
     monkeypatch.setattr(build, "find_head", partial(find_head, box=tmp_path / "box"))
     monkeypatch.setattr(build, "_device", lambda name: name)
@@ -147,10 +143,7 @@ def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
     assert chosen(draft_model="smollm2") == ("draft_model", "smollm2")
 
 
-FLAT, STEEP = (
-    dict.fromkeys(QUICK, 2.0),
-    {n: 2.0 * n for n in QUICK},
-)  # seconds, by nodes
+FLAT, STEEP = (dict.fromkeys(QUICK, 2.0), {n: 2.0 * n for n in QUICK})  # seconds, by nodes
 OFTEN, SELDOM = [[0.9, 0.05]] * 3, [[0.02, 0.01]] * 3
 
 
@@ -224,9 +217,7 @@ def test_a_prospect_says_its_numbers() -> None:
     assert found.pays
     assert not prospect_of("eagle3", Offer(seconds=(0.005,)), cost, (0.6, 0.6, 0.6)).pays
     busy = CostModel({1: 0.030, 2: 0.011, 4: 0.013, 8: 0.020})  # the first was measured during a pause
-    assert prospect_of("eagle3", Offer(seconds=(0.001,)), busy, (0.6,)).speedup == pytest.approx(
-        1.6 * 11 / 12
-    )
+    assert prospect_of("eagle3", Offer(seconds=(0.001,)), busy, (0.6,)).speedup == pytest.approx(1.6 * 11 / 12)
     for number in ("1.40x", "10.0 ms", "12.0 ms", "2.0 ms", "60%, 36%, 22%"):
         assert number in str(found), number
 
@@ -278,9 +269,7 @@ def test_a_request_gets_the_head_of_the_box_that_its_drafter_runs() -> None:
     loaded = SpeculativeConfig(drafter="ngram", draft_model=str(box["eagle3"].path))
     for drafter in ("medusa", "ngram+medusa"):
         assert with_head(loaded, drafter).draft_model == str(box["medusa"].path)
-        assert with_head(loaded, drafter, swapped=str(box["eagle3"].path)).draft_model == str(
-            box["medusa"].path
-        )
+        assert with_head(loaded, drafter, swapped=str(box["eagle3"].path)).draft_model == str(box["medusa"].path)
     for drafter in ("eagle3", "ngram+eagle3", "ngram", "none"):
         assert with_head(loaded, drafter) == loaded
     assert with_head(SpeculativeConfig(), "medusa") == SpeculativeConfig(), "which says what is missing"

@@ -103,9 +103,7 @@ def drain() -> None:
 @given(value=JUNK)
 def test_options_of_a_call(name: str, value: Any) -> None:
     options = (
-        {"max_tokens": 3, name: value}
-        if name not in ("max_new_tokens", "max_completion_tokens")
-        else {name: value}
+        {"max_tokens": 3, name: value} if name not in ("max_new_tokens", "max_completion_tokens") else {name: value}
     )
     prompt = {} if name == "messages" else {"messages": "abc"}
     refused(llm().chat, **prompt, **options)
@@ -154,9 +152,7 @@ def wrapped() -> Any:
     return wrap(llama(), Letters())
 
 
-@pytest.mark.parametrize(
-    "name", [*sorted(KNOWN), "inputs", "input_ids", "attention_mask", "generation_config", "x"]
-)
+@pytest.mark.parametrize("name", [*sorted(KNOWN), "inputs", "input_ids", "attention_mask", "generation_config", "x"])
 @settings(QUICK, max_examples=8)
 @given(value=JUNK)
 def test_arguments_of_the_drop_in(name: str, value: Any) -> None:

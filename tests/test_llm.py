@@ -65,9 +65,7 @@ def test_prompts_in_every_form_mean_the_same() -> None:
         assert [completion.text for completion in llm.generate(batch, PARAMS)] == [text] * 2
 
 
-@pytest.mark.parametrize(
-    "prompt", [{"prompt": "hi"}, 7, None, [], [1, "a"], [{"role": "user", "content": "a"}, 3]]
-)
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, 7, None, [], [1, "a"], [{"role": "user", "content": "a"}, 3]])
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     llm = make()
     with pytest.raises(InvalidInput):

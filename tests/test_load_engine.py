@@ -55,9 +55,7 @@ def test_garbage_of_loading_is_collected_unless_the_collector_is_off(is_on: bool
 )
 def test_a_head_that_the_drafter_cannot_run_is_refused(given: dict[str, Any]) -> None:
     """No model is needed to know: /nowhere is not looked at."""
-    with pytest.raises(
-        InvalidInput, match=r"draft_model=.* is a head of the kind (medusa|eagle3); leave"
-    ) as one:
+    with pytest.raises(InvalidInput, match=r"draft_model=.* is a head of the kind (medusa|eagle3); leave") as one:
         LLM.load("/nowhere", **given)
     with pytest.raises(InvalidInput) as other:
         load_llm("/nowhere", {}, given)

@@ -141,7 +141,5 @@ def test_noise_is_keyed_by_seed_and_absolute_position() -> None:
 def test_numpy_and_torch_hash_alike() -> None:
     """A CPU hashes in numpy (uint32), a GPU in torch (int32): the bits must be the same."""
     ours = _hash32(np.arange(5000, dtype=np.uint32) * np.uint32(2654435761))
-    theirs = _hash32(
-        torch.from_numpy((np.arange(5000, dtype=np.uint32) * np.uint32(2654435761)).view(np.int32))
-    )
+    theirs = _hash32(torch.from_numpy((np.arange(5000, dtype=np.uint32) * np.uint32(2654435761)).view(np.int32)))
     assert np.array_equal(ours.view(np.int32), theirs.numpy())

@@ -64,9 +64,7 @@ def environment(folder: Path, package: Path, **more: str) -> tuple[Path, dict[st
     quiet = ["--quiet", "--disable-pip-version-check"]
     if sys.version_info < (3, 12):  # the setuptools that comes with pip would hide the lent one
         run([folder / "bin" / "python", "-m", "pip", "uninstall", "--yes", *quiet, "setuptools"], env=seen)
-    lent = Path(
-        run([folder / "bin" / "python", "-c", "import site; print(site.getsitepackages()[0])"]).strip()
-    )
+    lent = Path(run([folder / "bin" / "python", "-c", "import site; print(site.getsitepackages()[0])"]).strip())
     (lent / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     install = ["--no-deps", "--no-index", "--no-build-isolation", *quiet]
     run([folder / "bin" / "python", "-m", "pip", "install", *install, package], env=seen, cwd=folder)
@@ -96,11 +94,7 @@ def wheel_info(names: set[str]) -> str:
 def test_the_sdist_has_every_file_of_the_package(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    wanted = {name for name in tracked() if name.startswith(PACKAGE)} | {
-        "pyproject.toml",
-        "setup.py",
-        "LICENSE",
-    }
+    wanted = {name for name in tracked() if name.startswith(PACKAGE)} | {"pyproject.toml", "setup.py", "LICENSE"}
     assert sorted(wanted - names) == []
 
 
@@ -133,9 +127,7 @@ def test_the_wheel_serves(wheel: tuple[Path, dict[str, str]], tmp_path: Path) ->
             address = _address(log, server)
             body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
             data = json.dumps(body).encode()
-            asked = urllib.request.Request(
-                f"{address}/v1/completions", data, {"Content-Type": "application/json"}
-            )
+            asked = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
             assert json.load(urllib.request.urlopen(asked, timeout=120))["usage"]["completion_tokens"] == 4
             assert b"<html" in urllib.request.urlopen(address, timeout=60).read().lower()
         finally:

@@ -56,9 +56,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
 
 
 def test_vllm_names_are_understood() -> None:
-    config = SpeculativeConfig.from_dict(
-        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
-    )
+    config = SpeculativeConfig.from_dict({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4})
     assert (config.drafter, config.budget, config.prompt_lookup_max) == ("ngram", 5, 4)
     with pytest.raises(InvalidInput, match="num_spec_tokens"):
         SpeculativeConfig.from_dict({"num_spec_tokens": 3})

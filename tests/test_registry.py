@@ -182,17 +182,14 @@ def test_specs_of_compositions_follow_from_their_members() -> None:
     with pytest.raises(UnknownName, match="unknown drafter 'eagel3'; did you mean 'eagle3'"):
         registry.drafters.spec("ngram+eagel3")
     assert (
-        registry.drafters.spec("ngram>draft_model").says
-        == "draft_model, which decodes with ngram as its own drafter."
+        registry.drafters.spec("ngram>draft_model").says == "draft_model, which decodes with ngram as its own drafter."
     )
     assert [registry.drafters.spec(name).checkpoints for name in CASCADES] == list(CASCADES.values())
 
 
 def test_a_second_operator_is_one_line() -> None:
     specs = [DrafterSpec(name, f"m:{name}") for name in "abc"]
-    cascades = DrafterRegistry(
-        specs, {}, {"+": ("m:Both", "{0} and {1}"), ">": ("m:Cascade", "{0} under {1}")}
-    )
+    cascades = DrafterRegistry(specs, {}, {"+": ("m:Both", "{0} and {1}"), ">": ("m:Cascade", "{0} under {1}")})
     spec = cascades.spec("a+b>c")  # + binds less than >
     assert [member.name for member in spec.members] == ["a", "b>c"]
     assert spec.members[1].where == "m:Cascade"

@@ -24,12 +24,7 @@ HOT: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "seed": 3, "ignore_e
 ONLY_ASYNC = {"items", "fail", "failure", "cpu_seconds", "requests"}  # its thread, and what servers ask of it
 EXTRA_PARAMETERS = {"__init__": {"max_requests", "refuse"}, "close": {"timeout"}}
 PAIRS = [(LLM, AsyncLLM), (Stream, AsyncStream)]
-SPECIAL = {
-    "__enter__": "__aenter__",
-    "__exit__": "__aexit__",
-    "__iter__": "__aiter__",
-    "__next__": "__anext__",
-}
+SPECIAL = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__iter__": "__aiter__", "__next__": "__anext__"}
 
 
 def public(kind: type) -> set[str]:
@@ -48,9 +43,7 @@ def differences(one: type, other: type) -> list[str]:
         mine, theirs = inspect.getattr_static(one, name), inspect.getattr_static(other, name)
         if isinstance(mine, property):
             found += [] if isinstance(theirs, property) else [name]
-        elif parameters(getattr(one, name)) != parameters(
-            getattr(other, name), EXTRA_PARAMETERS.get(name, set())
-        ):
+        elif parameters(getattr(one, name)) != parameters(getattr(other, name), EXTRA_PARAMETERS.get(name, set())):
             found.append(name)
     return found
 

@@ -154,13 +154,9 @@ def test_laws_are_softmaxes() -> None:
 def test_draws_of_several_drafters_share_one_table() -> None:
     """Whatever device its trees are on, and however many words it knows."""
     chosen = TreeBatch(
-        torch.zeros(2, dtype=torch.long, device="meta"),
-        torch.zeros(2, dtype=torch.long, device="meta"),
-        (0, 2),
+        torch.zeros(2, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.long, device="meta"), (0, 2)
     )
-    narrow = TreeBatch.trees(
-        [([1, 2], [-1, 0])], Draws(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([-1, 0]), False)
-    )
+    narrow = TreeBatch.trees([([1, 2], [-1, 0])], Draws(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([-1, 0]), False))
     wide = TreeBatch.trees(
         [([1, 3], [-1, 0])], Draws(torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([-1, 0]), False)
     )
@@ -168,11 +164,7 @@ def test_draws_of_several_drafters_share_one_table() -> None:
     draws = joined.drawn_from
     assert draws is not None
     assert draws.laws.shape == (2, 4)
-    assert (
-        [int(draws.laws[row].argmax()) for row in draws.rows[[1, 3]]]
-        == joined.tokens[[1, 3]].tolist()
-        == [3, 2]
-    )
+    assert [int(draws.laws[row].argmax()) for row in draws.rows[[1, 3]]] == joined.tokens[[1, 3]].tolist() == [3, 2]
     draws = TreeBatch.join([chosen, narrow], [0, 1]).drawn_from
     assert draws is not None
     assert draws.rows.tolist() == [-1, -1, -1, 0]

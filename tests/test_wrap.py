@@ -97,9 +97,7 @@ def test_greedy_equals_transformers(model: Any, wrapped: Wrapped, settings: dict
 def test_other_families(make: Any) -> None:
     model, batch = make(), ragged()
     model.generation_config.pad_token_id = PAD
-    assert torch.equal(
-        wrap(model).generate(**batch, max_new_tokens=20), model.generate(**batch, max_new_tokens=20)
-    )
+    assert torch.equal(wrap(model).generate(**batch, max_new_tokens=20), model.generate(**batch, max_new_tokens=20))
 
 
 def test_prompt_lookup(model: Any, wrapped: Wrapped) -> None:
@@ -163,9 +161,7 @@ def test_precedence_is_transformers(model: Any) -> None:
     for settings in ({}, {"generation_config": given}, {"generation_config": given, "max_new_tokens": 7}):
         theirs = own.generate(**batch, **settings)
         assert torch.equal(ours.generate(**batch, **settings), theirs)
-    assert torch.equal(
-        ours.generate(batch["input_ids"][:1], given), own.generate(batch["input_ids"][:1], given)
-    )
+    assert torch.equal(ours.generate(batch["input_ids"][:1], given), own.generate(batch["input_ids"][:1], given))
 
 
 def test_padding_is_told_from_the_pad_token(model: Any, wrapped: Wrapped) -> None:
@@ -210,9 +206,7 @@ def test_the_default_top_k_is_transformers() -> None:
 
 def test_several_texts_for_a_prompt(wrapped: Wrapped) -> None:
     batch = ragged()
-    texts = wrapped.generate(
-        **batch, do_sample=True, temperature=2.0, num_return_sequences=3, max_new_tokens=8, seed=1
-    )
+    texts = wrapped.generate(**batch, do_sample=True, temperature=2.0, num_return_sequences=3, max_new_tokens=8, seed=1)
     assert len(texts) == 9
     assert torch.equal(texts[:, :9], batch["input_ids"].repeat_interleave(3, 0))
     assert len({tuple(row) for row in texts[:3].tolist()}) == 3
@@ -223,10 +217,7 @@ def test_stop_strings(model: Any, wrapped: Wrapped) -> None:
     free = wrapped.generate(ids, max_new_tokens=20, eos_token_id=None)[0, 6:].tolist()
     stop = Letters().decode(free[4:6])
     end = Letters().decode(free).index(stop) + 2
-    assert (
-        wrapped.generate(ids, max_new_tokens=20, eos_token_id=None, stop_strings=stop)[0, 6:].tolist()
-        == free[:end]
-    )
+    assert wrapped.generate(ids, max_new_tokens=20, eos_token_id=None, stop_strings=stop)[0, 6:].tolist() == free[:end]
     bare = wrap(model)
     with pytest.raises(InvalidInput, match="tokenizer"):
         bare.generate(ids, stop_strings=["x"])
@@ -293,9 +284,7 @@ def test_an_error_leaves_nothing_behind(model: Any, wrapped: Wrapped) -> None:
 
 def test_the_public_name_is_the_function() -> None:
     """A module of the same name would shadow it as soon as anybody imported that."""
-    code = (
-        "import forerun.api.dropin.wrapped, forerun.api.dropin, forerun; print(type(forerun.wrap).__name__)"
-    )
+    code = "import forerun.api.dropin.wrapped, forerun.api.dropin, forerun; print(type(forerun.wrap).__name__)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "function"
     names = {module.name for module in pkgutil.iter_modules(forerun.__path__)}

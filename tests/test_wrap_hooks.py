@@ -179,9 +179,7 @@ def test_a_drafter_by_name(model: Any) -> None:
         wrap(model, drafter="n-gram")
 
 
-@pytest.mark.parametrize(
-    "wrong", ["gpt2", 5, None, object(), torch.nn.Linear(2, 2), transformers.LlamaForCausalLM]
-)
+@pytest.mark.parametrize("wrong", ["gpt2", 5, None, object(), torch.nn.Linear(2, 2), transformers.LlamaForCausalLM])
 def test_what_is_no_model_is_said(model: Any, wrong: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^wrap takes a"):
         wrap(wrong)

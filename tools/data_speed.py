@@ -86,11 +86,7 @@ def main() -> None:
             started = perf_counter()
             speeds[name].append(run() / (perf_counter() - started))
             print(f"{name}: {speeds[name][-1]:.1f} tokens/s", flush=True)
-    conditions = {
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "machine": platform.processor(),
-    }
+    conditions = {"threads": torch.get_num_threads(), "load": os.getloadavg()[0], "machine": platform.processor()}
     print(json.dumps({"tokens_per_second": speeds, **vars(given), **conditions}))
 
 

@@ -146,9 +146,7 @@ def gain_table(known: Documents | None = None, limit: int = 8) -> str:
     for batch in (1, 32, 128):
         row = row_of("h200-batches-8b", "batches", found, batch=batch)
         at = "one H200" if batch == 1 else f"one H200, {batch} at once"
-        rows.append(
-            ["135M inflated to an 8B", at, number(row["plain"], ",.0f"), cell(row["gain"], ".2fx"), "-", "-"]
-        )
+        rows.append(["135M inflated to an 8B", at, number(row["plain"], ",.0f"), cell(row["gain"], ".2fx"), "-", "-"])
     head = ("model", "machine", "plain, tokens/s", "default over plain", "best task", "worst task")
     return table(head, rows[:limit])
 
@@ -185,13 +183,7 @@ def methods(known: Documents | None = None) -> list[dict[str, Any]]:
         for row in found[document]["tables"][part]["rows"]:
             name = _name(row["method"])
             before = newest.get(name, {})
-            newest[name] = {
-                **before,
-                **row,
-                "method": name,
-                "prompts": prompts,
-                "commit": found[document]["commit"],
-            }
+            newest[name] = {**before, **row, "method": name, "prompts": prompts, "commit": found[document]["commit"]}
     for row in found["h200-spec-bench-all"]["tables"]["t1"]["rows"]:
         newest[_name(row["method"])]["t1"] = row["all"]
     for row in found["h200-spec-bench-default"]["tables"]["t1"]["rows"]:
@@ -221,14 +213,6 @@ def method_table(known: Documents | None = None) -> str:
         for row in methods(known)
         if row["method"] != "plain"
     ]
-    head = (
-        "drafter",
-        "T=0, x plain",
-        "tokens per round",
-        "T=1, x plain",
-        "training, min",
-        "prompts",
-        "T=0 at",
-    )
+    head = ("drafter", "T=0, x plain", "tokens per round", "T=1, x plain", "training, min", "prompts", "T=0 at")
     runs = ("h200-spec-bench-all", "h200-spec-bench-heads", "h200-spec-bench-mtp")
     return table(head, rows) + sources(*runs, found_in="h200-spec-bench-default", known=known)

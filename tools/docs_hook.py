@@ -22,10 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "license.md",
     "examples": "examples/index.md",
-    **{
-        f"examples/{file.name}": f"examples/{file.stem}.md"
-        for file in sorted((ROOT / "examples").glob("*.py"))
-    },
+    **{f"examples/{file.name}": f"examples/{file.stem}.md" for file in sorted((ROOT / "examples").glob("*.py"))},
 }
 _SOURCES = {page: source for source, page in PAGES.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -62,9 +59,7 @@ def as_on_site(markdown: str, source: str, uri: str) -> str:
         return f"{link[1]}{os.path.relpath(page, PurePosixPath(uri).parent)}{link[3] or ''}{link[4]}"
 
     parts = _FENCE.split(markdown)
-    return "".join(
-        part if i % 2 else _BLOCK.sub(r"\1\n", _LINK.sub(turned, part)) for i, part in enumerate(parts)
-    )
+    return "".join(part if i % 2 else _BLOCK.sub(r"\1\n", _LINK.sub(turned, part)) for i, part in enumerate(parts))
 
 
 def _page_of(source: str) -> str:

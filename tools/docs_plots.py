@@ -56,9 +56,7 @@ def batches(known: Documents | None = None) -> str:
     ]
     for tick in (0, 1, 2, 3):
         line = INK if tick == 1 else GRID
-        parts.append(
-            f'<line x1="{left}" y1="{y(tick):.1f}" x2="{width - 10}" y2="{y(tick):.1f}" stroke="{line}"/>'
-        )
+        parts.append(f'<line x1="{left}" y1="{y(tick):.1f}" x2="{width - 10}" y2="{y(tick):.1f}" stroke="{line}"/>')
         parts.append(_text(left - 6, y(tick) + 4, f"{tick}x", "end"))
     for place, row in enumerate(rows):
         start = left + place * group + 13
@@ -76,10 +74,7 @@ def batches(known: Documents | None = None) -> str:
             )
         parts.append(_text(start + group / 2 - 13, bottom + 18, str(row["batch"]), "middle"))
     for at, (name, fill, _) in enumerate(series):
-        parts += [
-            _box(left + at * 160, bottom + 32, 12, 12, fill),
-            _text(left + at * 160 + 18, bottom + 42, name),
-        ]
+        parts += [_box(left + at * 160, bottom + 32, 12, 12, fill), _text(left + at * 160 + 18, bottom + 42, name)]
     return _picture(width, bottom + 56, "Speed by batch size beside vLLM", parts)
 
 
@@ -93,30 +88,18 @@ def drafters(known: Documents | None = None) -> str:
         return left + wide * min(value, most) / most
 
     parts = [
-        _text(
-            8,
-            18,
-            "x plain decoding on Spec-Bench, T=0, batch 1 (8B cost, one H200)",
-            more=' font-weight="bold"',
-        )
+        _text(8, 18, "x plain decoding on Spec-Bench, T=0, batch 1 (8B cost, one H200)", more=' font-weight="bold"')
     ]
     for tick in range(5):
         line = INK if tick == 1 else GRID
-        parts.append(
-            f'<line x1="{x(tick):.1f}" y1="{top}" x2="{x(tick):.1f}" y2="{bottom}" stroke="{line}"/>'
-        )
+        parts.append(f'<line x1="{x(tick):.1f}" y1="{top}" x2="{x(tick):.1f}" y2="{bottom}" stroke="{line}"/>')
         parts.append(_text(x(tick), bottom + 16, f"{tick}x", "middle"))
     for place, row in enumerate(rows):
         value, low, high = row["all"]
         y = top + place * step + 4
         fill = OURS if row["method"] == "ngram+eagle3" else "#7fbfb5"
-        parts += [
-            _text(left - 8, y + 12, row["method"], "end"),
-            _box(left, y, x(value) - left, step - 7, fill),
-        ]
-        parts.append(
-            f'<line x1="{x(low):.1f}" y1="{y + 7.5}" x2="{x(high):.1f}" y2="{y + 7.5}" stroke="{INK}"/>'
-        )
+        parts += [_text(left - 8, y + 12, row["method"], "end"), _box(left, y, x(value) - left, step - 7, fill)]
+        parts.append(f'<line x1="{x(low):.1f}" y1="{y + 7.5}" x2="{x(high):.1f}" y2="{y + 7.5}" stroke="{INK}"/>')
         parts.append(_text(left + wide + 8, y + 12, number(value, ".2fx")))
     return _picture(left + wide + 60, bottom + 26, "Every drafter on Spec-Bench", parts)
 

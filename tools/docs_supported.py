@@ -114,9 +114,7 @@ def number_formats() -> str:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     rows = []
     for name in get_args(Dtype):
-        kernels = (
-            "a GGUF file's own, else float32" if name == "auto" else YES if name in get_args(Mode) else NO
-        )
+        kernels = "a GGUF file's own, else float32" if name == "auto" else YES if name in get_args(Mode) else NO
         rows.append((f"`{name}`", kernels, _computed_in(name, cpu), _computed_in(name, gpu)))
     return table(("`dtype`", "C kernels (CPU)", "torch or transformers (CPU)", "GPU"), rows)
 
@@ -131,10 +129,7 @@ def _computed_in(name: str, device: torch.device) -> str:
 
 def processors() -> str:
     """One row per architecture: the instruction sets that the C kernels have code for, best first."""
-    names = {
-        "defined(__x86_64__)": "x86-64, with AVX2 and FMA at least",
-        "defined(__aarch64__)": "ARM, 64 bit",
-    }
+    names = {"defined(__x86_64__)": "x86-64, with AVX2 and FMA at least", "defined(__aarch64__)": "ARM, 64 bit"}
     found: dict[str, list[str]] = {}
     nested, here = 0, ""
     for line in (C / "dispatch.c").read_text().splitlines():
@@ -147,9 +142,7 @@ def processors() -> str:
             nested -= 1
         if paths := re.findall(r'{"([\w-]+)", fr_packed_', line):
             found.setdefault(here, []).extend(f"`{path}`" for path in paths)
-    return table(
-        ("processor", "code paths, best first"), ((name, ", ".join(paths)) for name, paths in found.items())
-    )
+    return table(("processor", "code paths, best first"), ((name, ", ".join(paths)) for name, paths in found.items()))
 
 
 def wheels() -> str:
@@ -169,23 +162,14 @@ def wheels() -> str:
 
 def models() -> str:
     rows = [
-        (
-            f"`{model.name}`",
-            model.description,
-            f"{model.size / 1e6:.0f} MB",
-            model.licence,
-            model.gain or "by look-ups",
-        )
+        (f"`{model.name}`", model.description, f"{model.size / 1e6:.0f} MB", model.licence, model.gain or "by look-ups")
         for model in known_models()
     ]
     return table(("name", "model", "size", "licence", "drafting"), rows)
 
 
 def heads() -> str:
-    rows = [
-        (f"`{head.path.name}`", head.kind, head.target, f"{head.size / 1e6:.1f} MB")
-        for head in heads_in_the_box()
-    ]
+    rows = [(f"`{head.path.name}`", head.kind, head.target, f"{head.size / 1e6:.1f} MB") for head in heads_in_the_box()]
     return table(("folder", "kind", "trained for", "size"), rows)
 
 

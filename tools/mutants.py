@@ -133,9 +133,7 @@ def main() -> int:
         print("\n".join(f"{m.area:<10} {m.label}" for m in mutants))
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # before torch is imported
-    sys.dont_write_bytecode = (
-        True  # else a fault of the same length may be kept where it was put right at once
-    )
+    sys.dont_write_bytecode = True  # else a fault of the same length may be kept where it was put right at once
     started = monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "src"

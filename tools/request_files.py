@@ -69,9 +69,7 @@ def gpu_tree() -> list[Path]:
     from tests.gpu.tiny import make_target
 
     target = make_target("llama", "cpu")
-    engine = make_engine(
-        target, frozenset(), SpeculativeConfig("none", controller="fixed"), EngineConfig(max_batch=2)
-    )
+    engine = make_engine(target, frozenset(), SpeculativeConfig("none", controller="fixed"), EngineConfig(max_batch=2))
     engine.drafters.add("device", both_drafters(target, borrows=True)[0])
     controller: Any = _OneShape()
     engine.controller = controller

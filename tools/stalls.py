@@ -62,10 +62,7 @@ def nested(depth: int) -> bytes:
     return b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,40}$"} for i in range(400)},
-}
+SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "^[a-z]{1,40}$"} for i in range(400)}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 REQUESTS: dict[str, Callable[[], bytes]] = {
@@ -193,9 +190,7 @@ async def measure(port: int, given: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(given.repeats):
             await asyncio.sleep(AFTER)
             seen.append(await watched(streams, probe, send(port, raw)))
-        least = min(
-            seen, key=lambda each: each.gap
-        )  # what the machine's other work adds is not there every time
+        least = min(seen, key=lambda each: each.gap)  # what the machine's other work adds is not there every time
         beyond = max(0.0, least.gap - usual.gap)
         rows.append({"request": name, "beyond": beyond, **least._asdict()})
         figures = f"gap {least.gap:5.2f}  beyond {beyond:5.2f}  health {least.health:5.2f}"
@@ -248,14 +243,10 @@ def served(flags: list[str]) -> Iterator[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="requests whose name holds this")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="of each request; the smallest of its gaps counts"
-    )
+    parser.add_argument("--repeats", type=int, default=3, help="of each request; the smallest of its gaps counts")
     parser.add_argument("flags", nargs="*", help="for the server")
     given = parser.parse_args()
     with served(given.flags) as port:

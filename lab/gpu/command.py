@@ -37,11 +37,7 @@ from lab.inflate.loading import OWN
 from lab.inflate.model import PRESETS, Shape
 from lab.runner import Document, Run, picture, share
 
-SHAPES = {
-    "135m": (Shape(576, 30, 9, 3, 64, 1536), 49152),
-    "1b": (PRESETS["1b"], 49152),
-    "8b": (PRESETS["8b"], 128256),
-}
+SHAPES = {"135m": (Shape(576, 30, 9, 3, 64, 1536), 49152), "1b": (PRESETS["1b"], 49152), "8b": (PRESETS["8b"], 128256)}
 NODES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256)
 QUICK_NODES = (1, 8, 64)
 BATCHES = (1, 8, 32, 64)
@@ -90,20 +86,14 @@ def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Name
     return result
 
 
-def measure_passes(
-    target: CudaDecoder, name: str, kind: WeightKind, rate: float, quick: bool
-) -> dict[str, Any]:
+def measure_passes(target: CudaDecoder, name: str, kind: WeightKind, rate: float, quick: bool) -> dict[str, Any]:
     """t(n) of one shape: the pass on the device, and the whole call of `score` with the argmax on the host."""
-    layers = [
-        tensor for layer in target.model.layers for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    ]
+    layers = [tensor for layer in target.model.layers for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     read = sum(tensor.nbytes for tensor in (*layers, target.model.head))
     numbers = sum(tensor.shape.numel() for tensor in (*layers, target.model.head))
     rows = []
     for batch in BATCHES[: 1 if quick else None]:
-        seqs = [
-            FakeSeq(i, [(7 * i + j) % 997 for j in range(CONTEXT + 1)], max_length=700) for i in range(batch)
-        ]
+        seqs = [FakeSeq(i, [(7 * i + j) % 997 for j in range(CONTEXT + 1)], max_length=700) for i in range(batch)]
         target.prefill(seqs, Needs())
         for nodes in [n for n in (QUICK_NODES if quick else NODES) if n * batch in ROW_SIZES]:
             trees = TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)] for seq in seqs])
@@ -126,21 +116,12 @@ def measure_passes(
             )
         for seq in seqs:
             target.release(seq)
-    return {
-        "shape": name,
-        "weights": kind,
-        "weights_ms": read / rate * 1e3,
-        "weight_bytes": read,
-        "passes": rows,
-    }
+    return {"shape": name, "weights": kind, "weights_ms": read / rate * 1e3, "weight_bytes": read, "passes": rows}
 
 
 def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int = 1500) -> dict[str, Any]:
     """Time of prefilling several prompts in one batch."""
-    seqs = [
-        FakeSeq(i, [(7 * i + j) % 997 for j in range(length + 1)], max_length=length + 2)
-        for i in range(texts)
-    ]
+    seqs = [FakeSeq(i, [(7 * i + j) % 997 for j in range(length + 1)], max_length=length + 2) for i in range(texts)]
     seconds = 0.0
     for _ in range(2):  # the first time captures
         torch.cuda.synchronize()
@@ -151,10 +132,7 @@ def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int 
         for seq in seqs:
             target.release(seq)
     rate = texts * length / seconds
-    print(
-        f"{name:>5} prefill of {texts} x {length} tokens: {seconds * 1e3:.1f} ms, {rate:,.0f} tokens/s",
-        flush=True,
-    )
+    print(f"{name:>5} prefill of {texts} x {length} tokens: {seconds * 1e3:.1f} ms, {rate:,.0f} tokens/s", flush=True)
     return {"texts": texts, "length": length, "ms": seconds * 1e3, "tokens_per_s": rate}
 
 
@@ -163,11 +141,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", default="135m,1b,8b", help="shapes to time passes of; empty = none")
     add("--weights", default="plain", help="kinds of weights: plain, int8, fp8")
-    add(
-        "--quick",
-        action="store_true",
-        help="few sizes of passes; texts shorter, no random trees, no transformers",
-    )
+    add("--quick", action="store_true", help="few sizes of passes; texts shorter, no random trees, no transformers")
     add("--long", action="store_true", help="passes behind 32k tokens too")
     add("--products", action="store_true", help="every product by number of rows")
     add("--sweep", action="store_true", help="with --products: try other tiles")
@@ -184,12 +158,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--texts-per-place", type=int, default=8, help="texts per place in the batch")
     add("--vllm", type=Path, metavar="FILE", help="another engine's figures, to show beside ours")
     add("--write-prompts", type=Path, metavar="FILE", help="write the prompts' token ids there, as JSONL")
-    add(
-        "--batch-plot",
-        type=Path,
-        metavar="PATH",
-        help="draw tokens/s and time per token by batch size, as PNG",
-    )
+    add("--batch-plot", type=Path, metavar="PATH", help="draw tokens/s and time per token by batch size, as PNG")
     add("--only-default", action="store_true", help="plain and the default drafter alone")
     add("--skip-random-trees", action="store_true", help="no trees that branch at random")
     add("--skip-transformers", action="store_true")
@@ -214,9 +183,7 @@ def measure(run: Run) -> Document:
     rate = copy_rate()
     print(f"{run.facts['gpu']}: copies {rate / 1e12:.2f} TB/s; rows in bf16, {CONTEXT} tokens of context")
     found: Document = {"copy_tb_per_s": rate / 1e12, "context": CONTEXT}
-    found["shapes"] = [
-        measure_shape(name, kind, rate, flags) for name in words(flags.shapes) for kind in kinds
-    ]
+    found["shapes"] = [measure_shape(name, kind, rate, flags) for name in words(flags.shapes) for kind in kinds]
     if flags.model:
         found["texts"] = measure_texts(flags) | {"rival": [asdict(row) for row in rival]}
         found["equal"] = not found["texts"]["differing"]
@@ -245,9 +212,7 @@ def draw_passes(document: Mapping[str, Any], file: Path) -> None:
             for batch in dict.fromkeys(row["batch"] for row in shape["passes"]):
                 rows = [row for row in shape["passes"] if row["batch"] == batch]
                 label = f"{shape['weights']} weights, batch {batch}"
-                panel.plot(
-                    [row["nodes"] for row in rows], [row["pass_ms"] for row in rows], marker="o", label=label
-                )
+                panel.plot([row["nodes"] for row in rows], [row["pass_ms"] for row in rows], marker="o", label=label)
             panel.axhline(shape["weights_ms"], linestyle=":", color="grey", linewidth=1)
         panel.set_xscale("log", base=2)
         panel.set_ylim(bottom=0)

@@ -36,12 +36,7 @@ def measure_products(target: CudaDecoder, name: str, sweep: bool = False) -> lis
         for product in NAMES:
             best = None
             for tile in _tiles(steps, product, rows, sweep):
-                row = {
-                    "shape": name,
-                    "rows": rows,
-                    "product": product,
-                    **_measure(target, product, rows, tile),
-                }
+                row = {"shape": name, "rows": rows, "product": product, **_measure(target, product, rows, tile)}
                 found.append(row)
                 best = min(best or row, row, key=lambda one: float(one["us"]))
                 if sweep:
@@ -65,9 +60,7 @@ def work_of(steps: FusedSteps, product: str, run: Run) -> Callable[[int], None]:
     """One product by layer."""
     if product == "head":
         return lambda layer: steps.head(run)
-    step = {"qkv": steps.qkv, "o": steps.leave_attention, "gate": steps.gate, "down": steps.leave_mlp}[
-        product
-    ]
+    step = {"qkv": steps.qkv, "o": steps.leave_attention, "gate": steps.gate, "down": steps.leave_mlp}[product]
     return lambda layer: step(run, layer)
 
 
@@ -109,9 +102,7 @@ def count_differing(target: CudaDecoder, product: str, rows: int) -> int:
         target.buffers.x.copy_(before[0])
         work_of(steps, product, run)(0)
         result = outcome(target, product, run)
-        for tensor, old in zip(
-            (target.buffers.x, target.buffers.rows, target.buffers.inner), before, strict=True
-        ):
+        for tensor, old in zip((target.buffers.x, target.buffers.rows, target.buffers.inner), before, strict=True):
             tensor.copy_(old)
         return result
 
@@ -147,21 +138,9 @@ def _measure(target: CudaDecoder, product: str, rows: int, tile: WideTile | None
     except Exception as error:
         if tile is None:
             raise
-        return {
-            "tile": str(tile),
-            "us": float("inf"),
-            "tflops": 0.0,
-            "differ": -1,
-            "error": repr(error)[:200],
-        }
+        return {"tile": str(tile), "us": float("inf"), "tflops": 0.0, "differ": -1, "error": repr(error)[:200]}
     layer = target.model.layers[0]
-    weight = {
-        "qkv": layer.qkv,
-        "o": layer.o,
-        "gate": layer.gate_up,
-        "down": layer.down,
-        "head": target.model.head,
-    }
+    weight = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down, "head": target.model.head}
     outputs, depth = weight[product].shape
     flops = 2.0 * rows * outputs * depth
     return {"tile": str(tile), "us": seconds * 1e6, "tflops": flops / seconds / 1e12, "differ": differ}

@@ -110,10 +110,7 @@ def measure_rounds(
 def _measure_round(
     target: CudaDecoder, drafter: OnDevice[HeadDraft], batch: int, budget: Budget, context: int
 ) -> dict[str, float]:
-    seqs = [
-        FakeSeq(i, [(7 * i + j) % 199 for j in range(context + 1)], max_length=context + 400)
-        for i in range(batch)
-    ]
+    seqs = [FakeSeq(i, [(7 * i + j) % 199 for j in range(context + 1)], max_length=context + 400) for i in range(batch)]
     trees, scores = target.prefill(seqs, drafter.needs)
     drafter.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
     parts: dict[str, float] = {}
@@ -136,11 +133,7 @@ def _measure_round(
 
 
 def play(
-    target: CudaDecoder,
-    drafter: OnDevice[HeadDraft],
-    seqs: Sequence[FakeSeq],
-    budget: Budget,
-    parts: dict[str, float],
+    target: CudaDecoder, drafter: OnDevice[HeadDraft], seqs: Sequence[FakeSeq], budget: Budget, parts: dict[str, float]
 ) -> None:
     """One round without an engine; verdicts wait for the device."""
     at = perf_counter()

@@ -49,9 +49,7 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     batches = parse_batches(given.batches)
     settings = EngineConfig(max_length=4096, max_batch=max(batches))
     engine = make_engine(target, tokenizer.eos_ids, SpeculativeConfig(drafter="ngram"), settings, tokenizer)
-    prompts = [
-        tuple(tokenizer.chat_ids(item.messages)) for item in load_suite(given.suite, limit=given.limit)
-    ]
+    prompts = [tuple(tokenizer.chat_ids(item.messages)) for item in load_suite(given.suite, limit=given.limit)]
     if given.write_prompts is not None:
         lines = [json.dumps({"token_ids": prompt}) for prompt in dict.fromkeys(prompts)]
         given.write_prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -93,9 +91,7 @@ def make_setups(
         for form in given.forms.split(","):
             setups[f"{kind} head, {form}"] = Setup(f"head {kind}", parse_form(form))
         if registry.drafters.spec("eagle3").best != "eagle3":
-            engine.drafters.add(
-                f"ngram+head {kind}", HybridDrafter.compose(engine.drafters.get("ngram"), drafter)
-            )
+            engine.drafters.add(f"ngram+head {kind}", HybridDrafter.compose(engine.drafters.get("ngram"), drafter))
             setups[f"ngram+{kind} head"] = Setup(f"ngram+head {kind}")
     return {name: setups[name] for name in (PLAIN, [*setups][-1])} if given.only_default else setups
 
@@ -118,9 +114,7 @@ def parse_form(form: str) -> Budget | None:
 
 def _gap(target: CudaDecoder, prompt: tuple[int, ...], plain: list[int], other: list[int]) -> float:
     """How far apart the two likeliest tokens are where two texts differ first."""
-    at = next(
-        (i for i, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), len(plain) - 1
-    )
+    at = next((i for i, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), len(plain) - 1)
     seq = FakeSeq(1 << 40, [*prompt, *plain[:at]], max_length=4096)
     target.prefill([seq], Needs())
     logits = target.score([seq], TreeBatch.chains([seq.tokens[-1:]]), Needs()).logits

@@ -30,9 +30,7 @@ def work(flags: argparse.Namespace) -> int:
     if flags.head is not None:
         found = open_head(flags.head)
         if found is None:
-            raise InvalidInput(
-                f"{flags.head} holds no head of a known kind; give the folder of a trained head"
-            )
+            raise InvalidInput(f"{flags.head} holds no head of a known kind; give the folder of a trained head")
         print(inflate_folder(flags.head, found.kind, wanted, flags.folder))
         return 0
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -29,9 +29,7 @@ from forerun.drafters.heads.mtp import read_mtp, write_mtp
 from lab.inflate.model import InflatedWeights, Shape
 
 
-def inflate_folder(
-    head: Path, kind: str, shape: Shape, folder: Path, device: torch.device | str = "cpu"
-) -> Path:
+def inflate_folder(head: Path, kind: str, shape: Shape, folder: Path, device: torch.device | str = "cpu") -> Path:
     """Write the folder of a head of this kind anew, for its target at a larger shape."""
     if kind in ("eagle", "eagle3"):
         write_head(folder, *inflate_head(*read_head(head), shape, device=device))
@@ -118,9 +116,7 @@ _WIDE = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 class HeadInflater(RowInflater):
     """Makes the weights of a larger head one by one."""
 
-    def __init__(
-        self, config: HeadShape, shape: Shape, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, config: HeadShape, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> None:
         if config.target_width != config.width:
             raise UnsupportedModel(
                 f"a head {config.width} wide on a target {config.target_width} wide cannot be inflated: "
@@ -142,9 +138,7 @@ class HeadInflater(RowInflater):
         if weight.dim() == 1:
             return self.vector(weight) if name == "fc.bias" else self.norm(weight)
         if inner in _WIDE:
-            return torch.cat(
-                [self._inner(inner, part) for part in torch.split(weight, self.small.width, 1)], 1
-            )
+            return torch.cat([self._inner(inner, part) for part in torch.split(weight, self.small.width, 1)], 1)
         return self._inner(inner, weight)
 
     def _inner(self, name: str, weight: Tensor) -> Tensor:
@@ -154,9 +148,7 @@ class HeadInflater(RowInflater):
             "num_hidden_layers": 1, "num_attention_heads": self.small.heads, "head_dim": self.small.head_dim,
             "num_key_value_heads": self.small.kv_heads, "vocab_size": self.small.vocab_size,
         }  # fmt: skip
-        whole = InflatedWeights(
-            values, {_INNER + name: weight}, self.shape, dtype=self.dtype, device=self.device
-        )
+        whole = InflatedWeights(values, {_INNER + name: weight}, self.shape, dtype=self.dtype, device=self.device)
         return whole[_INNER + name]
 
 
@@ -178,9 +170,7 @@ def inflate_head(
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     """The head of a target inflated to `shape`."""
     inflater = HeadInflater(config, shape, dtype, device)
-    return inflated_shape(config, shape), {
-        name: inflater.inflate(name, weight) for name, weight in weights.items()
-    }
+    return inflated_shape(config, shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}
 
 
 class BlockInflater(HeadInflater):
@@ -245,6 +235,4 @@ def inflate_block(
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
     """The drafter of a target inflated to `shape`."""
     inflater = BlockInflater(config, shape, dtype, device)
-    return inflated_shape(config, shape), {
-        name: inflater.inflate(name, weight) for name, weight in weights.items()
-    }
+    return inflated_shape(config, shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}

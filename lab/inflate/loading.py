@@ -49,13 +49,7 @@ def load_inflated(
 
 
 def load_ready(
-    model: str,
-    preset: str,
-    places: int,
-    length: int,
-    folder: Path,
-    device: str = "cuda",
-    drafter: str | None = None,
+    model: str, preset: str, places: int, length: int, folder: Path, device: str = "cuda", drafter: str | None = None
 ) -> LLM:
     """A small model at that shape, ready to write; its head is written to the folder, from where drafters read it."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -72,9 +66,7 @@ def load_ready(
     return LLM(engine, tokenizer, f"{model}-at-{preset}")
 
 
-def _inflated_head(
-    checkpoint: Checkpoint, preset: str, folder: Path, drafter: str | None
-) -> SpeculativeConfig:
+def _inflated_head(checkpoint: Checkpoint, preset: str, folder: Path, drafter: str | None) -> SpeculativeConfig:
     """Drafting with the package's head for this model, written to a folder at the larger shape."""
     found = find_head(checkpoint, "eagle3")
     if found is None:

@@ -98,9 +98,7 @@ def _check(config: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> Non
     }
     for name, (old, new) in pairs.items():
         if new < old:
-            raise InvalidInput(
-                f"{name}={new} is less than the model's own {old}: models can only be made larger"
-            )
+            raise InvalidInput(f"{name}={new} is less than the model's own {old}: models can only be made larger")
     if shape.head_dim % small.head_dim or shape.heads % shape.kv_heads:
         raise InvalidInput(
             f"head_dim={shape.head_dim} must be a multiple of {small.head_dim}, and heads={shape.heads} of kv_heads"
@@ -260,11 +258,7 @@ def inflate(
         if progress is not None:
             progress(done, len(names))
     _name_shards(folder, shards, total)
-    settings = {
-        **weights.config,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "inflated_from": checkpoint.name,
-    }
+    settings = {**weights.config, "torch_dtype": str(dtype).removeprefix("torch."), "inflated_from": checkpoint.name}
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     _write_tokenizer(checkpoint, folder)
     return folder

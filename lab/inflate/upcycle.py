@@ -84,9 +84,7 @@ def make_routers(
     config: Mapping[str, Any], weights: Mapping[str, Tensor], texts: Sequence[Sequence[int]], experts: int
 ) -> list[Tensor]:
     """[E, D] for every layer, from what its feed-forward layer reads in these texts."""
-    dense = _Listener(
-        DecoderConfig.from_hf(config), weights, dtype=torch.float32, device="cpu", kv_slots=None
-    )
+    dense = _Listener(DecoderConfig.from_hf(config), weights, dtype=torch.float32, device="cpu", kv_slots=None)
     for i, text in enumerate(texts):
         seq = PlainSeq(i, list(text), max_length=len(text) + 1)
         dense.prefill([seq], Needs((-1,)))  # or it would end before the last feed-forward layer

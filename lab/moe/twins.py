@@ -64,9 +64,7 @@ def make_mixture(
     missing = shape.width - routers[0].shape[1]
     routers = [F.pad(router, (0, missing)) for router in routers]
     routers += [routers[-1]] * (shape.layers - len(routers))
-    return _load(
-        upcycled_config(weights.config, experts, per_token), UpcycledWeights(weights, routers), place
-    )
+    return _load(upcycled_config(weights.config, experts, per_token), UpcycledWeights(weights, routers), place)
 
 
 def make_twin(checkpoint: Checkpoint, per_token: int, place: Place) -> Target:
@@ -122,9 +120,7 @@ def llm_of(checkpoint: Checkpoint, target: Target, drafter: str, size: str = "")
             path = inflate_folder(head.path, head.kind, PRESETS[size], Path(folder), target.device)
         chosen = SpeculativeConfig(drafter, draft_model=None if path is None else str(path))
         tokenizer = checkpoint.tokenizer()
-        costs = (
-            _small_passes(target, Path(folder) / "costs.json") if isinstance(target, CudaDecoder) else None
-        )
+        costs = _small_passes(target, Path(folder) / "costs.json") if isinstance(target, CudaDecoder) else None
         engine = make_engine(target, tokenizer.eos_ids, chosen, config, tokenizer, cost_file=costs)
         engine.drafters.get(engine.default_drafter)  # reads the head while it is there
     return LLM(engine, tokenizer, checkpoint.name)

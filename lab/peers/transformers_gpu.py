@@ -18,9 +18,7 @@ def load_inflated(weights: InflatedWeights) -> Any:
 
     settings = {key: value for key, value in weights.config.items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("llama", **settings), dtype=weights.dtype
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings), dtype=weights.dtype)
     wrong = model.load_state_dict({name: weights[name] for name in weights}, strict=False, assign=True)
     if wrong.missing_keys or wrong.unexpected_keys:
         name = [*wrong.missing_keys, *wrong.unexpected_keys][0]
@@ -32,9 +30,7 @@ def load_inflated(weights: InflatedWeights) -> Any:
     return model.eval()
 
 
-def time_transformers(
-    weights: InflatedWeights, prompts: Sequence[tuple[int, ...]], tokens: int = 24
-) -> float:
+def time_transformers(weights: InflatedWeights, prompts: Sequence[tuple[int, ...]], tokens: int = 24) -> float:
     """Tokens per second of `generate` with the same weights; everything is written once before it is timed."""
     model = load_inflated(weights)
     seconds = 0.0

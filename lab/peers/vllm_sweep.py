@@ -40,9 +40,7 @@ def stop_ids(model: Path) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
@@ -70,9 +68,7 @@ def main() -> None:
             time.sleep(0.2)
 
     def ask(some: list[list[int]], tokens: int) -> list[list[int]]:
-        how = SamplingParams(
-            temperature=0.0, max_tokens=tokens, stop_token_ids=stop_ids(given.model), detokenize=False
-        )
+        how = SamplingParams(temperature=0.0, max_tokens=tokens, stop_token_ids=stop_ids(given.model), detokenize=False)
         answers = llm.generate([{"prompt_token_ids": ids} for ids in some], how, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
@@ -85,9 +81,7 @@ def main() -> None:
         ids = ask(texts, TOKENS)
         seconds = time.perf_counter() - began
         tokens = sum(map(len, ids))
-        rows.append(
-            {"batch": batch, "seconds": seconds, "tokens": tokens, "rate": tokens / seconds, "ids": ids}
-        )
+        rows.append({"batch": batch, "seconds": seconds, "tokens": tokens, "rate": tokens / seconds, "ids": ids})
         print(f"batch {batch}: {tokens / seconds:.0f} tokens/s, {len(texts)} texts", flush=True)
         given.out.write_text(json.dumps(rows))
 

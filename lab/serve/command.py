@@ -43,10 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share(parser, model="smollm2", clients="", suite=None, max_tokens=48, repeats=1, seed=0, plot=None)
     add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
     add("--serve-args", default="", help="more words for forerun serve, in one string")
-    add(
-        "--shape",
-        help=f"serve it at the cost of a larger shape, on a GPU: 1b or 8b; {EMULATED} = without a model",
-    )
+    add("--shape", help=f"serve it at the cost of a larger shape, on a GPU: 1b or 8b; {EMULATED} = without a model")
     add("--loads", default="0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
     add("--modes", default=",".join(MODES), help="of off, fixed and adaptive")
     add("--requests", type=int, default=16, help="per rate and mode")
@@ -118,14 +115,7 @@ async def measure_server(flags: argparse.Namespace, endpoint: Endpoint) -> Docum
                 spent = host_figures(before, await asyncio.to_thread(read_host, endpoint))
                 found = figures(answers, [wanted[str(body["messages"])] for body in asked], seconds, target)
                 rows.append(
-                    {
-                        **load.facts(),
-                        "mode": mode,
-                        "repeat": repeat,
-                        **found,
-                        **spent,
-                        "client_cpu": busy_share,
-                    }
+                    {**load.facts(), "mode": mode, "repeat": repeat, **found, **spent, "client_cpu": busy_share}
                 )
     lost, unequal = (sum(row[name] for row in rows) for name in ("lost", "unequal"))
     return {
@@ -185,10 +175,7 @@ def show(document: Document, flags: argparse.Namespace) -> None:
         table.add_row(*map(str, [*cells, row["lost"], row["unequal"]]))
     Console(stderr=True, width=120).print(table)
     for row in document["over_off"]:
-        print(
-            f"{_name(row)}: {row['mode']} writes {row['ratio']:.2f}x the tokens per second of off",
-            file=sys.stderr,
-        )
+        print(f"{_name(row)}: {row['mode']} writes {row['ratio']:.2f}x the tokens per second of off", file=sys.stderr)
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -61,9 +61,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     return times
 
 
-async def send_all(
-    endpoint: Endpoint, bodies: Sequence[Body], times: Sequence[float]
-) -> tuple[list[Answer], float]:
+async def send_all(endpoint: Endpoint, bodies: Sequence[Body], times: Sequence[float]) -> tuple[list[Answer], float]:
     """Send each at its time; the answers in order, and the seconds until the last was there."""
     started = perf_counter()
 
@@ -75,9 +73,7 @@ async def send_all(
     return list(answers), perf_counter() - started
 
 
-async def send_by_clients(
-    endpoint: Endpoint, bodies: Sequence[Body], clients: int
-) -> tuple[list[Answer], float]:
+async def send_by_clients(endpoint: Endpoint, bodies: Sequence[Body], clients: int) -> tuple[list[Answer], float]:
     """So many clients take the next request each until none is left; the answers in order, and the seconds in all."""
     started, answers, waiting = perf_counter(), dict[int, Answer](), iter(enumerate(bodies))
 
@@ -89,16 +85,13 @@ async def send_by_clients(
     return [answers[number] for number in range(len(bodies))], perf_counter() - started
 
 
-def figures(
-    answers: Sequence[Answer], wanted: Sequence[str], seconds: float, target: Target
-) -> dict[str, Any]:
+def figures(answers: Sequence[Answer], wanted: Sequence[str], seconds: float, target: Target) -> dict[str, Any]:
     """Throughput, goodput, percentiles, and what was lost or changed."""
     whole = [(a, w) for a, w in zip(answers, wanted, strict=True) if a.problem is None]
     first = sorted(s for a, _ in whole if (s := a.first_seconds) is not None)
     later = sorted(s for a, _ in whole if (s := a.seconds_per_token) is not None)
     good = sum(
-        (a.first_seconds or 0.0) <= target.first and (a.seconds_per_token or 0.0) <= target.per_token
-        for a, _ in whole
+        (a.first_seconds or 0.0) <= target.first and (a.seconds_per_token or 0.0) <= target.per_token for a, _ in whole
     )
     return {
         "requests": len(answers), "seconds": round(seconds, 3), "lost": len(answers) - len(whole),
@@ -117,12 +110,7 @@ def over_off(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         place = found.setdefault((row["load"], row["clients"]), {})
         place.setdefault(row["mode"], []).append(row["tokens_per_second"])
     return [
-        {
-            "load": load,
-            "clients": clients,
-            "mode": mode,
-            "ratio": round(median(speeds) / median(modes["off"]), 3),
-        }
+        {"load": load, "clients": clients, "mode": mode, "ratio": round(median(speeds) / median(modes["off"]), 3)}
         for (load, clients), modes in found.items()
         for mode, speeds in modes.items()
         if mode != "off" and min(modes.get("off", [0.0])) > 0.0

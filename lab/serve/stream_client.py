@@ -68,14 +68,10 @@ async def ask(endpoint: Endpoint, body: Mapping[str, Any]) -> Answer:
     return answer
 
 
-async def _chunks(
-    endpoint: Endpoint, body: Mapping[str, Any], answer: Answer
-) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(endpoint: Endpoint, body: Mapping[str, Any], answer: Answer) -> AsyncIterator[dict[str, Any]]:
     place = urlsplit(endpoint.base)
     reader, writer = await asyncio.open_connection(
-        place.hostname,
-        place.port or (443 if place.scheme == "https" else 80),
-        ssl=place.scheme == "https" or None,
+        place.hostname, place.port or (443 if place.scheme == "https" else 80), ssl=place.scheme == "https" or None
     )
     try:
         asked = {**body, "model": endpoint.model, "stream": True, "stream_options": {"include_usage": True}}
@@ -84,12 +80,7 @@ async def _chunks(
             "Host": place.netloc, "Content-Type": "application/json", "Content-Length": str(len(data)),
             "Connection": "close", **endpoint.headers,
         }  # fmt: skip
-        lines = [
-            f"POST {place.path}/v1/chat/completions HTTP/1.1",
-            *(f"{k}: {v}" for k, v in head.items()),
-            "",
-            "",
-        ]
+        lines = [f"POST {place.path}/v1/chat/completions HTTP/1.1", *(f"{k}: {v}" for k, v in head.items()), "", ""]
         writer.write("\r\n".join(lines).encode() + data)
         await writer.drain()
         answer.status = int((await reader.readline()).split()[1])

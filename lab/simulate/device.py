@@ -202,9 +202,7 @@ class SimulatedDevice(UnpagedTarget):
         _, taken = self._run(0, read.nodes)
         return read, Scores(None, seconds=lambda: taken)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """Prompts share the pass."""
         began = perf_counter()
         self.host_works(len(seqs))
@@ -216,8 +214,7 @@ class SimulatedDevice(UnpagedTarget):
         end, taken = self._run(trees.nodes if trees.form is None else trees.form.rows, sum(map(len, fresh)))
         follows = trees.is_plain() or trees.form is not None
         known = Greedy(
-            verdict=lambda: self._decide(seqs, trees, end, starting),
-            next_roots=next_roots if follows else None,
+            verdict=lambda: self._decide(seqs, trees, end, starting), next_roots=next_roots if follows else None
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
         self.spent += perf_counter() - began
@@ -240,9 +237,7 @@ class SimulatedDevice(UnpagedTarget):
         self._cached.pop(seq.id, None)
         self.answers.forget(seq)
 
-    def _decide(
-        self, seqs: Sequence[Seq], trees: TreeBatch, end: float, starting: Collection[int]
-    ) -> Verdict:
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float, starting: Collection[int]) -> Verdict:
         began = perf_counter()
         self.clock.wait_until(end)
         verdict = self.answers.verdict(seqs, trees, starting)
@@ -273,9 +268,7 @@ class SimulatedDevice(UnpagedTarget):
 def next_roots(going: Sequence[tuple[Seq, int]]) -> TreeBatch:
     """The plain round behind one that was not read; whoever knows the texts need not be told its roots."""
     rows = tuple([row for _, row in going])
-    return TreeBatch(
-        [seq.tokens[-1] for seq, _ in going], [-1] * len(rows), tuple(range(len(rows) + 1)), follows=rows
-    )
+    return TreeBatch([seq.tokens[-1] for seq, _ in going], [-1] * len(rows), tuple(range(len(rows) + 1)), follows=rows)
 
 
 def walked(seqs: Sequence[Seq], trees: TreeBatch, says: Callable[[Seq, int], int]) -> Verdict:

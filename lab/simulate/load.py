@@ -43,9 +43,7 @@ class Ask:
 def asks(count: int, seed: int = 0, prompt: int = 290, answer: int = 96) -> list[Ask]:
     """Prompts of a third to five thirds of that length, and answers of half to all of theirs."""
     rng = random.Random(seed)
-    return [
-        Ask(rng.randint(prompt // 3, prompt * 5 // 3), rng.randint(answer // 2, answer)) for _ in range(count)
-    ]
+    return [Ask(rng.randint(prompt // 3, prompt * 5 // 3), rng.randint(answer // 2, answer)) for _ in range(count)]
 
 
 @dataclass(slots=True)
@@ -71,9 +69,7 @@ class Answered:
 class SimulatedServer:
     """One engine on a simulated GPU; `drafts` = the adaptive controller, else speculation is off."""
 
-    def __init__(
-        self, drafts: bool, *, places: int = 64, speeds: Speeds | None = None, rate: float = 0.7
-    ) -> None:
+    def __init__(self, drafts: bool, *, places: int = 64, speeds: Speeds | None = None, rate: float = 0.7) -> None:
         self.clock, speeds = SimulatedClock(), speeds or h200()
         self.gpu = SimulatedDevice(self.clock, speeds, DrawnAnswers(rate))
         speculative = SpeculativeConfig(drafter="none", controller="fixed")

@@ -58,18 +58,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share(parser, repeats=1, seed=0, dtype=defaults.dtype, threads=None, plot=None)
     add("--shape", choices=[*PRESETS, OWN], help="shape to inflate it to; default: 8b on a GPU, else own")
     add("--methods", default="", help="only these, by comma, as `forerun bench` names drafters; default: all")
-    add(
-        "--also", default="", help="beside them, by comma: eagle3:24:5:6 is a tree of 24, five deep, six wide"
-    )
+    add("--also", default="", help="beside them, by comma: eagle3:24:5:6 is a tree of 24, five deep, six wide")
     add("--heads", default="", help="folders of trained heads, by comma; default: those in the package")
     add("--draft-models", default="", help="second models, smallest first, by comma: one or two")
     add("--layers", help="a plan for layer_skip (`forerun layers search`); default: two thirds of the layers")
     add("--temperatures", default="0,1", help="by comma")
-    add(
-        "--verifiers",
-        default="exact,coupled",
-        help="above T=0, by comma: exact, block, coupled (equal texts)",
-    )
+    add("--verifiers", default="exact,coupled", help="above T=0, by comma: exact, block, coupled (equal texts)")
     add("--time-limit", type=float, help="seconds after which no further text is begun, loading included")
     add("--method-seconds", type=float, default=60.0, help="seconds after which a method is not called again")
     add("--context", type=int, default=4096, help="tokens of a sequence at most; longer prompts are left out")

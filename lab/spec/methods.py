@@ -24,10 +24,7 @@ from forerun.models.load.checkpoint import Checkpoint
 
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 CASCADES = (f"ngram>{LAYERS}",)
-HEADS = (
-    "eagle3",
-    "mtp",
-)  # whose chosen tokens are drafted on a GPU by captured graphs, and drawn ones on the host
+HEADS = ("eagle3", "mtp")  # whose chosen tokens are drafted on a GPU by captured graphs, and drawn ones on the host
 CHOSEN = " chosen"
 _MAPS = ("d2t", "t2d")  # between vocabularies: not parameters
 

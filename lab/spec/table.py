@@ -74,9 +74,7 @@ def _figures(row: Mapping[str, Any], tasks: list[str]) -> list[str]:
     found += [_number(row["drafting"], ".0%"), equal]
     for task in tasks:
         mine = row["by_task"].get(task)
-        found.append(
-            DASH if mine is None else f"{mine['speedup']:.2f}, {_number(mine['tokens_per_round'], '.2f')}"
-        )
+        found.append(DASH if mine is None else f"{mine['speedup']:.2f}, {_number(mine['tokens_per_round'], '.2f')}")
     return found
 
 
@@ -112,12 +110,8 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
     if not names:
         return
     pyplot = load_pyplot()
-    figure, panels = pyplot.subplots(
-        1, 2, figsize=(13, 1.6 + 0.42 * len(names)), sharey=True, layout="constrained"
-    )
-    for panel, key, label in zip(
-        panels, ("speedup", "tokens_per_round"), ("x plain", "tokens per round"), strict=True
-    ):
+    figure, panels = pyplot.subplots(1, 2, figsize=(13, 1.6 + 0.42 * len(names)), sharey=True, layout="constrained")
+    for panel, key, label in zip(panels, ("speedup", "tokens_per_round"), ("x plain", "tokens per round"), strict=True):
         for i, cell in enumerate(cells):
             _draw_cell(panel, cell, names, key, i, len(cells))
         panel.margins(x=0.1)
@@ -130,8 +124,7 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
     facts = document["conditions"]
     where = facts.get("gpu") or facts["cpu"]
     figure.suptitle(
-        f"{facts['model']} ({facts['shape']})\n{where}, {facts['date'][:10]}, commit {facts['commit']}",
-        fontsize=10,
+        f"{facts['model']} ({facts['shape']})\n{where}, {facts['date'][:10]}, commit {facts['commit']}", fontsize=10
     )
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

@@ -114,12 +114,7 @@ def _child(
         termios.tcsetwinsize(0, (40, columns))
         for name in ("NO_COLOR", "FORCE_COLOR"):
             os.environ.pop(name, None)
-        os.environ |= {
-            "TERM": "xterm-256color",
-            "COLUMNS": "200",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-            **environment,
-        }
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1", **environment}
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
         sys.argv = ["forerun", *arguments]

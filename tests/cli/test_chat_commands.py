@@ -13,8 +13,7 @@ import pytest
 
 from forerun.api.llm import LLM
 from forerun.cli import loading
-from forerun.cli.chat import as_command
-from forerun.cli.chat_input import is_open, join_lines, read_messages
+from forerun.cli.chat import as_command, is_open, join_lines, read_messages
 from forerun.cli.flags import Settings, in_chat
 from forerun.cli.show import Written
 from forerun.core.types import Event
@@ -35,9 +34,7 @@ def test_an_unknown_command_is_said_and_never_sent(forerun: Run, prompts: Prompt
     assert f"unknown command '{typed.split()[0]}'; known: /help /system " in ran.err
 
 
-@pytest.mark.parametrize(
-    "typed", ["/usr/bin is a folder", "// a comment", "/* one */", " /wat", "a /wat", "1/2"]
-)
+@pytest.mark.parametrize("typed", ["/usr/bin is a folder", "// a comment", "/* one */", " /wat", "a /wat", "1/2"])
 def test_what_is_no_command_is_sent(forerun: Run, prompts: Prompts, typed: str) -> None:
     ran = forerun(*FLAGS, typed=f"{typed}\n")
     assert [prompt[-1]["content"] for prompt in prompts] == [typed.strip()]
@@ -47,18 +44,7 @@ def test_what_is_no_command_is_sent(forerun: Run, prompts: Prompts, typed: str) 
 
 def test_help_names_every_command(forerun: Run, prompts: Prompts) -> None:
     said = forerun(*FLAGS, typed="/help\n").err
-    for name in [
-        "help",
-        "system",
-        "save",
-        "load",
-        "reset",
-        "undo",
-        "drafter",
-        "temperature",
-        "stats",
-        "exit",
-    ]:
+    for name in ["help", "system", "save", "load", "reset", "undo", "drafter", "temperature", "stats", "exit"]:
         assert f"\n/{name} " in f"\n{said}"
     assert prompts == []
 
@@ -196,9 +182,7 @@ def test_the_temperature_can_be_shown_and_changed(forerun: Run, monkeypatch: pyt
         return llm
 
     monkeypatch.setattr(loading, "load_llm", load)
-    ran = forerun(
-        *FLAGS, typed="/temperature\na\n/temperature 0.7\nb\n/temperature -1\nc\n/temperature 0\nd\n"
-    )
+    ran = forerun(*FLAGS, typed="/temperature\na\n/temperature 0.7\nb\n/temperature -1\nc\n/temperature 0\nd\n")
     assert seen == [0.0, 0.7, 0.7, 0.0]
     said = [line for line in ran.err.splitlines() if line.startswith("temperature")]
     assert said == ["temperature 0, which is greedy", "temperature 0.7", "temperature 0, which is greedy"]

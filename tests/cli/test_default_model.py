@@ -37,9 +37,7 @@ def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
     assert ran.code == 0
     assert json.loads(ran.out)["ready"] is True
     (auto,) = [finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "auto"]
-    (batch,) = [
-        finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "batch"
-    ]
+    (batch,) = [finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "batch"]
     assert re.search(r"writes up to \d+ sequences together: .* \(max_batch, --max-num-seqs\)", batch)
     assert re.search(r"drafts with ngram(\+eagle3)?: ngram\+eagle3 should gain [\d.]+x with \d drafted", auto)
 
@@ -61,11 +59,5 @@ def test_a_start_imports_only_what_it_needs() -> None:
     loaded = set(ended.stdout.split())
     assert {"torch", "tokenizers", "forerun.cli.generate"} <= loaded  # the control: these it does need
     dear = {"transformers", "scipy", "matplotlib", "huggingface_hub", "gguf", "prompt_toolkit", "sympy"}
-    needless = {
-        "torch._dynamo",
-        "torch._inductor",
-        "forerun.cli.chat",
-        "forerun.cli.bench",
-        "forerun.cli.train",
-    }
+    needless = {"torch._dynamo", "torch._inductor", "forerun.cli.chat", "forerun.cli.bench", "forerun.cli.train"}
     assert loaded.isdisjoint(dear | needless), sorted(loaded & (dear | needless))

@@ -27,9 +27,7 @@ def test_both_texts_are_shown_and_compared(forerun: Run, tiny: None) -> None:
         assert f"{about}: {why}" in summary
     assert len(re.findall(r"plain +█+ \d+ tokens/s\n", summary)) == 2
     assert len(re.findall(r"drafted +█+ \d+ tokens/s, \d+\.\d\dx, texts equal\n", summary)) == 2
-    assert [
-        f"{about}, {how}" in ran.err for about, _, _ in PROMPTS for how in ("plain", "with drafting")
-    ] == [True] * 4
+    assert [f"{about}, {how}" in ran.err for about, _, _ in PROMPTS for how in ("plain", "with drafting")] == [True] * 4
 
 
 def test_a_text_that_differs_is_said_and_ends_with_an_error(

@@ -11,9 +11,7 @@ from forerun.cli.flags import Settings
 from forerun.heads import HeadFolder
 
 
-def test_heads_of_the_box_are_listed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_of_the_box_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     head = HeadFolder(Path("box/quick"), "eagle3", "Tiny-24M", 8, 24, None, 12_300_000)
     monkeypatch.setattr(drafters, "heads_in_the_box", lambda: [head])
     monkeypatch.setattr("sys.argv", ["forerun", "drafters"])

@@ -50,9 +50,7 @@ def only_line(ran: Ran) -> str:
         ([], "the prompt is empty"),
     ],
 )
-def test_before_a_model_is_loaded(
-    forerun: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str
-) -> None:
+def test_before_a_model_is_loaded(forerun: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str) -> None:
     def never(settings: Settings) -> LLM:
         raise AssertionError("the mistake is plain before a model is loaded")
 
@@ -68,9 +66,7 @@ def test_a_misspelt_flag_exits_with_2(forerun: Run, flags: list[str]) -> None:
 
 
 def test_stdin_must_be_text(forerun: Run) -> None:
-    assert "standard input is not UTF-8 text (byte 1 is 0xff)" in only_line(
-        forerun("generate", typed=b"a\xff")
-    )
+    assert "standard input is not UTF-8 text (byte 1 is 0xff)" in only_line(forerun("generate", typed=b"a\xff"))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -133,11 +129,7 @@ def test_a_reader_that_went_away_is_no_error(words: str) -> None:
 @pytest.mark.parametrize(
     ("command", "library", "shown"),
     [
-        (
-            "generate",
-            "max_tokens=0 is out of range: at least 1",
-            "--max-tokens 0 is out of range: at least 1",
-        ),
+        ("generate", "max_tokens=0 is out of range: at least 1", "--max-tokens 0 is out of range: at least 1"),
         ("generate", "no GPU; use device='cpu'", "no GPU; use --device cpu"),
         (
             "generate",

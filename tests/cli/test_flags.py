@@ -52,9 +52,7 @@ def test_a_flag_has_one_long_name() -> None:
     """`--max-length` was `--max-model-len` in serve; `--suite` and `--prompts` were the same file."""
     long = [[name for name in option.opts if name.startswith("--")] for _, option in OPTIONS]
     assert [names for names in long if len(names) > 1] == []
-    assert {"--max-model-len", "--suite", "--target-model"}.isdisjoint(
-        name for names in long for name in names
-    )
+    assert {"--max-model-len", "--suite", "--target-model"}.isdisjoint(name for names in long for name in names)
 
 
 def test_flags_that_take_several_by_comma_are_plural() -> None:
@@ -63,9 +61,7 @@ def test_flags_that_take_several_by_comma_are_plural() -> None:
     assert [name for name in sorted(by_comma) if not name.endswith("s")] == []
 
 
-def test_json_goes_to_a_file_beside_what_is_shown_or_alone_to_standard_output(
-    forerun: Run, tmp_path: Path
-) -> None:
+def test_json_goes_to_a_file_beside_what_is_shown_or_alone_to_standard_output(forerun: Run, tmp_path: Path) -> None:
     plan = ("plan", "--rate", "1", "--prompt", "50", "--answer", "50", "--gpu", "h200")
     for words in (("drafters",), ("models",), plan):
         shown, alone = forerun(*words), forerun(*words, "--json", "-")

@@ -80,12 +80,8 @@ def test_json_is_one_document(forerun: Run) -> None:
 
 
 def test_json_times_prompt_and_text_apart(forerun: Run) -> None:
-    document = json.loads(
-        forerun("generate", PROMPT, "--max-tokens", "40", "--budget", "2", "--json", "-").out
-    )
-    assert document["prompt_tokens_per_second"] == pytest.approx(
-        document["prompt_tokens"] / document["prompt_seconds"]
-    )
+    document = json.loads(forerun("generate", PROMPT, "--max-tokens", "40", "--budget", "2", "--json", "-").out)
+    assert document["prompt_tokens_per_second"] == pytest.approx(document["prompt_tokens"] / document["prompt_seconds"])
     first = round(40 - document["text_tokens_per_second"] * document["text_seconds"])
     assert 1 <= first <= 3  # what the first round wrote is the prompt's time
 

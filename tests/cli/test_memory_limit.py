@@ -48,18 +48,14 @@ def test_the_library_raises_one_of_its_errors() -> None:
     program = "import forerun\ntry: forerun.LLM\nexcept forerun.ForerunError as error: print(error)"
     ran = limited(400, "-c", program)
     assert ran.stderr == ""
-    assert ran.stdout.startswith(
-        "the memory limit of this process is 409 MB (ulimit -v), and torch alone needs"
-    )
+    assert ran.stdout.startswith("the memory limit of this process is 409 MB (ulimit -v), and torch alone needs")
 
 
 def test_a_cache_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     if (free_memory(torch.device("cpu")) or 0) > 40 << 30:
         pytest.skip("it would fit")
     path = write_tiny(tmp_path / "m.gguf")
-    with pytest.raises(
-        OutOfMemory, match=r"^out of memory.*; (use a smaller model|raise the limit)"
-    ) as raised:
+    with pytest.raises(OutOfMemory, match=r"^out of memory.*; (use a smaller model|raise the limit)") as raised:
         LLM.load(str(path), kv_slots=10**8)
     assert "\n" not in str(raised.value)
 

@@ -62,9 +62,7 @@ def test_files_and_hub_models_are_listed(forerun: Run, cache: Path) -> None:
     assert found["org/name"]["path"] == str(snapshot)
 
 
-def test_pull_says_where_the_file_is_unless_quiet(
-    forerun: Run, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pull_says_where_the_file_is_unless_quiet(forerun: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pulled: list[str] = []
 
     def pull(name: str, progress: Progress) -> Path:
@@ -118,8 +116,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(forerun: Run, cache: Pat
 
 
 @pytest.mark.parametrize(
-    ("why", "fix"),
-    [("FORERUN_NATIVE=0 turns it off", "unset FORERUN_NATIVE"), ("it was not built", "gcc or clang")],
+    ("why", "fix"), [("FORERUN_NATIVE=0 turns it off", "unset FORERUN_NATIVE"), ("it was not built", "gcc or clang")]
 )
 @pytest.mark.usefixtures("cache")
 def test_doctor_says_how_to_get_the_kernels_back(monkeypatch: pytest.MonkeyPatch, why: str, fix: str) -> None:

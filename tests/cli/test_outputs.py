@@ -65,11 +65,7 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     "words",
-    [
-        ["bench"],
-        ["data", "make", "--target", "smollm2"],
-        ["train", "eagle3", "--target", "smollm2", "--data", "x"],
-    ],
+    [["bench"], ["data", "make", "--target", "smollm2"], ["train", "eagle3", "--target", "smollm2", "--data", "x"]],
 )
 def test_a_folder_that_cannot_be_made_is_said_before_the_work(
     forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -112,9 +108,7 @@ def test_a_result_that_finds_the_disk_full_names_the_flag(tmp_path: Path) -> Non
         flags.write_file("--out", Path("/dev/full"), "text")
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError(13, "Permission denied", "x"), IsADirectoryError(21, "Is", "x")]
-)
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "x"), IsADirectoryError(21, "Is", "x")])
 def test_errors_of_files_are_one_line(forerun: Run, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     def fails() -> None:
         raise error
@@ -123,9 +117,7 @@ def test_errors_of_files_are_one_line(forerun: Run, monkeypatch: pytest.MonkeyPa
     assert only_line(forerun("doctor")) == f"forerun: 'x': {error.strerror}; check the path\n"
 
 
-def test_other_errors_of_the_system_keep_their_traceback(
-    forerun: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_the_system_keep_their_traceback(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are ours: nobody can find a bug in `Invalid argument`."""
 
     def fails() -> None:
@@ -146,26 +138,16 @@ def test_a_group_without_a_command_shows_its_help_alone(forerun: Run, group: str
 @pytest.mark.parametrize(
     ("given", "drafter", "said"),
     [
-        (
-            {"corpus": "x"},
-            "ngram",
-            "--corpus does nothing with the drafter ngram; it is for --drafter suffix",
-        ),
+        ({"corpus": "x"}, "ngram", "--corpus does nothing with the drafter ngram; it is for --drafter suffix"),
         ({"shared": True}, "ngram+eagle3", "--shared does nothing with the drafter ngram+eagle3"),
         ({"draft_layers": "3"}, "ngram", "--draft-layers does nothing"),
         ({"corpus": "x", "shared": True}, "suffix+eagle3", None),
-        (
-            {"draft_model": "x"},
-            "ngram",
-            "--draft-model does nothing with the drafter ngram; leave --drafter out",
-        ),
+        ({"draft_model": "x"}, "ngram", "--draft-model does nothing with the drafter ngram; leave --drafter out"),
         ({"draft_model": "x"}, "ngram+draft_model", None),
         ({}, "ngram", None),
     ],
 )
-def test_a_flag_that_the_drafter_does_not_read_is_said(
-    given: dict[str, Any], drafter: str, said: str | None
-) -> None:
+def test_a_flag_that_the_drafter_does_not_read_is_said(given: dict[str, Any], drafter: str, said: str | None) -> None:
     found = unused_flag(SpeculativeConfig(**given), drafter)
     assert found is None if said is None else said in (found or "")
 

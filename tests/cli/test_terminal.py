@@ -209,12 +209,7 @@ def test_colours_are_off_where_they_are_not_wanted(tmp_path: Path) -> None:
     assert "\x1b[32m" in command.raw  # the control: a terminal does get colours
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         plain = Terminal(
-            "generate",
-            "the cat sat on the cat",
-            "--max-tokens",
-            "40",
-            prompts=tmp_path / "p",
-            **{name: value},
+            "generate", "the cat sat on the cat", "--max-tokens", "40", prompts=tmp_path / "p", **{name: value}
         )
         assert plain.end() == 0
         assert "\x1b[3" not in plain.raw
@@ -231,9 +226,7 @@ def test_into_a_pipe_goes_no_progress(forerun: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_chat_in_a_terminal_without_colours(tmp_path: Path) -> None:
-    chat = Terminal(
-        "chat", "--max-tokens", "40", prompts=tmp_path / "p", NO_COLOR="1", FORERUN_CACHE=str(tmp_path)
-    )
+    chat = Terminal("chat", "--max-tokens", "40", prompts=tmp_path / "p", NO_COLOR="1", FORERUN_CACHE=str(tmp_path))
     chat.wait_for(PROMPT)
     chat.type("the cat sat on the cat" + ENTER)
     chat.wait_for("tokens per round")

@@ -33,9 +33,7 @@ def test_lines_break_between_words(sizes: list[int]) -> None:
 
 def test_a_word_that_no_line_can_hold_is_shown_whole() -> None:
     link = "https://example.org/" + "a" * 30
-    assert (
-        shown(f"see {link} there we go", [4]) == f"see \n{link} there we \ngo"
-    )  # 50 cells: ten of the third line
+    assert shown(f"see {link} there we go", [4]) == f"see \n{link} there we \ngo"  # 50 cells: ten of the third line
 
 
 def test_code_between_fences_is_left_alone() -> None:

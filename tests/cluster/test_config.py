@@ -107,14 +107,7 @@ def test_replicas_have_a_batch_that_the_router_knows(gpus: float, batch: int) ->
 
 def test_flags_become_settings() -> None:
     server = ServerSettings(("name",), port=9000, max_queue=5)
-    load = {
-        "device": "cpu",
-        "max_batch": 4,
-        "drafter": "ngram",
-        "draft_model": None,
-        "dtype": "auto",
-        "threads": None,
-    }
+    load = {"device": "cpu", "max_batch": 4, "drafter": "ngram", "draft_model": None, "dtype": "auto", "threads": None}
     found = cluster_settings("smollm2", server, load, {"replicas": 2, "max_replicas": None, "gpus": None})
     assert (found.replicas, found.most, found.drafter, found.gpus) == (2, 2, "ngram", 0.0)
     assert found.load == {"device": "cpu", "max_batch": 4, "threads": found.load["threads"]}

@@ -83,9 +83,7 @@ def test_texts_are_those_of_one_engine(http: httpx.Client, llm: LLM) -> None:
 
 def test_errors_and_grammars_cross_processes(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json=chat("salt", top_p=7)).status_code == 400
-    assert (
-        http.post("/v1/chat/completions", json=chat("salt", speculative={"drafter": "no"})).status_code == 400
-    )
+    assert http.post("/v1/chat/completions", json=chat("salt", speculative={"drafter": "no"})).status_code == 400
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"],
               "additionalProperties": False}  # fmt: skip
@@ -99,15 +97,9 @@ def test_errors_and_grammars_cross_processes(http: httpx.Client) -> None:
 def test_a_conversation_goes_where_its_prompt_is_cached(http: httpx.Client) -> None:
     for thing in ("iron", "moss", "rain", "coal", "silk"):
         opening = chat(thing, max_tokens=8)
-        opening["messages"][0]["content"] += (
-            f" Begin with what {thing} is used for, and end with its history." * 2
-        )
+        opening["messages"][0]["content"] += f" Begin with what {thing} is used for, and end with its history." * 2
         said = text_of(http, opening)
-        more = [
-            *opening["messages"],
-            {"role": "assistant", "content": said},
-            {"role": "user", "content": "Go on."},
-        ]
+        more = [*opening["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
         answer = http.post("/v1/chat/completions", json={**opening, "messages": more}).json()
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 32, (thing, answer["usage"])
@@ -127,8 +119,7 @@ def test_a_replica_killed_in_mid_stream_loses_no_text(cluster: Cluster, http: ht
         os.kill(before["replicas"][0]["pid"], signal.SIGKILL)
         running = sum(not task.done() for task in tasks)
         tasks += [
-            asyncio.create_task(stream(cluster.url, body, counts, len(bodies) + i))
-            for i, body in enumerate(late)
+            asyncio.create_task(stream(cluster.url, body, counts, len(bodies) + i)) for i, body in enumerate(late)
         ]
         return await asyncio.gather(*tasks), running
 
@@ -201,10 +192,7 @@ def test_many_workers_make_the_shards_of_one_machine(cluster: Cluster, tmp_path:
             (number, shard["tokens"][start:end].tolist())
             for shard in found
             for number, start, end in zip(
-                shard["numbers"].tolist(),
-                shard["starts"].tolist(),
-                shard["starts"].tolist()[1:],
-                strict=False,
+                shard["numbers"].tolist(), shard["starts"].tolist(), shard["starts"].tolist()[1:], strict=False
             )
         ]
 

@@ -23,9 +23,7 @@ def record() -> dict[str, list[int]]:
     llm, found = LLM.load("smollm2", drafter="eagle3"), dict[str, list[int]]()
     for item in load_suite(limit=1):
         ids = prompt_ids(llm, [dict(message) for message in item.messages])
-        request = Request(
-            ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True), budget=Budget(DEPTH, DEPTH)
-        )
+        request = Request(ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True), budget=Budget(DEPTH, DEPTH))
         (seq,) = llm.driver.write([request])
         found[item.id] = [one.accepted for one in seq.rounds if one.depth == DEPTH]
     return found

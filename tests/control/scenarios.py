@@ -113,9 +113,7 @@ class Texts:
             if not matches:
                 tokens = [4 + (i * 1009 + j) % (WORDS - 2000) for j in range(40 + length)]
             cut = len(tokens) - min(length, len(answer) if matches else length)
-            found.append(
-                RecordedText("", [WORDS - 1 - i, *tokens[:cut]], tokens[cut:], np.zeros(0, np.int16))
-            )
+            found.append(RecordedText("", [WORDS - 1 - i, *tokens[:cut]], tokens[cut:], np.zeros(0, np.int16)))
             own.append(rng.uniform(*rates))
         return cls(found, own)
 
@@ -222,11 +220,7 @@ def outcome(plain: Written, own: Written) -> dict[str, float]:
 
 
 def alone(
-    name: str,
-    passes: Mapping[int, float],
-    rates: tuple[float, float],
-    others: Sequence[str] = (),
-    **kinds: Any,
+    name: str, passes: Mapping[int, float], rates: tuple[float, float], others: Sequence[str] = (), **kinds: Any
 ) -> Callable[[MakesController, int], dict[str, float]]:
     """One drafter at batch 1, its requests in turn with those of others."""
 
@@ -264,22 +258,14 @@ def served(clients: int) -> Callable[[MakesController, int], dict[str, float]]:
             server.serve(asks(2 * clients, seed + 100), clients)
             found.append(server.serve(asks(3 * clients, seed), clients))
         plain, drafted = found
-        return {
-            "speed": drafted.rate / plain.rate,
-            "first_token": plain.first_at(0.9) / drafted.first_at(0.9),
-        }
+        return {"speed": drafted.rate / plain.rate, "first_token": plain.first_at(0.9) / drafted.first_at(0.9)}
 
     return run
 
 
 def on_cpu(make_: Make, cost: CostModel, batch: int) -> Callable[[MakesController, int], dict[str, float]]:
     """Drafters without captured graphs, on texts of several kinds."""
-    kinds = (
-        TextKind(0.75, copied=0.3),
-        TextKind(0.1),
-        TextKind(0.9, copied=0.5),
-        TextKind(0.4, copied=0.1),
-    ) * 3
+    kinds = (TextKind(0.75, copied=0.3), TextKind(0.1), TextKind(0.9, copied=0.5), TextKind(0.4, copied=0.1)) * 3
 
     def run(make: MakesController, seed: int) -> dict[str, float]:
         simulation = Simulation(cost, make_, batch=batch, seed=seed)
@@ -293,12 +279,8 @@ def on_cpu(make_: Make, cost: CostModel, batch: int) -> Callable[[MakesControlle
 
 def cpu_lookups(cost: CostModel) -> Callable[[MakesController, int], dict[str, float]]:
     def run(make: MakesController, seed: int) -> dict[str, float]:
-        simulation = RunSimulation(
-            cost, Host(), {"recorded": RECORDED, "copied": COPYING[:4]}, noise=0.02, seed=seed
-        )
-        simulation.controller = make(
-            CostModel(cost.seconds), 60, 10, simulation.drafter.offer, lambda seq: True
-        )
+        simulation = RunSimulation(cost, Host(), {"recorded": RECORDED, "copied": COPYING[:4]}, noise=0.02, seed=seed)
+        simulation.controller = make(CostModel(cost.seconds), 60, 10, simulation.drafter.offer, lambda seq: True)
         done = simulation.run()
         return {"speed": done.speed(), "worst": done.least_speed()}
 
@@ -310,9 +292,7 @@ def gpu_lookups(batch: int) -> Callable[[MakesController, int], dict[str, float]
 
     def run(make: MakesController, seed: int) -> dict[str, float]:
         simulation = LookupSimulation(H200, HostSeconds(), NgramDrafter(), RECORDED[seed:], batch)
-        simulation.controller = make(
-            CostModel(H200.seconds), 60, 10, simulation._offer, lambda seq: True, follows=True
-        )
+        simulation.controller = make(CostModel(H200.seconds), 60, 10, simulation._offer, lambda seq: True, follows=True)
         return {"speed": simulation.run(600).speed(), "worst": simulation.history.worst_window()}
 
     return run
@@ -350,17 +330,13 @@ SCENARIOS: dict[str, Callable[[MakesController, int], dict[str, float]]] = {
     "CPU draft model": on_cpu(Make(0.1, chosen=False, stops=False, start=4.0), CPU, 1),
     "CPU Medusa": on_cpu(Make(0.1, stops=False, one_pass=True), CPU, 1),
     "CPU hybrid": on_cpu(Make(0.1, ngram=True), CPU, 1),
-    "CPU n-gram and draft model": on_cpu(
-        Make(0.15, chosen=False, stops=False, start=2.0, ngram=True), CPU, 1
-    ),
+    "CPU n-gram and draft model": on_cpu(Make(0.15, chosen=False, stops=False, start=2.0, ngram=True), CPU, 1),
     "CPU n-gram, ARM": cpu_lookups(ARM),
     "CPU n-gram, x86": cpu_lookups(X86),
 }
 
 
-def over_seeds(
-    name: str, make: MakesController = AdaptiveController, seeds: Sequence[int] = SEEDS
-) -> dict[str, float]:
+def over_seeds(name: str, make: MakesController = AdaptiveController, seeds: Sequence[int] = SEEDS) -> dict[str, float]:
     """The mean speed, the worst of the worst, the mean share."""
     found = [SCENARIOS[name](make, seed) for seed in seeds]
     reduce = {"worst": min, "worst_20": min}

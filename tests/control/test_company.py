@@ -26,9 +26,7 @@ from lab.simulate.speeds import SimulatedMenu
 SUFFIX, NONE = "suffix", "none"
 LENGTH = 64
 RIGHT = 0.75  # of the tokens, the head has right: far more than a draft costs
-Rounds = list[
-    tuple[int, int, bool]
-]  # nodes drafted, tokens written, and was it launched behind an unread one?
+Rounds = list[tuple[int, int, bool]]  # nodes drafted, tokens written, and was it launched behind an unread one?
 
 
 def texts(count: int, right: float) -> list[RecordedText]:
@@ -80,9 +78,7 @@ def write(contenders: Sequence[Sequence[str]], right: float = RIGHT) -> list[lis
     return found
 
 
-others_in_turn = pytest.mark.parametrize(
-    "others", [[NGRAM], [SUFFIX], [NONE], [NGRAM, SUFFIX], [SUFFIX, NONE, NGRAM]]
-)
+others_in_turn = pytest.mark.parametrize("others", [[NGRAM], [SUFFIX], [NONE], [NGRAM, SUFFIX], [SUFFIX, NONE, NGRAM]])
 
 
 @others_in_turn
@@ -103,9 +99,7 @@ def test_a_head_that_is_never_right_loses_one_wait_a_text_in_company(others: lis
     company = [text[-1] for text in write([[*others, HEAD]] * 8, right=0.0)]
     for one, same in zip(company, alone, strict=True):
         assert abs(sum([nodes > 0 for nodes, _, _ in one]) - sum([nodes > 0 for nodes, _, _ in same])) <= 2
-        assert sum([not followed for _, _, followed in one]) <= 3 + sum(
-            [not followed for _, _, followed in same]
-        )
+        assert sum([not followed for _, _, followed in one]) <= 3 + sum([not followed for _, _, followed in same])
 
 
 @pytest.mark.parametrize("last", [NGRAM, SUFFIX, NONE])
@@ -159,9 +153,7 @@ def test_a_plan_says_nothing_about_sequences_of_other_drafters(first: list[str],
     written, plan = [seqs[name] for name in first], Plan.plain(len(first))
     for _ in range(3):
         counts = (0,) * len(written)
-        controller.observe(
-            Round(tuple(written), counts, counts, counts, {"pass": 1.0, "host": 0.1}, plan=plan)
-        )
+        controller.observe(Round(tuple(written), counts, counts, counts, {"pass": 1.0, "host": 0.1}, plan=plan))
         plan = controller.plan(written)
     some = [seqs[name] for name in then]
     assert kind_of(controller.plan(some)) == kind_of(fresh.plan(some))

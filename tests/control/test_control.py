@@ -69,9 +69,7 @@ def test_a_machine_that_becomes_slower_does_so_for_every_size() -> None:
     assert model.pass_seconds(4) == pytest.approx(3.0, rel=0.02)
 
 
-def test_measures_a_real_target_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "load_average", lambda: 0.0)
     target, file = TableLM(vocab_size=8), tmp_path / "costs" / "t.json"
     model = CostModel.measure_or_load(target, file)

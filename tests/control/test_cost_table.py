@@ -22,9 +22,7 @@ def test_a_node_costs_more_in_a_pass_that_prompts_have_filled() -> None:
         cost.note_prompts(256)
     beside = cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32)
     assert beside > 2 * alone
-    assert cost.passes_seconds(32, 40, 32) == pytest.approx(
-        [cost.pass_seconds(32 + i, 32) for i in range(40)]
-    )
+    assert cost.passes_seconds(32, 40, 32) == pytest.approx([cost.pass_seconds(32 + i, 32) for i in range(40)])
     for _ in range(40):
         cost.note_prompts(0)
     assert cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32) == pytest.approx(alone)

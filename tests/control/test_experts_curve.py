@@ -62,9 +62,7 @@ def test_what_caution_costs_where_trees_are_dear(monkeypatch: pytest.MonkeyPatch
     assert fmean([one.run(600).speed() for one in simulations]) > 1.15
     monkeypatch.setattr(choices, "covered", lambda requests, worst: True)
     careless = [on_card(lambda now: 0.574, seed) for seed in range(24)]
-    assert fmean([one.run(600).speed() for one in careless]) > 1.28, (
-        "what is held back is held back by the account"
-    )
+    assert fmean([one.run(600).speed() for one in careless]) > 1.28, "what is held back is held back by the account"
 
 
 @pytest.mark.parametrize("seed", [6, 7])

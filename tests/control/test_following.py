@@ -78,9 +78,7 @@ def test_a_head_gets_what_the_best_fixed_tree_would(cost: CostModel, make: Make,
 @pytest.mark.parametrize("seed", [1, 2, 6])
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.65])
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_head_on_a_curve_that_leaps_does_not_settle_below_plain(
-    acceptance: float, stops: bool, seed: int
-) -> None:
+def test_a_head_on_a_curve_that_leaps_does_not_settle_below_plain(acceptance: float, stops: bool, seed: int) -> None:
     simulation = Simulation(STEEP, Make(0.1, stops=stops), seed=seed)
     kind = TextKind(acceptance)
     simulation.speed(kind, 100)
@@ -143,9 +141,7 @@ def test_follows_a_text_that_becomes_hard_within_20_rounds(seed: int, make: Make
 @pytest.mark.parametrize("cost", [STEEP, FLAT, CPU])
 @pytest.mark.parametrize("make", [Make(0.05, chosen=False, stops=False), Make(0.4, stops=False), Make(0.1)])
 @pytest.mark.parametrize("length", [10, 40, 200])
-def test_texts_that_keep_changing_cost_no_more_than_the_allowance(
-    cost: CostModel, make: Make, length: int
-) -> None:
+def test_texts_that_keep_changing_cost_no_more_than_the_allowance(cost: CostModel, make: Make, length: int) -> None:
     simulation = Simulation(cost, make, nodes=8)
     tokens = seconds = 0.0
     for acceptance in itertools.islice(itertools.cycle((0.05, 0.9, 0.3)), 1200 // length):
@@ -220,9 +216,7 @@ def _cut(budgets: Plan, offers: list[Offer]) -> list[int]:
 @pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
 @pytest.mark.parametrize("cost", [CPU, FLAT, GPU])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_drafter_of_one_pass_never_settles_below_plain(
-    acceptance: float, cost: CostModel, batch: int
-) -> None:
+def test_a_drafter_of_one_pass_never_settles_below_plain(acceptance: float, cost: CostModel, batch: int) -> None:
     simulation = Simulation(cost, Make(0.3, stops=False, one_pass=True), nodes=8, width=1, batch=batch)
     simulation.speed(TextKind(acceptance), 100)
     assert simulation.speed(TextKind(acceptance), 600) >= 0.97

@@ -19,13 +19,10 @@ from lab.simulate.speeds import SimulatedMenu, accepted_of
 from tests.control.simulate.menu import MenuSimulation, Trace
 
 FLAT = CostModel({1: 4.4, 32: 4.8, 64: 5.0, 128: 5.4, 192: 6.0, 256: 7.0, 384: 9.5, 512: 12.0, 1024: 24.0})
-LEAPS = CostModel(
-    {1: 4.4, 32: 4.9, 64: 5.6, 128: 7.2, 192: 12.5, 256: 13.1, 384: 18.4, 512: 24.0, 1024: 48.0}
-)
+LEAPS = CostModel({1: 4.4, 32: 4.9, 64: 5.6, 128: 7.2, 192: 12.5, 256: 13.1, 384: 18.4, 512: 24.0, 1024: 48.0})
 STEEP = CostModel({1: 5.0, 2: 6.5, 4: 9.5, 8: 17.0, 16: 30.0})
 FORMS = tuple(
-    Form(*form)
-    for form in ((1, 1, 1), (2, 2, 1), (3, 3, 1), (5, 5, 1), (8, 3, 3), (16, 4, 4), (24, 5, 6), (59, 6, 10))
+    Form(*form) for form in ((1, 1, 1), (2, 2, 1), (3, 3, 1), (5, 5, 1), (8, 3, 3), (16, 4, 4), (24, 5, 6), (59, 6, 10))
 )
 MENU = SimulatedMenu(FORMS, level=0.11)
 HOST = 0.02  # of one sequence, in the same milliseconds
@@ -98,9 +95,7 @@ def test_no_form_is_larger_than_the_user_allows(nodes: int) -> None:
         budget = plan[0]
         met.add(budget.nodes)
         seconds = {"draft": 0.1, "pass": FLAT.pass_seconds(1 + budget.nodes), "host": 0.1}
-        controller.observe(
-            Round(tuple(seqs), (budget.nodes,), (budget.depth,), (budget.depth,), seconds, plan=plan)
-        )
+        controller.observe(Round(tuple(seqs), (budget.nodes,), (budget.depth,), (budget.depth,), seconds, plan=plan))
     assert 0 < max(met) <= nodes
     assert (max(met) > 4) is (nodes == 60)
 
@@ -232,9 +227,7 @@ def test_free_chains_or_the_menu_never_both_in_one_round(survival: float) -> Non
 
 
 @pytest.mark.parametrize("undrafted", [0, 1])
-def test_whoever_starts_beside_trees_that_nobody_drafted_for_it_says_nothing_of_a_head(
-    undrafted: int,
-) -> None:
+def test_whoever_starts_beside_trees_that_nobody_drafted_for_it_says_nothing_of_a_head(undrafted: int) -> None:
     """The round behind it was asked for with it, before its own first round was observed."""
     controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(menu=MENU))
     seqs = [FakeSeq(i, [1]) for i in range(7)]
@@ -266,9 +259,7 @@ def test_a_batch_of_several_kinds_has_a_form_for_some_and_budgets_for_the_rest()
         nodes = (first.nodes, 2, third.nodes, 0)
         seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(4 + sum(nodes)), "host": 0.1}
         depths = tuple(budget.depth for budget in budgets)
-        controller.observe(
-            Round(tuple(seqs), nodes, depths, tuple(min(1, n) for n in nodes), seconds, plan=budgets)
-        )
+        controller.observe(Round(tuple(seqs), nodes, depths, tuple(min(1, n) for n in nodes), seconds, plan=budgets))
     assert first.nodes > 0
     for seq in seqs:
         controller.forget(seq)

@@ -25,9 +25,7 @@ CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})
 class Lookups:
     """Sequences with n-gram matches that claim one survival rate and have another."""
 
-    def __init__(
-        self, cost: CostModel, batch: int, claimed: float, true: float, asking: float, matches: float
-    ) -> None:
+    def __init__(self, cost: CostModel, batch: int, claimed: float, true: float, asking: float, matches: float) -> None:
         self.cost, self.true, self.asking, self.matches = cost, true, asking, matches
         self.free, self.asked, self.rng = tuple(claimed**depth for depth in range(1, 9)), 0, random.Random(3)
         self.controller = AdaptiveController(CostModel(cost.seconds), 16, 1, self._offer, lambda seq: True)
@@ -55,9 +53,7 @@ class Lookups:
                     counts.append(len(free))
                     continue
                 price = budget.price
-                gains = [
-                    s - price[n] + price[0] for n, s in enumerate(accumulate(free), start=1) if n < len(price)
-                ]
+                gains = [s - price[n] + price[0] for n, s in enumerate(accumulate(free), start=1) if n < len(price)]
                 counts.append(1 + gains.index(max(gains)) if gains and max(gains) > 0 else 0)
             accepted = [self._accept(count) for count in counts]
             asking = self.asking * (self.asked - before)
@@ -149,10 +145,7 @@ def test_acceptance_as_it_was_in_real_texts(cost: CostModel, batch: int) -> None
 
     joined = [trace(i) for i in range(batch)]
     simulation = MenuSimulation(
-        cost,
-        SimulatedMenu(FORMS, 0.11),
-        [lambda now, one=one: one[now % len(one)] for one in joined],
-        host=HOST,
+        cost, SimulatedMenu(FORMS, 0.11), [lambda now, one=one: one[now % len(one)] for one in joined], host=HOST
     )
     history = simulation.run(600)
     assert history.worst_window() >= LEAST

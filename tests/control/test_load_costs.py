@@ -37,9 +37,7 @@ class TimedTable(TableLM):
 
     spent: float = 0.0
 
-    def score(
-        self, seqs: list[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: list[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         scores = TableLM.score(self, seqs, trees, needs, prompts)
         self.spent += seconds_of(trees.nodes + (0 if scores.read is None else scores.read[0].nodes))
         return scores
@@ -50,9 +48,7 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     curve = {size: seconds_of(size) for size in cost.QUICK}
     monkeypatch.setattr(CostModel, "measure", lambda *given, **more: CostModel(curve))
     target = TimedTable(vocab_size=60, order=1, seed=3, sharpness=9.0)
-    engine = make_engine(
-        target, frozenset(), SpeculativeConfig(drafter="ngram"), EngineConfig(max_batch=batch)
-    )
+    engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="ngram"), EngineConfig(max_batch=batch))
     assert isinstance(engine.controller, AdaptiveController)
     engine.stats.now = lambda: target.spent  # whatever else runs on this machine
     engine.prefill_rows = PrefillRows(ON_CPU.prefill, 512, 32)

@@ -40,9 +40,7 @@ def _probe(target: TableLM) -> Seq:
     return probe
 
 
-def test_a_curve_that_was_measured_otherwise_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_curve_that_was_measured_otherwise_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "load_average", lambda: 0.0)
     target, file = TableLM(vocab_size=8), tmp_path / "t.json"
     sizes = {str(size): 5.0 for size in cost.QUICK}

@@ -21,9 +21,7 @@ REQUEST, WINDOW = 0.92, 0.985
 DEVICES = {"8B": PASSES, "1.5B": SMALL, "experts": EXPERTS}
 
 
-def judged(
-    rates: tuple[float, float], length: int, device: str, name: str = HEAD, count: int = 24
-) -> dict[str, float]:
+def judged(rates: tuple[float, float], length: int, device: str, name: str = HEAD, count: int = 24) -> dict[str, float]:
     """Speed over plain decoding, of the slowest request and of the slowest 20."""
     texts = Texts.drawn(count, rates, 1, length=length, matches=name != HEAD)
     plain = write(texts, [NONE], DEVICES[device], None, 1)[NONE]
@@ -77,9 +75,7 @@ def test_where_every_round_is_read_first_a_pause_does_not_make_losses_seem_gains
 
 def _timed(done: Round, times: float) -> Round:
     seconds = {part: times * spent for part, spent in done.seconds.items()}
-    return Round(
-        done.seqs, done.drafted, done.depths, done.accepted, seconds, followed=done.followed, plan=done.plan
-    )
+    return Round(done.seqs, done.drafted, done.depths, done.accepted, seconds, followed=done.followed, plan=done.plan)
 
 
 def misses(controller: AdaptiveController, seq: PlainSeq, rounds: int) -> int:
@@ -100,9 +96,7 @@ def test_doubtful_misses_leave_room_for_a_long_match(stake: float, monkeypatch: 
     monkeypatch.setattr(account, "STAKE", stake)
     claims = [(0.35, 0.3, 0.25)]
     cost = CostModel({rows: ms / 1e3 for rows, ms in SMALL.items()})
-    controller = AdaptiveController(
-        cost, 60, 10, lambda seq: Offer(free=claims[0]), lambda seq: True, follows=True
-    )
+    controller = AdaptiveController(cost, 60, 10, lambda seq: Offer(free=claims[0]), lambda seq: True, follows=True)
     seq = PlainSeq(1, [1, 2, 3], 3, max_length=1000)
     misses(controller, seq, 20)
     claims[0] = tuple(0.97**depth for depth in range(1, 13))

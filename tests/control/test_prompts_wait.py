@@ -143,9 +143,7 @@ def test_prompts_count_beside_trees_only_where_somebody_writes(
 ) -> None:
     """A request that is alone starts with the pass that reads its prompt: the trees behind it cost what they cost."""
     noted, note = list[int](), CostModel.note_prompts
-    monkeypatch.setattr(
-        CostModel, "note_prompts", lambda self, rows: (noted.append(rows), note(self, rows))[1]
-    )
+    monkeypatch.setattr(CostModel, "note_prompts", lambda self, rows: (noted.append(rows), note(self, rows))[1])
     server = SimulatedServer(True, places=8)
     server.serve(asks(16), clients)
     assert len(noted) > 50

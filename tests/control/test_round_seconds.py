@@ -34,9 +34,7 @@ class Matches:
     def finish(self, nodes: int, accepted: int, host: float, ahead: int = 0) -> None:
         once = self.controller.cost.pass_seconds(1 + nodes)
         drafted = (nodes,), (nodes,), (accepted,)
-        self.controller.observe(
-            Round((self.seq,), *drafted, parts(once, host), ahead=ahead, plan=self.planned)
-        )
+        self.controller.observe(Round((self.seq,), *drafted, parts(once, host), ahead=ahead, plan=self.planned))
         self.seq.tokens += [0] * (1 + accepted)
 
     def idle(self, rounds: int) -> None:

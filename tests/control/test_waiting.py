@@ -32,9 +32,7 @@ def run(
     menu: SimulatedMenu = TREE,
     rounds: int = 700,
 ) -> FollowHistory:
-    return FollowSimulation(cost, menu, texts, Host(gap), lambda text, at: rate, looks_up=looks_up).run(
-        rounds
-    )
+    return FollowSimulation(cost, menu, texts, Host(gap), lambda text, at: rate, looks_up=looks_up).run(rounds)
 
 
 @pytest.mark.parametrize("texts", TEXTS)

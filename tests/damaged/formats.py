@@ -101,20 +101,9 @@ def train_options(steps: int) -> Any:
     )  # fmt: skip
 
 
-FAMILIES = (
-    "llama3.1",
-    "llama-yarn",
-    "qwen2-window",
-    "smollm3",
-    "gemma3",
-    "phi3-longrope",
-    "mixtral",
-    "qwen2_moe",
-)
+FAMILIES = ("llama3.1", "llama-yarn", "qwen2-window", "smollm3", "gemma3", "phi3-longrope", "mixtral", "qwen2_moe")
 FORMATS = {
-    "gguf": Format(
-        ("gguf-llama", "gguf-qwen2_moe", "gguf-gemma3_text", "gguf-phi3"), damage_one("*.gguf"), write_text
-    ),
+    "gguf": Format(("gguf-llama", "gguf-qwen2_moe", "gguf-gemma3_text", "gguf-phi3"), damage_one("*.gguf"), write_text),
     "safetensors": Format(("folder", "shards"), damage_one("*.safetensors", "*.index.json"), write_text),
     "cache": Format(("gguf-llama",), damage_cache, write_cached, exact=True, heals=True),
     "config": Format(tuple(f"family-{name}" for name in FAMILIES), damage_one("config.json"), write_text),
@@ -124,9 +113,7 @@ FORMATS = {
         write_text,
     ),
     **{
-        f"head-{name}": Format(
-            (name,), damage_one("head/config.json", "head/*.safetensors"), draft, exact=True
-        )
+        f"head-{name}": Format((name,), damage_one("head/config.json", "head/*.safetensors"), draft, exact=True)
         for name in HEADS
     },
     "run": Format(

@@ -70,11 +70,7 @@ def _target(folder: Path, name: str) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>", "<start>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "eos_token": "<end>",
-        "bos_token": {"content": "<start>"},
-        "chat_template": "{{ messages[0].content }}",
-    }
+    settings = {"eos_token": "<end>", "bos_token": {"content": "<start>"}, "chat_template": "{{ messages[0].content }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "bos_token_id": 1}))
     return folder

@@ -45,9 +45,7 @@ def read_page(text: str) -> HtmlPage:
 def read_site(folder: Path) -> dict[str, HtmlPage]:
     """Every page by its address; other files are pages without content."""
     return {
-        file.relative_to(folder).as_posix(): read_page(file.read_text())
-        if file.suffix == ".html"
-        else HtmlPage("")
+        file.relative_to(folder).as_posix(): read_page(file.read_text()) if file.suffix == ".html" else HtmlPage("")
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != "404.html"  # the server's own page has absolute addresses
     }

@@ -23,11 +23,7 @@ def members(found: ast.ClassDef) -> set[str]:
     for node in ast.walk(found):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
-        ):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             names.add(node.attr)
     return names
 
@@ -40,9 +36,7 @@ def definitions() -> tuple[dict[str, set[str]], set[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, set()).update(members(node))
-                bases.setdefault(node.name, []).extend(
-                    ast.unparse(base).partition("[")[0] for base in node.bases
-                )
+                bases.setdefault(node.name, []).extend(ast.unparse(base).partition("[")[0] for base in node.bases)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions.add(node.name)
     for name, above in bases.items():
@@ -60,9 +54,7 @@ def test_members_that_are_named_exist(name: str, member: str) -> None:
 
 
 def test_classes_and_functions_that_are_named_exist() -> None:
-    named = set(
-        re.findall(r"`([A-Za-z_]\w*)`", re.sub(r"<!-- made.*?<!-- /made -->", "", PAGE, flags=re.DOTALL))
-    )
+    named = set(re.findall(r"`([A-Za-z_]\w*)`", re.sub(r"<!-- made.*?<!-- /made -->", "", PAGE, flags=re.DOTALL)))
     classes, functions = definitions()
     fields = set[str]().union(*classes.values())
     packages = {path.parent.name for path in (ROOT / "src" / "forerun").rglob("__init__.py")}

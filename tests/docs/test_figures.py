@@ -93,9 +93,7 @@ def test_negative_control_a_changed_document_changes_the_pages_and_the_plots() -
     changed["h200-batches-8b"]["tables"]["batches"]["rows"][1]["gain"][0] = 1.99
     changed["h200-batches-8b"]["tables"]["batches"]["rows"][1]["vllm_head"] = 1
     rendered = pages(changed)
-    assert {README, BENCHMARKS} <= {
-        path for path, text in rendered.items() if text != path.read_text("utf-8")
-    }
+    assert {README, BENCHMARKS} <= {path for path, text in rendered.items() if text != path.read_text("utf-8")}
     assert batches(changed) != batches()
     changed["h200-spec-bench-default"]["tables"]["t0"]["rows"][0]["all"][0] = 9.99
     assert drafters(changed) != drafters()

@@ -50,9 +50,7 @@ def test_every_variable_that_is_read_is_on_the_page_and_no_other() -> None:
 
 def test_negative_control_every_way_of_reading_is_found() -> None:
     source = 'import os\nos.environ["A"]; os.environ.get("B", ""); os.getenv("C"); "D" in os.environ\n'
-    source += (
-        'from os import environ, getenv\nenviron.pop("E"); getenv("F"); Option(envvar="G"); environ_of("H")\n'
-    )
+    source += 'from os import environ, getenv\nenviron.pop("E"); getenv("F"); Option(envvar="G"); environ_of("H")\n'
     assert sorted(read_variables(source)) == list("ABCDEFG")
 
 

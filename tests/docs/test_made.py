@@ -49,10 +49,7 @@ def test_the_layers_of_the_page_are_the_linters() -> None:
 
 
 def test_first_lines_are_those_of_the_modules() -> None:
-    assert (
-        first_line("forerun.core.errors")
-        == "The errors that Forerun raises for its users, as one class tree."
-    )
+    assert first_line("forerun.core.errors") == "The errors that Forerun raises for its users, as one class tree."
 
 
 @pytest.mark.skipif(not library.available(), reason="the C library is not built")

@@ -64,11 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(code: list[str], *folders: Path) -> str:
     path = os.pathsep.join(str(folder) for folder in (*folders, ROOT / "src"))
     ran = subprocess.run(
-        [sys.executable, *code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, *code], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -39,9 +39,7 @@ def test_nothing_is_fetched_from_elsewhere(site: dict[str, HtmlPage]) -> None:
 
 
 def test_every_page_is_there(site: dict[str, HtmlPage]) -> None:
-    written = {
-        page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in ROOT.glob("docs/**/*.md")
-    }
+    written = {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in ROOT.glob("docs/**/*.md")}
     examples = {f"examples/{path.stem}.html" for path in ROOT.glob("examples/*.py")}
     assert written | examples | {"overview.html", "contributing.html", "changelog.html"} <= set(site)
 
@@ -63,9 +61,7 @@ def test_names_of_the_reference_are_shown(site: dict[str, HtmlPage], page: str) 
 def test_calls_that_two_classes_share_are_shown_with_both(site: dict[str, HtmlPage]) -> None:
     calls = ("generate", "chat", "stream", "stream_chat", "load", "abort", "close")
     wanted = {f"forerun.{name}.{call}" for name in ("LLM", "AsyncLLM") for call in calls}
-    wanted |= {
-        f"forerun.{name}.{each}" for name in ("Stream", "AsyncStream") for each in ("completion", "close")
-    }
+    wanted |= {f"forerun.{name}.{each}" for name in ("Stream", "AsyncStream") for each in ("completion", "close")}
     assert wanted - set(site["api/index.html"].ids) == set()
 
 

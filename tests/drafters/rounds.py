@@ -17,12 +17,7 @@ def observe_prompts(drafter: Drafter, target: TableLM, seqs: Sequence[FakeSeq]) 
 
 
 def play(
-    drafter: Drafter,
-    target: TableLM,
-    seqs: Sequence[FakeSeq],
-    budgets: Sequence[Budget],
-    rounds: int,
-    seed: int,
+    drafter: Drafter, target: TableLM, seqs: Sequence[FakeSeq], budgets: Sequence[Budget], rounds: int, seed: int
 ) -> None:
     """Rounds in which any path may be accepted."""
     rng = random.Random(seed)

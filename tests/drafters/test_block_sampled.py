@@ -33,8 +33,7 @@ def likelihood(engine: Engine) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "shape", "least"),
-    [("dflash", "chain", 0.0), ("dspark", "chain", 0.005), ("dspark", "tree", 0.02)],
+    ("drafter", "shape", "least"), [("dflash", "chain", 0.0), ("dspark", "chain", 0.005), ("dspark", "tree", 0.02)]
 )
 def test_the_law_of_the_text_is_the_targets(
     drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch

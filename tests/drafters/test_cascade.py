@@ -139,14 +139,9 @@ def test_negative_control_a_level_that_reports_another_law_is_caught() -> None:
             return trees
 
     speculative = SpeculativeConfig("ngram>draft_model", verifier="exact", budget=4, controller="fixed")
-    engine = make_engine(
-        table(VOCAB), frozenset(), speculative, EngineConfig(max_batch=64), draft_target=medium()
-    )
+    engine = make_engine(table(VOCAB), frozenset(), speculative, EngineConfig(max_batch=64), draft_target=medium())
     engine.drafters.add("ngram>draft_model", Wrong(NgramDrafter(), ModelDrafter(medium(), VOCAB)))  # type: ignore[arg-type]
-    assert (
-        chi_square_p(sample_texts(engine, PROMPT, WARM, 1500), joint_law(table(VOCAB), PROMPT, WARM, 3))
-        < 1e-4
-    )
+    assert chi_square_p(sample_texts(engine, PROMPT, WARM, 1500), joint_law(table(VOCAB), PROMPT, WARM, 3)) < 1e-4
 
 
 def test_fewer_passes_of_the_draft_model_where_the_lower_drafter_is_right() -> None:
@@ -181,9 +176,7 @@ def test_mixed_batches_draft_as_each_alone() -> None:
 
 
 def test_tokens_that_are_banned_stop_the_draft_and_not_the_text() -> None:
-    params = SamplingParams(
-        temperature=0.8, max_tokens=8, bad_words=tuple((t,) for t in range(1, VOCAB)), seed=2
-    )
+    params = SamplingParams(temperature=0.8, max_tokens=8, bad_words=tuple((t,) for t in range(1, VOCAB)), seed=2)
     speculative = SpeculativeConfig("ngram>draft_model", budget=4, controller="fixed")
     engine = make_engine(table(VOCAB), frozenset(), speculative, EngineConfig(), draft_target=medium())
     assert run(engine, [Request(PROMPT, params)])[0] == [[0] * 8]

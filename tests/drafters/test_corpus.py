@@ -11,14 +11,7 @@ import pytest
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Budget
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from forerun.drafters.lookup.suffix_corpus import (
-    BREAK,
-    DEPTH,
-    Corpus,
-    order_places,
-    read_documents,
-    write_corpus,
-)
+from forerun.drafters.lookup.suffix_corpus import BREAK, DEPTH, Corpus, order_places, read_documents, write_corpus
 from forerun.testing import FakeSeq, check_drafter
 
 VOCAB = 6
@@ -47,12 +40,7 @@ def test_the_longest_match_is_found_with_all_its_continuations(tmp_path: Path) -
     for _ in range(300):
         end = [rng.randrange(5) for _ in range(rng.randint(1, 9))]
         found = {
-            n: [
-                d[i + n : i + n + 1]
-                for d in documents
-                for i in range(len(d) - n + 1)
-                if d[i : i + n] == end[-n:]
-            ]
+            n: [d[i + n : i + n + 1] for d in documents for i in range(len(d) - n + 1) if d[i : i + n] == end[-n:]]
             for n in range(1, len(end) + 1)
         }
         longest = max((n for n in found if found[n]), default=0)
@@ -129,15 +117,7 @@ def test_documents_of_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        '{"txt": "misspelt"}',
-        "[1]",
-        "7",
-        "null",
-        '{"messages": 5}',
-        '{"messages": [{"content": 3}]}',
-        '{"text": 1}',
-    ],
+    ['{"txt": "misspelt"}', "[1]", "7", "null", '{"messages": 5}', '{"messages": [{"content": 3}]}', '{"text": 1}'],
 )
 def test_a_line_without_a_text_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "b.jsonl").write_text(f'"fine"\n{line}\n')

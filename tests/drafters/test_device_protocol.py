@@ -102,11 +102,7 @@ def uses(source: str, own: str = "") -> Iterator[tuple[str, str]]:
                 else:
                     pairs.append((into, one.value))
         held = {ast.unparse(into) for into, value in pairs if holds_device(value)} | ({own} if own else set())
-        menus = {
-            ast.unparse(into)
-            for into, value in pairs
-            if ast.unparse(value) in {f"{one}.menu" for one in held}
-        }
+        menus = {ast.unparse(into) for into, value in pairs if ast.unparse(value) in {f"{one}.menu" for one in held}}
         menus |= {f"{one}.menu" for one in held}
         for one in ast.walk(function):
             if isinstance(one, ast.Attribute):

@@ -72,9 +72,7 @@ def grow(trees: int, nodes: int, width: int = WIDTH, output: HeadOutput | None =
     return both
 
 
-def brute_force(
-    tree: int, nodes: int, width: int = WIDTH, power: float = 1.0, scale: float = 0.0
-) -> set[Path]:
+def brute_force(tree: int, nodes: int, width: int = WIDTH, power: float = 1.0, scale: float = 0.0) -> set[Path]:
     """The paths of the best nodes, of all that frontiers of this width put forward."""
     frontier: list[tuple[float, Path]] = [(0.0, ())]
     found: list[tuple[float, Path]] = []
@@ -142,9 +140,7 @@ OTHERS = [Lane(5, [1], PAGES[2], 20, 0), Lane(6, [2, 3], PAGES[3], 23, 24)]
 NINE, FIVE, TWO = (64 * page for page in (9, 5, 2))  # first slots
 
 
-def drafted(
-    lanes: list[Lane], shape: Form, last: LastRound | None = None, **more: int
-) -> tuple[DraftForm, Ints]:
+def drafted(lanes: list[Lane], shape: Form, last: LastRound | None = None, **more: int) -> tuple[DraftForm, Ints]:
     """The plan as the device completes it."""
     form, sent = plan_draft(lanes, shape, GROUP, **more)
     at = MAX_ROWS + form.sent_at
@@ -160,18 +156,14 @@ def test_a_draft_behind_an_unread_round_is_the_one_behind_that_round_read(shape:
     last.accepted[1], last.accepted[2] = 1, 0
     last.tokens[1, :2], last.tokens[2, :1] = torch.tensor([4, 5]), torch.tensor([6])
     known = [LANES[0]._replace(root=5), LANES[1]._replace(root=6)]
-    unread = [
-        lane._replace(root=0, tokens=(), follows=tree) for lane, tree in zip(known, (1, 2), strict=True)
-    ]
+    unread = [lane._replace(root=0, tokens=(), follows=tree) for lane, tree in zip(known, (1, 2), strict=True)]
     one, wanted = drafted(known, shape, last)
     other, found = drafted(unread, shape, last)
     assert one == other
     end = one.sent_at
     assert np.array_equal(found[:end], wanted[:end])
     last.accepted[1] = 0
-    assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), (
-        "a path not so long is another"
-    )
+    assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), "a path not so long is another"
 
 
 @pytest.mark.parametrize("shape", [Form(1, 1, 1), Form(4, 2, 3)])
@@ -240,9 +232,7 @@ def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
     assert len(others) - pages == 2, "what is behind may be longer: only the groups know where it starts"
     assert not np.array_equal(ints[:pages], others[:pages])
     assert plan_draft(LANES, Form(8, 4, 3), GROUP)[0] != one
-    assert plan_draft(LANES, Form(8, 3, 3), GROUP, farthest=5000)[0] != one, (
-        "longer contexts take more splits"
-    )
+    assert plan_draft(LANES, Form(8, 3, 3), GROUP, farthest=5000)[0] != one, "longer contexts take more splits"
 
 
 def test_levels_do_not_overlap() -> None:

@@ -83,9 +83,7 @@ def test_it_says_what_reading_the_text_would_cost_and_forgets_that_when_it_is_re
     assert not before.chosen
     drafter.propose([seq], [Budget(2, 2)])
     assert drafter.offer(seq).start == 0.0
-    assert (
-        drafter.offer(FakeSeq(1, [1, 2, 3] * 20)).start > drafter.offer(FakeSeq(2, [1, 2, 3] * 10)).start > 0
-    )
+    assert drafter.offer(FakeSeq(1, [1, 2, 3] * 20)).start > drafter.offer(FakeSeq(2, [1, 2, 3] * 10)).start > 0
 
 
 def test_of_equally_likely_tokens_the_lowest_is_drafted() -> None:

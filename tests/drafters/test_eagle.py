@@ -72,9 +72,7 @@ def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dic
     features = torch.randn(1, LENGTH, config.feature_width)
     embedded = weights["embed_tokens.weight"][tokens]
     with torch.no_grad():
-        rolled = [
-            rows @ weights["lm_head.weight"].t() for rows, _ in module(embedded, features, STEPS, False)
-        ]
+        rolled = [rows @ weights["lm_head.weight"].t() for rows, _ in module(embedded, features, STEPS, False)]
     compared = 0
     for row in range(LENGTH - 1):  # a draft that starts behind row `row`
         drafter = drafter_of(config, folded)
@@ -160,9 +158,7 @@ def test_a_static_tree_has_one_shape() -> None:
 @pytest.mark.parametrize(("borrows", "depth"), [(False, 1), (True, 1), (True, 3)])
 def test_eagle3_files_round_trip(tmp_path: Path, layout: str, borrows: bool, depth: int) -> None:
     config = eagle_config("eagle3", VOCAB, draft_vocab=7, fc_norm=True, norm_output=True, depth=depth)
-    config = replace(
-        config, target="some/target", rates=((0.5, 0.25), (0.25, 0.125)), layers=(2, 5, 7), max_length=99
-    )
+    config = replace(config, target="some/target", rates=((0.5, 0.25), (0.25, 0.125)), layers=(2, 5, 7), max_length=99)
     weights = eagle_weights(config, borrows=borrows)
     write_head(tmp_path, config, weights, layout)  # type: ignore[arg-type]
     again, loaded = read_head(tmp_path, kind="eagle3")

@@ -30,9 +30,7 @@ def pair() -> tuple[EitherDrafter, ScriptedDrafter, ScriptedDrafter]:
 def judge(drafter: EitherDrafter, seqs: Sequence[FakeSeq], accepted: Sequence[int]) -> list[int]:
     """One round in which so many of each chain's tokens are accepted; which token each was drafted with."""
     trees = drafter.propose(seqs, [CHAIN] * len(seqs))
-    drafter.observe(
-        seqs, trees, Scores(None), Verdict.of([range(1, n + 1) for n in accepted], [0] * len(seqs), "cpu")
-    )
+    drafter.observe(seqs, trees, Scores(None), Verdict.of([range(1, n + 1) for n in accepted], [0] * len(seqs), "cpu"))
     return [tokens[1] for tokens, _ in as_lists(trees)]
 
 

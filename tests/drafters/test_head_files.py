@@ -70,9 +70,7 @@ def test_files_of_an_earlier_head_are_replaced(tmp_path: Path, monkeypatch: pyte
     assert read_tensors(tmp_path).keys() == {"c"}
 
 
-def test_a_tensor_larger_than_a_file_has_one_to_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_larger_than_a_file_has_one_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_formats, "_SHARD_BYTES", 100)
     write_shards(tmp_path, {"large": torch.zeros(1000)}, "medusa_lm_head")
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["medusa_lm_head.safetensors"]
@@ -115,11 +113,7 @@ def test_what_an_eagle_config_leaves_out() -> None:
     assert config.layers == ()
     assert EagleConfig.from_json(small, "eagle").layers == (-1,)
     nested = EagleConfig.from_json(
-        {
-            **small,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]},
-            "rope_scaling": {"rope_theta": 5e5},
-        },
+        {**small, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}, "rope_scaling": {"rope_theta": 5e5}},
         "eagle3",
     )
     assert nested.layers == (1, 5)
@@ -152,9 +146,7 @@ def test_layers_that_heads_read_by_default(layers: int, found: tuple[int, ...]) 
         ({}, set(), None),
     ],
 )
-def test_one_place_tells_kinds_of_heads_apart(
-    values: dict[str, object], weights: set[str], kind: str | None
-) -> None:
+def test_one_place_tells_kinds_of_heads_apart(values: dict[str, object], weights: set[str], kind: str | None) -> None:
     assert kind_of(values, lambda: weights) == kind
 
 

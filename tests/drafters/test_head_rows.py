@@ -70,12 +70,7 @@ def test_a_prompt_of_one_token_leaves_no_rows() -> None:
     empty = TreeBatch.chains([[]])
     texts: dict[int, ObservedRows] = {}
     observe_rows(
-        texts,
-        (-1,),
-        [FakeSeq(0, [3])],
-        empty,
-        Scores(None, {-1: torch.zeros(0, 2)}),
-        Verdict.of([[]], [3], "cpu"),
+        texts, (-1,), [FakeSeq(0, [3])], empty, Scores(None, {-1: torch.zeros(0, 2)}), Verdict.of([[]], [3], "cpu")
     )
     assert texts[0].seen == 0
     assert texts[0].features == []

@@ -63,9 +63,7 @@ def test_a_draft_depends_on_the_text_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_long_prompt_is_caught_up_with_in_pieces(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_caught_up_with_in_pieces(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, whole = TableLM(VOCAB), make(name, tmp_path)
     seqs = [FakeSeq(0, [i * 7 % VOCAB for i in range(40)]), FakeSeq(1, [i * 5 % VOCAB for i in range(9)])]
     observe_prompts(whole, target, seqs)
@@ -83,9 +81,7 @@ def test_a_price_cuts_the_tree_and_a_chain_stays_a_chain(name: str, tmp_path: Pa
     seq = FakeSeq(0, [1, 2, 3, 4])
     observe_prompts(drafter, target, [seq])
     free = as_lists(drafter.propose([seq], [Budget(6, 4, 3)]))[0]
-    dear = as_lists(drafter.propose([seq], [Budget(6, 4, 3, price=tuple(1.0 + 5.0 * n for n in range(7)))]))[
-        0
-    ]
+    dear = as_lists(drafter.propose([seq], [Budget(6, 4, 3, price=tuple(1.0 + 5.0 * n for n in range(7)))]))[0]
     chain = as_lists(drafter.propose([seq], [Budget(4, 4, 1)]))[0]
     assert len(free[0]) > 2
     assert dear == ([4], [-1])

@@ -62,9 +62,7 @@ def test_beside_a_drafter_on_a_device_look_ups_are_made_for_few(monkeypatch: pyt
     monkeypatch.setattr(drafter.first, "offer", lambda seq: (looked.append(seq.id), offer(seq))[1])
     seqs = [FakeSeq(i, [*COPY]) for i in range(4)]
     judge(drafter, seqs, [3] * 4)
-    assert {seq.id for seq in seqs if drafter.offer(seq).free} == {0, 1, 2, 3}, (
-        "no menu: the second runs on a host"
-    )
+    assert {seq.id for seq in seqs if drafter.offer(seq).free} == {0, 1, 2, 3}, "no menu: the second runs on a host"
     looked.clear()
     monkeypatch.setattr(ScriptedDrafter, "offer", lambda *_: Offer((1e-4,), menu=DraftMenu()))
     assert not any(drafter.offer(seq).free for seq in seqs)
@@ -243,9 +241,7 @@ def test_a_lookup_that_contradicts_the_tree_is_worth_what_such_lookups_were() ->
     assert drafter._merged(seq, Budget(6, 3, price=price), tree) == tree
 
 
-def test_beside_a_device_a_few_are_looked_up_every_round_and_a_crowd_never(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_beside_a_device_a_few_are_looked_up_every_round_and_a_crowd_never(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is at work meanwhile, and every look-up is scored; of a crowd they would take the host too long."""
     drafter, _ = hybrid()
     looked, offer = list[int](), drafter.first.offer

@@ -27,9 +27,7 @@ class Counted(TableLM):
         return super().score(seqs, trees, needs, *more)  # type: ignore[arg-type]
 
 
-def start(
-    costs: Path | None, vocab: int = VOCAB, opening: tuple[int, ...] = OPENING
-) -> tuple[Successors, int]:
+def start(costs: Path | None, vocab: int = VOCAB, opening: tuple[int, ...] = OPENING) -> tuple[Successors, int]:
     """The table of a start, and the passes that it took."""
     target = Counted(vocab_size=vocab, order=2)
     found = load_or_read(target, opening, costs)
@@ -86,9 +84,7 @@ def test_a_place_that_cannot_be_written_costs_time_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("runs_native", [True, False])
-def test_it_is_of_the_first_tokens_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_native: bool
-) -> None:
+def test_it_is_of_the_first_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs_native: bool) -> None:
     """Behind any other token nothing is drafted that the text has not."""
     every, passes = start(None, vocab=1100)
     monkeypatch.setattr(successors, "READ", 8)
@@ -101,9 +97,7 @@ def test_it_is_of_the_first_tokens_alone(
     drafter = SuffixDrafter(successors=start(tmp_path / "0.json", vocab=1100)[0])
     if not runs_native:
         drafter._runs_native = False
-    known, unknown = (
-        as_lists(drafter.propose([FakeSeq(i, [9, i])], [Budget(4, 1, 4)]))[0][0] for i in (7, 30)
-    )
+    known, unknown = (as_lists(drafter.propose([FakeSeq(i, [9, i])], [Budget(4, 1, 4)]))[0][0] for i in (7, 30))
     assert known == [7, *[token for _, token in every.after(7)[:4]]]
     assert unknown == [30]
     assert not drafter.offer(FakeSeq(31, [9, 31])).free

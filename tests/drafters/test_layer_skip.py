@@ -21,14 +21,7 @@ from forerun.testing import TableLM
 from tests.exactness.harness import Letters, run
 from tests.models.test_partial import KINDS, LAYERS, SKIPPED, decoder_of
 
-PROMPTS = [
-    (5, 6, 7, 8, 5, 6),
-    (1, 2, 3, 1, 2, 3, 1),
-    (9,),
-    (4, 4, 4, 4),
-    tuple(range(20)),
-    tuple(range(19, -1, -1)),
-]
+PROMPTS = [(5, 6, 7, 8, 5, 6), (1, 2, 3, 1, 2, 3, 1), (9,), (4, 4, 4, 4), tuple(range(20)), tuple(range(19, -1, -1))]
 REQUESTS = [
     Request(prompt, SamplingParams(max_tokens=12, temperature=0.9 * (i % 2), seed=i, ignore_eos=True))
     for i, prompt in enumerate(PROMPTS)
@@ -45,15 +38,10 @@ def engine_on(target: Decoder, drafter: str = "layer_skip", **settings: Any) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("drafter", "width"),
-    [("layer_skip", 1), ("layer_skip", 2), ("ngram>layer_skip", 1), ("ngram+layer_skip", 1)],
+    ("drafter", "width"), [("layer_skip", 1), ("layer_skip", 2), ("ngram>layer_skip", 1), ("ngram+layer_skip", 1)]
 )
-@pytest.mark.parametrize(
-    "plan", [LayerPlan(LayerSubset(2)), LayerPlan(SKIPPED), LayerPlan(LayerSubset(1), ADAPTER)]
-)
-def test_the_text_is_the_plain_one(
-    kind: str, drafter: str, width: int, plan: LayerPlan, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("plan", [LayerPlan(LayerSubset(2)), LayerPlan(SKIPPED), LayerPlan(LayerSubset(1), ADAPTER)])
+def test_the_text_is_the_plain_one(kind: str, drafter: str, width: int, plan: LayerPlan, tmp_path: Path) -> None:
     """More sequences than run at once, greedy and sampled by a seed, in few slots."""
     write_plan(tmp_path / "plan.json", plan, LAYERS)
     target = decoder_of(kind, tmp_path / "model")
@@ -125,9 +113,7 @@ def test_an_adapter_that_adds_nothing_is_the_targets_own_exit(tmp_path: Path) ->
         ({"adapter": "missing.safetensors"}, DamagedFile, "cannot be read"),
     ],
 )
-def test_a_plan_that_cannot_be_used_says_why(
-    change: dict[str, Any], error: type, says: str, tmp_path: Path
-) -> None:
+def test_a_plan_that_cannot_be_used_says_why(change: dict[str, Any], error: type, says: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(path, LayerPlan(LayerSubset(2)), LAYERS)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -66,9 +66,7 @@ def test_the_window_is_left_out_where_nodes_are_dear_or_few() -> None:
     dear = tuple(1.0 + 0.2 * n for n in range(ROOM.nodes + 1))
     cheap = tuple(1.0 + 0.005 * n for n in range(ROOM.nodes + 1))
     priced = [Budget(ROOM.nodes, 12, 3, price) for price in (dear, cheap)]
-    sizes = [
-        drafter.propose([seq], [budget]).nodes for budget in (ROOM, Budget(8, 12), Budget(30, 4), *priced)
-    ]
+    sizes = [drafter.propose([seq], [budget]).nodes for budget in (ROOM, Budget(8, 12), Budget(30, 4), *priced)]
     assert [size > 1 for size in sizes] == [True, False, False, False, True]
 
 

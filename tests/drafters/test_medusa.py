@@ -76,8 +76,7 @@ def test_training_in_parallel_equals_drafting(family: Family) -> None:
     tokens, hidden = torch.randint(VOCAB, (1, 10)), torch.randn(1, 10, 8)
     with torch.no_grad():
         rolled = [
-            rows @ weights["lm_head.weight"].t()
-            for rows in module(hidden, weights["embed_tokens.weight"][tokens])
+            rows @ weights["lm_head.weight"].t() for rows in module(hidden, weights["embed_tokens.weight"][tokens])
         ]
     heads = HeadSet(config, weights | fold(module), None)  # as a file holds what the module learns in units
     for row in range(5):

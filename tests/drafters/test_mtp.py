@@ -24,12 +24,7 @@ from forerun.models.load.checkpoint import open_checkpoint
 from tests.drafters.tiny_heads import eagle_config, mtp_weights
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 
-_DEEPSEEK = {
-    "fc.": "eh_proj.",
-    "norm.": "shared_head.norm.",
-    "lm_head.": "shared_head.head.",
-    "midlayer.": "",
-}
+_DEEPSEEK = {"fc.": "eh_proj.", "norm.": "shared_head.norm.", "lm_head.": "shared_head.head.", "midlayer.": ""}
 _QWEN = {"enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "midlayer.": "layers.0."}
 
 
@@ -84,11 +79,7 @@ def test_both_styles_of_names_are_the_same_layer(style: str, tmp_path: Path) -> 
     config, weights = layer_of()
     write_mtp(tmp_path, config, weights)
     if style != "ours":
-        theirs = (
-            named(weights, _DEEPSEEK, "model.layers.61.")
-            if style == "deepseek"
-            else named(weights, _QWEN, "mtp.")
-        )
+        theirs = named(weights, _DEEPSEEK, "model.layers.61.") if style == "deepseek" else named(weights, _QWEN, "mtp.")
         save_file(theirs, tmp_path / "model.safetensors")
     found, read = read_mtp(tmp_path)
     assert read.keys() == weights.keys()
@@ -109,10 +100,7 @@ def test_a_norm_that_stores_its_weight_less_one_is_read_so(tmp_path: Path) -> No
 def test_the_layer_computes_what_its_definition_says(tmp_path: Path) -> None:
     target = _decoder(carrying(tmp_path))
     head, weights = load_mtp(tmp_path, target), read_mtp(tmp_path)[1]
-    token, hidden = (
-        torch.tensor([5]),
-        torch.randn(1, head.config.width, generator=torch.Generator().manual_seed(1)),
-    )
+    token, hidden = (torch.tensor([5]), torch.randn(1, head.config.width, generator=torch.Generator().manual_seed(1)))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         group = head.config.heads // head.config.kv_heads
@@ -124,9 +112,7 @@ def test_the_layer_computes_what_its_definition_says(tmp_path: Path) -> None:
     assert not torch.allclose(out, by_hand(head, swapped, token, hidden), atol=1e-2)  # the negative control
 
 
-def test_a_checkpoint_that_brings_a_layer_drafts_with_it_and_writes_what_it_would_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_that_brings_a_layer_drafts_with_it_and_writes_what_it_would_alone(tmp_path: Path) -> None:
     folder = carrying(tmp_path)
     checkpoint = open_checkpoint(str(folder))
     chosen = choose_drafter(SpeculativeConfig(drafter="mtp", controller="fixed", budget=3), checkpoint)

@@ -32,13 +32,7 @@ def _narrow(target: CudaDecoder, width: int = 32) -> tuple[EagleConfig, dict[str
     """A head of half its target's width; its embedding is a map of the target's."""
     config = eagle_config("eagle3", VOCAB, width, draft_vocab=120)
     config = replace(
-        config,
-        head_dim=16,
-        heads=2,
-        kv_heads=1,
-        target_width=target.config.width,
-        layers=(0, 1, 2),
-        max_length=2048,
+        config, head_dim=16, heads=2, kv_heads=1, target_width=target.config.width, layers=(0, 1, 2), max_length=2048
     )
     weights = eagle_weights(config, seed=3)
     del weights["embed_tokens.weight"]
@@ -54,16 +48,10 @@ def _drafters(target: CudaDecoder) -> list[EagleDrafter | OnDevice[HeadDraft]]:
     table = shared.embed(torch.arange(VOCAB)) @ weights["embed_proj.weight"].t()
     whole = {name: weight for name, weight in weights.items() if name != "embed_proj.weight"}
     plain = Eagle3Drafter(EagleHead(config, {**whole, "embed_tokens.weight": table}, shared))
-    found: list[EagleDrafter | OnDevice[HeadDraft]] = [
-        plain,
-        Eagle3Drafter(EagleHead(config, weights, shared)),
-    ]
+    found: list[EagleDrafter | OnDevice[HeadDraft]] = [plain, Eagle3Drafter(EagleHead(config, weights, shared))]
     if native_library.available():
         found.append(Eagle3Drafter(NativeHead(config, weights, shared)))
-    return [
-        *found,
-        OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain),
-    ]
+    return [*found, OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain)]
 
 
 def test_a_narrow_head_drafts_alike_everywhere() -> None:

@@ -80,9 +80,7 @@ def test_small_heads_say_the_same(kind: Kind, more: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("bits", "apart", "alike"), [(8, 0.04, 0.9), (4, 0.4, 0.5)])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_large_heads_are_rounded_and_choose_the_same(
-    kind: Kind, bits: Bits, apart: float, alike: float
-) -> None:
+def test_large_heads_are_rounded_and_choose_the_same(kind: Kind, bits: Bits, apart: float, alike: float) -> None:
     """Matrices of this size are blocks: logits within a fraction of their spread, and of eight bits the same best.
 
     Weights are random here, which four bits suit less than those of a trained head.
@@ -110,9 +108,7 @@ def test_large_heads_are_rounded_and_choose_the_same(
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"temperature": 4.0, "noise": True}])
-@pytest.mark.parametrize(
-    "budget", [Budget(4, 4), Budget(9, 3, 3), Budget(6, 4, 3, price=(1.0,) * 4 + (2.0,) * 3)]
-)
+@pytest.mark.parametrize("budget", [Budget(4, 4), Budget(9, 3, 3), Budget(6, 4, 3, price=(1.0,) * 4 + (2.0,) * 3)])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, layers: int) -> None:
     config = eagle_config("eagle3", VOCAB, draft_vocab=9, depth=layers)
@@ -120,9 +116,7 @@ def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, lay
     drafters = both(config, eagle_weights(config, seed=8))
     sampling = SamplingParams(temperature=float(params.get("temperature", 0.0)))
     seqs = [
-        FakeSeq(
-            i, [i, 3, 1, 4, 1, 5][: 3 + i], params=sampling, seed=i, shares_noise=bool(params.get("noise"))
-        )
+        FakeSeq(i, [i, 3, 1, 4, 1, 5][: 3 + i], params=sampling, seed=i, shares_noise=bool(params.get("noise")))
         for i in range(3)
     ]
     trees = []

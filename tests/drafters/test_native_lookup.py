@@ -87,9 +87,7 @@ def test_a_difference_would_be_seen() -> None:
     """The control: with one rate changed on one side the chains differ."""
     rng = random.Random(5)
     native, _ = pair(rng, 1, None)
-    python = PlaceLookup(
-        [random_rates(rng) for _ in range(3)], [random_rates(rng) for _ in range(3)], 1, None, None
-    )
+    python = PlaceLookup([random_rates(rng) for _ in range(3)], [random_rates(rng) for _ in range(3)], 1, None, None)
     seq = FakeSeq(0, [1, 2, 5, 1, 2, 5, 1, 2])
     for one in (native, python):
         one.read(seq, seq.tokens, AT_HAND)
@@ -113,9 +111,7 @@ def test_drafts_do_not_depend_on_the_library(with_table: bool, monkeypatch: pyte
             found.append(drafter.offer(seq))
             trees = drafter.propose([seq], [Budget(60, 20, 1 + 9 * (i % 2), price)])
             found += as_lists(trees)
-            verdict = Verdict.of(
-                [[1] if trees.nodes > 1 and trees.to_host()[0][1] == token else []], [token], "cpu"
-            )
+            verdict = Verdict.of([[1] if trees.nodes > 1 and trees.to_host()[0][1] == token else []], [token], "cpu")
             drafter.observe([seq], trees, Scores(None), verdict)
             seq.tokens.append(token)
         return found

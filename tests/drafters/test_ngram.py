@@ -44,9 +44,7 @@ def test_a_second_continuation_gets_what_the_first_leaves() -> None:
     tokens = [1, 2, 5, 6, 1, 2, 7, 8, 1, 2]
     rate = NgramDrafter().confidence(FakeSeq(0, tokens))
     assert 0.2 < rate < 1.0
-    between = (
-        rate + rate * (1.0 - rate)
-    ) / 2  # a node costs more than the second is worth, less than the first
+    between = (rate + rate * (1.0 - rate)) / 2  # a node costs more than the second is worth, less than the first
     price = tuple(1.0 + between * n for n in range(3))
     assert draft(tokens, Budget(2, 1, width=2, price=price))[0] == [2, 7]
     cheap = tuple(1.0 + 0.9 * rate * (1.0 - rate) * n for n in range(3))

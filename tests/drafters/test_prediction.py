@@ -120,9 +120,7 @@ def predictions(right: Sequence[int]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prediction_changes_no_text(drafter: str, verifier: str) -> None:
     """Alone and in a batch, greedy and with a seed; the same texts as without a prediction."""
-    greedy, drawn = (
-        SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0)
-    )
+    greedy, drawn = (SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0))
     for params in (greedy, drawn) if verifier == "coupled" else (greedy,):
         asked = Request((3, 5, 2), params)
         (text,), _ = run(engine_for("none", verifier, "chain", VOCAB), [asked])
@@ -159,8 +157,7 @@ def test_drafting_that_is_off_stays_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "said"),
-    [((VOCAB,), "outside the vocabulary"), ((-1,), "prediction"), ((1,) * 200, "shorten it")],
+    ("prediction", "said"), [((VOCAB,), "outside the vocabulary"), ((-1,), "prediction"), ((1,) * 200, "shorten it")]
 )
 def test_what_is_no_prediction_is_refused(prediction: tuple[int, ...], said: str) -> None:
     engine = engine_for("ngram", "exact", "chain", VOCAB)

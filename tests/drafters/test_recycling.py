@@ -22,9 +22,7 @@ def logits_of(*rows: dict[int, float]) -> Scores:
     return Scores(logits)
 
 
-def after_a_pass(
-    seq: FakeSeq, rows: list[dict[int, float]], tree: tuple[list[int], list[int]]
-) -> RecyclingDrafter:
+def after_a_pass(seq: FakeSeq, rows: list[dict[int, float]], tree: tuple[list[int], list[int]]) -> RecyclingDrafter:
     drafter = RecyclingDrafter()
     trees = TreeBatch.trees([tree])
     drafter.observe([seq], trees, logits_of(*rows), Verdict.of([[]], [7], "cpu"))

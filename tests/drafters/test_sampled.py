@@ -26,9 +26,7 @@ TEXTS = 1000
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "shape"), [("exact", "chain"), ("block", "chain"), ("exact", "tree")])
-def test_the_law_of_the_text_is_the_targets(
-    verifier: str, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_law_of_the_text_is_the_targets(verifier: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.drafters.heads.eagle.wants_sampling", lambda speculative, device: True)
     vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
     params = replace(SETTINGS["T=0.8"], max_tokens=length)
@@ -40,9 +38,7 @@ def test_the_law_of_the_text_is_the_targets(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_negative_control_a_draft_whose_numbers_are_stuck(
-    shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_negative_control_a_draft_whose_numbers_are_stuck(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not drawn from the law it names, yet is tested with p/q, goes through the same check and must fail."""
     monkeypatch.setattr("forerun.drafters.heads.growth.uniform", lambda *_: 0.0)
     vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
@@ -99,9 +95,7 @@ def test_a_small_support_is_drawn_once(tmp_path: Path) -> None:
     observe_prompts(drafter, TableLM(13), [seq])
     trees = drafter.propose([seq], [Budget(12, 2, 6)])
     for parent in set(trees.parents.tolist()):
-        tokens = [
-            int(t) for t, p in zip(trees.tokens[1:], trees.parents[1:], strict=True) if int(p) == parent
-        ]
+        tokens = [int(t) for t, p in zip(trees.tokens[1:], trees.parents[1:], strict=True) if int(p) == parent]
         assert len(tokens) <= 2
         assert len(set(tokens)) == len(tokens)
 

@@ -29,8 +29,7 @@ VOCAB, OPENING = 16, (3, 1)
 LARGE = CostModel({1: 3.88e-3, 8: 4.10e-3, 16: 4.18e-3, 24: 4.43e-3, 32: 4.49e-3, 64: 5.08e-3})  # 8B, H200
 CPU = CostModel({1: 1.0e-3, 2: 1.25e-3, 4: 1.7e-3, 8: 2.6e-3, 16: 4.4e-3, 32: 8.0e-3, 64: 16e-3})
 _TEMPLATE = (
-    "{% for m in messages %}<turn> {{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<turn> answer{% endif %}"
+    "{% for m in messages %}<turn> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<turn> answer{% endif %}"
 )
 PROMPTS = [(5, 6, 7, 8, 5, 6, 7), (1, 2, 3, 1, 2, 3, 1, 2), (9,), (4, 4, 4, 4)]
 
@@ -95,12 +94,8 @@ def test_only_a_known_opening_makes_the_drafter_read_them() -> None:
     assert without.propose([seq], [Budget(4, 2, 4)]).is_plain()
 
 
-@pytest.mark.parametrize(
-    ("template", "wanted"), [(_TEMPLATE, [2, 4]), (None, [1]), ("{{ nothing.at.all }}", [1])]
-)
-def test_the_opening_is_what_the_template_writes_before_an_answer(
-    template: str | None, wanted: list[int]
-) -> None:
+@pytest.mark.parametrize(("template", "wanted"), [(_TEMPLATE, [2, 4]), (None, [1]), ("{{ nothing.at.all }}", [1])])
+def test_the_opening_is_what_the_template_writes_before_an_answer(template: str | None, wanted: list[int]) -> None:
     words = {"<eos>": 0, "<bos>": 1, "<turn>": 2, "Hi": 3, "answer": 4}
     backend = tokenizers.Tokenizer(WordLevel(words, unk_token="<eos>"))
     backend.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
@@ -282,18 +277,13 @@ def test_rounds_wait_for_successors_whatever_this_one_brings(monkeypatch: pytest
     nothing = property(lambda fill: 0.0, lambda fill, value: None)
     monkeypatch.setattr(Fill, "after_miss", nothing, raising=False)
     without, _ = simulated(LARGE, random_texts(1, ROWS))
-    assert both.kinds[:12].count("look-up") >= 8, (
-        "as soon as a plain round has shown what all else is compared with"
-    )
+    assert both.kinds[:12].count("look-up") >= 8, "as soon as a plain round has shown what all else is compared with"
     assert without.kinds[:12].count("look-up") <= 3
 
 
 def test_trust_in_the_table_follows_what_came() -> None:
     def claimed(right: bool) -> float:
-        drafter, seq = (
-            SuffixDrafter(successors=table_of({t: {t + 1: 0.5} for t in range(39)})),
-            FakeSeq(0, [0]),
-        )
+        drafter, seq = (SuffixDrafter(successors=table_of({t: {t + 1: 0.5} for t in range(39)})), FakeSeq(0, [0]))
         for i in range(120):
             trees = drafter.propose([seq], [Budget(1, 1, 2)])
             token = seq.tokens[-1] + 1 if right else 39

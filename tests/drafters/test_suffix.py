@@ -39,9 +39,7 @@ def longest_earlier(text: list[int], end: list[int]) -> int:
 
 
 @pytest.mark.parametrize("letters", [1, 2, 3, 8])
-def test_the_automaton_knows_what_looking_everywhere_finds(
-    letters: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_automaton_knows_what_looking_everywhere_finds(letters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automaton, "CLIMB", 1 << 20)  # exact counts
     rng = random.Random(letters)
     text, built = list[int](), SuffixAutomaton()
@@ -71,9 +69,7 @@ def test_another_text_is_followed_through_the_automaton(letters: int) -> None:
     for _ in range(120):
         other.append(rng.randrange(letters + 1))
         state, length = built.follow(state, length, other[-1])
-        found = [
-            n for n in range(1, len(other) + 1) if " ".join(map(str, other[-n:])) in " ".join(map(str, text))
-        ]
+        found = [n for n in range(1, len(other) + 1) if " ".join(map(str, other[-n:])) in " ".join(map(str, text))]
         assert length == max(found, default=0)
 
 

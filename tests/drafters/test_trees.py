@@ -10,9 +10,7 @@ from forerun.drafters.heads.growth import TreeBuilder, best_count, pays_to_deepe
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6
 )
-PRICES = st.none() | st.lists(st.floats(1, 20), min_size=1, max_size=12).map(
-    lambda rest: (1.0, *sorted(rest))
-)
+PRICES = st.none() | st.lists(st.floats(1, 20), min_size=1, max_size=12).map(lambda rest: (1.0, *sorted(rest)))
 
 
 def grow(branches: list[list[tuple[int, float]]]) -> TreeBuilder:

@@ -73,9 +73,7 @@ def test_logits_are_spread_over_the_targets_ids() -> None:
 
 
 def seq(temperature: float = 0.0, shares_noise: bool = False, seed: int = 3) -> FakeSeq:
-    return FakeSeq(
-        0, [1, 2, 3], params=SamplingParams(temperature=temperature), seed=seed, shares_noise=shares_noise
-    )
+    return FakeSeq(0, [1, 2, 3], params=SamplingParams(temperature=temperature), seed=seed, shares_noise=shares_noise)
 
 
 VOCABULARY = DraftVocabulary(torch.tensor([0, 2, 3, 7]), 9)

@@ -95,9 +95,7 @@ def scrambled() -> TokenMap:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_is_a_target(seed: int) -> None:
-    check_target(
-        lambda: TranslatedTarget(TableLM(5, order=3), scrambled()), vocab_size=5, rounds=9, seed=seed
-    )
+    check_target(lambda: TranslatedTarget(TableLM(5, order=3), scrambled()), vocab_size=5, rounds=9, seed=seed)
 
 
 def test_the_law_of_a_draft_is_that_of_the_shared_tokens() -> None:
@@ -214,11 +212,7 @@ def trained(folder: Path, kind: str) -> object:
     else:
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
         backend.decoder = tokenizers.decoders.Sequence(
-            [
-                tokenizers.decoders.Replace(MARK, " "),
-                tokenizers.decoders.ByteFallback(),
-                tokenizers.decoders.Fuse(),
-            ]
+            [tokenizers.decoders.Replace(MARK, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
         )
         alphabet, special = [], [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(
@@ -257,9 +251,7 @@ def other_models() -> list[Path]:
     """Checkpoints that somebody has put beside the default one."""
     from forerun.models.load.catalog import cache_folder
 
-    return sorted(
-        path for path in (cache_folder() / "models").glob("*.gguf") if "smollm2" not in path.name.lower()
-    )
+    return sorted(path for path in (cache_folder() / "models").glob("*.gguf") if "smollm2" not in path.name.lower())
 
 
 @pytest.mark.model

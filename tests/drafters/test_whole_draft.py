@@ -74,10 +74,7 @@ def test_trees_and_claims_are_those_of_levels(
         claims = [drafter.offer(seq).expected for drafter in asked]
         assert claims[0] == pytest.approx(claims[-1])
         shapes.add(len(found[0][0][0]))
-        scores, verdict = (
-            target.score([seq], trees[0], drafters[0].needs),
-            random_verdict(rng, trees[0], VOCAB),
-        )
+        scores, verdict = (target.score([seq], trees[0], drafters[0].needs), random_verdict(rng, trees[0], VOCAB))
         target.commit([seq], trees[0], verdict)
         for drafter in drafters:
             drafter.observe([seq], trees[0], scores, verdict)

@@ -18,15 +18,11 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import Family, HeadsConfig, write_heads
 
 # of decoders
-HEADS = tuple(
-    spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source
-)
+HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source)
 DEEP = "eagle3 of three layers"  # beside the drafters' own names
 
 
-def eagle_config(
-    kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: int
-) -> EagleConfig:
+def eagle_config(kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: int) -> EagleConfig:
     return EagleConfig(
         kind=kind,
         width=width,
@@ -79,14 +75,10 @@ def heads_weights(config: HeadsConfig, seed: int = 0, own: bool = False) -> dict
     for i in range(config.count):
         for j in range(config.blocks):
             into = config.width * (2 + i) if config.family == "hydra" and j == 0 else config.width
-            weights[f"{i}.{j}.linear.weight"] = (
-                torch.randn(config.width, into, generator=generator) * into**-0.5
-            )
+            weights[f"{i}.{j}.linear.weight"] = torch.randn(config.width, into, generator=generator) * into**-0.5
             weights[f"{i}.{j}.linear.bias"] = torch.randn(config.width, generator=generator) * 0.1
         if own:
-            weights[f"{i}.{config.blocks}.weight"] = torch.randn(
-                config.vocab_size, config.width, generator=generator
-            )
+            weights[f"{i}.{config.blocks}.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
     if not own:
         weights["lm_head.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
     if config.family == "hydra":

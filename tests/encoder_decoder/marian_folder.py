@@ -10,18 +10,7 @@ import torch
 
 from tests.encoder_decoder.tiny_models import PAD, VOCAB, make_model
 
-WORDS = [
-    "\u2581the",
-    "\u2581cat",
-    "\u2581sees",
-    "\u2581a",
-    "\u2581dog",
-    "s",
-    ".",
-    "\u2581",
-    "\u2581big",
-    "ger",
-]
+WORDS = ["\u2581the", "\u2581cat", "\u2581sees", "\u2581a", "\u2581dog", "s", ".", "\u2581", "\u2581big", "ger"]
 LETTERS = list("abcdefghijklmnopqrtuvwxyz")
 
 
@@ -55,9 +44,7 @@ def make_folder(folder: Path, *, pickled: bool = True) -> Path:
     for name in ("source.spm", "target.spm"):
         write_spm(folder / name)
     (folder / "vocab.json").write_text(json.dumps(vocabulary()), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        '{"source_lang": "en", "target_lang": "xx"}', encoding="utf-8"
-    )
+    (folder / "tokenizer_config.json").write_text('{"source_lang": "en", "target_lang": "xx"}', encoding="utf-8")
     return folder
 
 

@@ -46,9 +46,7 @@ def test_rewinding_forgets_the_output_and_keeps_the_source() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.05, "seed": 5}], ids=["greedy", "sampled"])
-def test_a_second_encoder_decoder_drafts_and_the_text_stays_the_targets(
-    name: str, params: dict[str, float]
-) -> None:
+def test_a_second_encoder_decoder_drafts_and_the_text_stays_the_targets(name: str, params: dict[str, float]) -> None:
     prompts, sampling = sources(5, seed=8), SamplingParams.from_dict({"max_tokens": 16, **params})
     kinds = {"same": make_target(name), "other": make_target(name, seed=1)}
     texts, accepted = {}, {}
@@ -56,11 +54,7 @@ def test_a_second_encoder_decoder_drafts_and_the_text_stays_the_targets(
         drafter = "none" if draft is None else "draft_model"
         speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=4)
         engine = make_engine(
-            make_target(name),
-            frozenset({eos_of(name)}),
-            speculative,
-            EngineConfig(max_batch=3),
-            draft_target=draft,
+            make_target(name), frozenset({eos_of(name)}), speculative, EngineConfig(max_batch=3), draft_target=draft
         )
         texts[kind], accepted[kind] = write(engine, prompts, sampling), engine.stats.accepted
         assert draft is None or draft.used_slots == 0

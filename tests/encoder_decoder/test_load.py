@@ -82,9 +82,7 @@ def test_pieces_are_cut_as_sentencepiece_cuts_them(folder: Path) -> None:
     theirs = Theirs.from_pretrained(str(folder))
     for text in [*TEXTS, ">>fr<< a cat", "tabs\tand\nlines", "x" * 300]:
         assert ours.encode(text) == theirs(text).input_ids, text
-        assert ours.decode(ours.encode(text)).strip() == theirs.decode(
-            theirs(text).input_ids, skip_special_tokens=True
-        )
+        assert ours.decode(ours.encode(text)).strip() == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
 
 
 def test_chats_are_refused_and_say_why(llm: LLM) -> None:
@@ -100,10 +98,7 @@ def test_a_pickle_that_would_run_code_is_not_opened(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return Path.touch, (ran,)  # type: ignore[return-value]
 
-    for write in (
-        lambda path: torch.save({"a": Evil()}, path),
-        lambda path: path.write_bytes(pickle.dumps(Evil())),
-    ):
+    for write in (lambda path: torch.save({"a": Evil()}, path), lambda path: path.write_bytes(pickle.dumps(Evil()))):
         write(folder / "pytorch_model.bin")
         with pytest.raises(DamagedFile):
             open_checkpoint(str(folder))

@@ -120,9 +120,7 @@ def test_the_largest_is_the_largest_of_the_whole_product_with_its_bits(biased: b
 
 def test_an_error_too_small_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: with a hundredth of the errors another token wins somewhere."""
-    monkeypatch.setattr(
-        ScreenedHead, "errors", lambda self, x, honest=ScreenedHead.errors: honest(self, x) / 100
-    )
+    monkeypatch.setattr(ScreenedHead, "errors", lambda self, x, honest=ScreenedHead.errors: honest(self, x) / 100)
     wrong = 0
     for seed in range(12):
         weight, rows = head_of(seed, spread=0.3), rows_of(seed, 4)
@@ -192,9 +190,7 @@ def test_only_laws_that_read_nothing_else_ask_for_the_largest_alone(
     params: dict[str, object], largest_only: bool
 ) -> None:
     noting = Noting()
-    write(
-        engine_for(noting.target, "marian"), sources(2), SamplingParams.from_dict({"max_tokens": 5, **params})
-    )
+    write(engine_for(noting.target, "marian"), sources(2), SamplingParams.from_dict({"max_tokens": 5, **params}))
     assert set(noting.asked) == {largest_only}
 
 
@@ -224,9 +220,7 @@ def test_a_law_that_the_models_rules_do_not_change_is_handed_on_as_it_is() -> No
     assert warp(logits, [seq], root).log_weights[0].argmax() == 0
 
 
-def test_the_real_loop_uses_the_screen_and_writes_what_transformers_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_real_loop_uses_the_screen_and_writes_what_transformers_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     def largest(self: ScreenedHead, rows: Tensor, honest: object = ScreenedHead.largest) -> Tensor | None:

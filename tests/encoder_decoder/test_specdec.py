@@ -15,13 +15,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, PlainSeq, Request, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.formats import DraftVocabulary
-from forerun.drafters.heads.specdec import (
-    SpecDecConfig,
-    SpecDecDrafter,
-    load_specdec,
-    read_specdec,
-    write_specdec,
-)
+from forerun.drafters.heads.specdec import SpecDecConfig, SpecDecDrafter, load_specdec, read_specdec, write_specdec
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
 from forerun.models.load.checkpoint import open_checkpoint
@@ -49,9 +43,7 @@ def random_head(folder: Path, draft_vocab: int = 40, depth: int = 2) -> Path:
 
 
 def engine_for(name: str, head: Path, width: int = 2, **options: object) -> Engine:
-    speculative = SpeculativeConfig(
-        drafter="specdec", draft_model=str(head), controller="fixed", budget=6, width=width
-    )
+    speculative = SpeculativeConfig(drafter="specdec", draft_model=str(head), controller="fixed", budget=6, width=width)
     target = make_target(name, **options)
     return make_engine(target, frozenset({eos_of(name)}), speculative, EngineConfig(max_batch=4))
 
@@ -91,10 +83,7 @@ def test_requests_with_other_drafters_share_its_batch(head: Path) -> None:
     engine, prompts = engine_for("marian", head), sources(6, seed=2)
     names = ["specdec", "none", "ngram", "specdec", "ngram", "specdec"]
     params = SamplingParams(max_tokens=TOKENS)
-    seqs = [
-        engine.submit(Request(prompt, params, drafter=name))
-        for prompt, name in zip(prompts, names, strict=True)
-    ]
+    seqs = [engine.submit(Request(prompt, params, drafter=name)) for prompt, name in zip(prompts, names, strict=True)]
     drafter = engine.drafters.get("specdec")
     assert isinstance(drafter, SpecDecDrafter)
     texts: dict[int, list[int]] = {seq: [] for seq in seqs}
@@ -123,16 +112,9 @@ def test_other_targets_and_other_files_are_refused(head: Path, tmp_path: Path) -
     other = replace(config, vocab_size=VOCAB + 1)
     write_specdec(tmp_path / "other", other, weights, DraftVocabulary(vocabulary.ids, VOCAB + 1))
     with pytest.raises(InvalidInput, match="65 tokens"):
-        SpecDecDrafter.build(
-            Parts(make_target("t5"), None, replace(speculative, draft_model=str(tmp_path / "other")))
-        )
+        SpecDecDrafter.build(Parts(make_target("t5"), None, replace(speculative, draft_model=str(tmp_path / "other"))))
     values = json.loads((head / "config.json").read_text())
-    for damage in (
-        {"num_attention_heads": 5},
-        {"block_size": 0},
-        {"hidden_size": "x"},
-        {"embedding_scale": None},
-    ):
+    for damage in ({"num_attention_heads": 5}, {"block_size": 0}, {"hidden_size": "x"}, {"embedding_scale": None}):
         with pytest.raises(DamagedFile):
             SpecDecConfig.from_json(values | damage)
     found = open_head(head)
@@ -151,8 +133,7 @@ def texts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, chosen = tmp_path_factory.mktemp("texts"), torch.Generator().manual_seed(0)
     words = [word.strip("\u2581") for word in WORDS if word.startswith("\u2581") and len(word) > 1]
     lines = {
-        " ".join(words[int(i)] for i in torch.randint(len(words), (4 + n % 6,), generator=chosen))
-        for n in range(160)
+        " ".join(words[int(i)] for i in torch.randint(len(words), (4 + n % 6,), generator=chosen)) for n in range(160)
     }
     (out / "sentences.txt").write_text("\n".join(sorted(lines)), encoding="utf-8")
     options = DataOptions(

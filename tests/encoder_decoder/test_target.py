@@ -20,16 +20,7 @@ from forerun.models.encoder_decoder.target import EncoderDecoder
 from forerun.models.native import library as native
 from forerun.testing import check_target
 from forerun.testing.faults import Fault
-from tests.encoder_decoder.tiny_models import (
-    NAMES,
-    PAD,
-    VOCAB,
-    eos_of,
-    make_model,
-    make_target,
-    reference,
-    sources,
-)
+from tests.encoder_decoder.tiny_models import NAMES, PAD, VOCAB, eos_of, make_model, make_target, reference, sources
 
 TOKENS = 24
 
@@ -79,17 +70,12 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_alone_writes_the_same(name: str) -> None:
     prompts = sources(4, seed=1)
-    texts = write(
-        engine_for(make_target(name, in_torch=True), name), prompts, SamplingParams(max_tokens=TOKENS)
-    )
+    texts = write(engine_for(make_target(name, in_torch=True), name), prompts, SamplingParams(max_tokens=TOKENS))
     assert texts == [reference(name, prompt, TOKENS) for prompt in prompts]
 
 
 def test_penalties_count_the_decoders_tokens_as_transformers_does() -> None:
-    prompts, params = (
-        sources(4, seed=2),
-        SamplingParams(max_tokens=TOKENS, repetition_penalty=1.7, min_tokens=6),
-    )
+    prompts, params = (sources(4, seed=2), SamplingParams(max_tokens=TOKENS, repetition_penalty=1.7, min_tokens=6))
     for name in ("t5", "marian"):
         rules = {"repetition_penalty": 1.7, "min_new_tokens": 6}
         wanted = [reference(name, prompt, TOKENS, **rules) for prompt in prompts]
@@ -117,10 +103,7 @@ def test_a_forced_first_token_is_written_first() -> None:
     prompts = sources(3)
     options = {"forced_bos_token_id": 17, "bad_words_ids": [[PAD]]}
     wanted = [reference("marian", prompt, 9, **options) for prompt in prompts]
-    assert (
-        write(engine_for(target, "marian", "ngram", budget=4), prompts, SamplingParams(max_tokens=9))
-        == wanted
-    )
+    assert write(engine_for(target, "marian", "ngram", budget=4), prompts, SamplingParams(max_tokens=9)) == wanted
     assert all(text[0] == 17 for text in wanted)
 
 
@@ -200,15 +183,7 @@ def test_an_output_ends_at_the_decoders_own_limit() -> None:
 
 
 def test_a_config_that_cannot_be_run_is_refused() -> None:
-    config = {
-        "model_type": "t5",
-        "num_layers": 1,
-        "num_heads": 1,
-        "d_model": 8,
-        "vocab_size": 9,
-        "d_ff": 8,
-        "d_kv": 8,
-    }
+    config = {"model_type": "t5", "num_layers": 1, "num_heads": 1, "d_model": 8, "vocab_size": 9, "d_ff": 8, "d_kv": 8}
     config["pad_token_id"] = 0
     assert EncoderDecoderConfig.from_hf(config, {}).source_rules.start == 0
     with pytest.raises(UnsupportedModel, match="tanh"):

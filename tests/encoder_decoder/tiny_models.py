@@ -36,9 +36,7 @@ def make_model(name: str, seed: int = 0) -> Any:
         model.generation_config.bad_words_ids = [[PAD], [5, 6]]
         model.generation_config.forced_eos_token_id = 0
     else:
-        gated = (
-            {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if name == "t5-gated" else {}
-        )
+        gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if name == "t5-gated" else {}
         model = T5ForConditionalGeneration(T5Config(**_T5, decoder_start_token_id=0, **gated))
     with torch.no_grad():
         for part, weight in model.named_parameters():
@@ -91,9 +89,7 @@ def sources(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [(*torch.randint(2, PAD, (n,), generator=chosen).tolist(), 1) for n in lengths]
 
 
-def reference(
-    name: str, source: tuple[int, ...], max_tokens: int, seed: int = 0, **options: Any
-) -> list[int]:
+def reference(name: str, source: tuple[int, ...], max_tokens: int, seed: int = 0, **options: Any) -> list[int]:
     """What transformers itself writes, greedily."""
     found = make_model(name, seed).generate(
         torch.tensor([source]), num_beams=1, do_sample=False, max_new_tokens=max_tokens, **options

@@ -96,8 +96,7 @@ def test_a_text_ends_where_the_kv_cache_does_and_nobody_waits_for_it() -> None:
     engine = make(TableLM(vocab_size=16, slots=40), max_batch=3)
     assert engine.max_length == 40
     seqs = [
-        engine.find(engine.submit(Request((1, 2, 3), replace(ENDLESS, max_tokens=count))))
-        for count in (12, 100, 1)
+        engine.find(engine.submit(Request((1, 2, 3), replace(ENDLESS, max_tokens=count)))) for count in (12, 100, 1)
     ]
     first, long, last = (seq for seq in seqs if seq is not None)
     while not last.finished:

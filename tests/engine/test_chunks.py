@@ -164,9 +164,7 @@ def test_a_chunk_in_the_wrong_place_is_noticed(tmp_path: Path, monkeypatch: pyte
     assert texts(play(engine, requests)) != wanted
 
 
-@pytest.mark.parametrize(
-    "drafter", ["draft_model", "eagle", "eagle3", "medusa", "hydra", "mtp", "dflash", "dspark"]
-)
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "medusa", "hydra", "mtp", "dflash", "dspark"])
 def test_drafters_learn_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the text, which no drafter can change: what was drafted and what was accepted."""
 

@@ -131,9 +131,7 @@ def test_a_thread_that_leads_serves_one_that_sleeps() -> None:
 
 
 @pytest.mark.parametrize("round_", [0, 1, 3])
-def test_an_interrupt_drops_the_callers_request_and_no_other(
-    round_: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_drops_the_callers_request_and_no_other(round_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make()
     expected = llm.generate("xyz", PARAMS).text
     stream = llm.stream("xyz", PARAMS)
@@ -157,10 +155,7 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(
 
 def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
     """While a stream is open, another call is interrupted at every point of the driver and of the LLM around it."""
-    llm, modules = (
-        make(),
-        ("forerun.engine.driver", "forerun.api.llm", "forerun.api.calls", "forerun.api.calls"),
-    )
+    llm, modules = (make(), ("forerun.engine.driver", "forerun.api.llm", "forerun.api.calls", "forerun.api.calls"))
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     alone = {prompt: llm.generate(prompt, params, drafter="none").text for prompt in ("abc", "xyz")}
 

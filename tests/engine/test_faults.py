@@ -36,8 +36,7 @@ from tests.native.blocks import needs_native
 ERRORS: list[type[BaseException]] = [MemoryError, torch.OutOfMemoryError, KeyboardInterrupt]
 FIRST = Request((5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(max_tokens=4, ignore_eos=True))
 SECOND = Request(
-    (9, 8, 9, 8, 9),
-    SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True, logit_bias={4: 1.0}),
+    (9, 8, 9, 8, 9), SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True, logit_bias={4: 1.0})
 )
 
 
@@ -134,11 +133,7 @@ def hf_scene(folder: Path) -> Scene:
     from forerun.models.hf.target import HFTarget
 
     target = HFTarget(tiny_llama(2))  # two layers: a pass can fail between them
-    return Scene(
-        engine_on(target),
-        lambda: target.used_slots + len(target._cache.rows),
-        ("forerun.models",),
-    )
+    return Scene(engine_on(target), lambda: target.used_slots + len(target._cache.rows), ("forerun.models",))
 
 
 def cuda_scene(folder: Path) -> Scene:
@@ -182,12 +177,8 @@ def cascade_scene(folder: Path) -> Scene:
     target, small, medium = TableLM(40), TableLM(40, seed=1), TableLM(40, seed=2)
     name = "suffix>draft_model>draft_model"
     speculative = SpeculativeConfig(drafter=name, draft_model="a,b", controller="fixed", budget=3)
-    engine = make_engine(
-        target, frozenset({0}), speculative, EngineConfig(), Letters(), small, more_drafts=(medium,)
-    )
-    return Scene(
-        engine, lambda: sum(one.used_slots for one in (target, small, medium)), ("forerun.drafters",)
-    )
+    engine = make_engine(target, frozenset({0}), speculative, EngineConfig(), Letters(), small, more_drafts=(medium,))
+    return Scene(engine, lambda: sum(one.used_slots for one in (target, small, medium)), ("forerun.drafters",))
 
 
 def eagle_scene(folder: Path) -> Scene:
@@ -266,9 +257,7 @@ def faults(scene: Scene) -> Iterator[tuple[int, type[BaseException], Kind]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param("native", marks=needs_native), *sorted({*SCENES} - {"native"})]
-)
+@pytest.mark.parametrize("name", [pytest.param("native", marks=needs_native), *sorted({*SCENES} - {"native"})])
 def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path: Path) -> None:
     scene = SCENES[name](tmp_path)
     scene.play(None)
@@ -286,9 +275,7 @@ def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path:
     assert fired > 100
 
 
-def test_the_walk_notices_a_store_that_is_not_made_sound_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_walk_notices_a_store_that_is_not_made_sound_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: pages are taken first and booked afterwards, so that a fault between loses them."""
     monkeypatch.setattr(PagePool, "_check", lambda _: None)
     scene = torch_scene(tmp_path)

@@ -86,9 +86,7 @@ def test_whoever_is_aborted_while_a_round_is_under_way_leaves_nothing(when: int)
 
 
 @pytest.mark.parametrize("place", ["score", "commit"])
-def test_a_round_that_fails_does_not_take_back_the_one_before(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_fails_does_not_take_back_the_one_before(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     some = requests(3, random.Random(7))
     alone = [write(make(False), [one], random.Random(0))[0] for one in some]
     engine, calls = make(True), list[int]()

@@ -19,9 +19,7 @@ A, B = object(), object()  # sequences
 ROUND = 8e-3
 
 
-def launched(
-    seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form"
-) -> Any:
+def launched(seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form") -> Any:
     trees = SimpleNamespace(form=form, drafting=lambda: 0.0)
     return SimpleNamespace(seqs=seqs, trees=trees, scores=SimpleNamespace(seconds=lambda: seconds, read=read))
 
@@ -108,9 +106,7 @@ def served(drafts: bool, clients: int) -> Answered:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_clients_that_ask_again_are_read_a_round_earlier(
-    drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_ask_again_are_read_a_round_earlier(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(monkeypatch)
     late = served(drafts, 32)
     idle_late, idle.seconds = idle.seconds, 0.0

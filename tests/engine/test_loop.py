@@ -20,9 +20,7 @@ from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 def make(target: TableLM | None = None, drafter: str = "ngram", **config: int) -> Engine:
     speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=4)
     engine_config = EngineConfig(**config)  # type: ignore[arg-type]
-    return make_engine(
-        target or TableLM(vocab_size=12), frozenset({0}), speculative, engine_config, Letters()
-    )
+    return make_engine(target or TableLM(vocab_size=12), frozenset({0}), speculative, engine_config, Letters())
 
 
 @pytest.mark.parametrize(

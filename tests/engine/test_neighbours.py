@@ -30,9 +30,7 @@ PROMPT = (1, 2, 3, 1, 2, 3)
 
 def engine_with(drafter: object | None = None, controller: str = "fixed", **config: Any) -> Engine:
     speculative = SpeculativeConfig(drafter="ngram", controller=controller, budget=4)
-    engine = make_engine(
-        TableLM(vocab_size=VOCAB), frozenset(), speculative, EngineConfig(**config), Letters()
-    )
+    engine = make_engine(TableLM(vocab_size=VOCAB), frozenset(), speculative, EngineConfig(**config), Letters())
     if drafter is not None:
         engine.drafters.add("theirs", drafter)  # type: ignore[arg-type]
     return engine
@@ -100,9 +98,7 @@ class Raises:
 
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
 @pytest.mark.parametrize("where", ["propose", "observe", "forget", "needs", "offer"])
-def test_a_drafter_that_raises_is_switched_off(
-    where: str, controller: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drafter_that_raises_is_switched_off(where: str, controller: str, caplog: pytest.LogCaptureFixture) -> None:
     drafter = Raises(where, ScriptedDrafter.random(VOCAB))
     engine = engine_with(drafter, controller)
     expected, _ = run(engine, [Request(PROMPT, PARAMS), Request((4, 5), SEEDED), Request((6,), PARAMS)])

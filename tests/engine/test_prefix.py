@@ -84,9 +84,7 @@ def scatter(target: Any, seed: int) -> None:
         pool.release(owner)
 
 
-def logits_of(
-    target: Any, tokens: list[int], salt: str | None, rows: int | None, seq_id: int
-) -> tuple[Any, ...]:
+def logits_of(target: Any, tokens: list[int], salt: str | None, rows: int | None, seq_id: int) -> tuple[Any, ...]:
     """Logits and hidden rows of three nodes after a prompt, the prompt's hidden rows, and what was found of it."""
     seq, needs = FakeSeq(seq_id, list(tokens), cache_salt=salt), Needs((1, -1))
     chains, hidden = list[int](), list[torch.Tensor]()
@@ -109,16 +107,12 @@ def same(kind: str, got: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Bit for bit; torch's products themselves depend on how many rows they have."""
     if kind == "native":
         return all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-    return all(
-        a.shape == b.shape and bool(((a - b).abs() < 2e-4).all()) for a, b in zip(got, wanted, strict=True)
-    )
+    return all(a.shape == b.shape and bool(((a - b).abs() < 2e-4).all()) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_hidden_rows_are_those_of_reading_it_all(
-    kind: str, rows: int | None, tmp_path: Path
-) -> None:
+def test_logits_and_hidden_rows_are_those_of_reading_it_all(kind: str, rows: int | None, tmp_path: Path) -> None:
     target, whole = make_target(kind, tmp_path), text(1, 200)
     lengths = [1, 2, 63, 64, 65, 66, 128, 129, 150, 200]
     wanted = {n: logits_of(target, whole[:n], None, None, n) for n in lengths}
@@ -262,21 +256,12 @@ def test_heads_draft_the_same_after_a_hit(kind: str, tmp_path: Path, monkeypatch
     def stats(salt: str | None) -> list[tuple[object, ...]]:
         target = make_target(kind, tmp_path)
         config = replace(
-            eagle_config("eagle3", VOCAB, 32),
-            heads=2,
-            kv_heads=1,
-            head_dim=16,
-            max_length=1024,
-            layers=(0, 1, 2),
+            eagle_config("eagle3", VOCAB, 32), heads=2, kv_heads=1, head_dim=16, max_length=1024, layers=(0, 1, 2)
         )
-        head = EagleHead(
-            config, eagle_weights(config, seed=5), target.shared(), dtype=torch.float32, device="cpu"
-        )
+        head = EagleHead(config, eagle_weights(config, seed=5), target.shared(), dtype=torch.float32, device="cpu")
         engine = engine_on(target)
         engine.drafters.add("head", Eagle3Drafter(head))
-        requests = [
-            Request(tuple(text(30, n)), GREEDY, drafter="head", cache_salt=salt) for n in (90, 150, 170, 170)
-        ]
+        requests = [Request(tuple(text(30, n)), GREEDY, drafter="head", cache_salt=salt) for n in (90, 150, 170, 170)]
         seqs = [play(engine, [request])[0] for request in requests]
         seqs += play(engine, requests)
         assert all(seq.drafting == "head" for seq in seqs)
@@ -290,12 +275,7 @@ def test_heads_draft_the_same_after_a_hit(kind: str, tmp_path: Path, monkeypatch
 
 def test_pages_without_the_hidden_rows_that_a_drafter_needs_are_read_again(tmp_path: Path) -> None:
     target, tokens = make_target("torch", tmp_path), text(40, 130)
-    for seq_id, needs, found in (
-        (0, Needs(), 0),
-        (1, Needs((1,)), 0),
-        (2, Needs((1,)), 129),
-        (3, Needs(), 129),
-    ):
+    for seq_id, needs, found in ((0, Needs(), 0), (1, Needs((1,)), 0), (2, Needs((1,)), 129), (3, Needs(), 129)):
         seq = FakeSeq(seq_id, tokens, cache_salt="")
         trees, scores = target.prefill([seq], needs)
         assert target.reused_tokens(seq) == found, seq_id

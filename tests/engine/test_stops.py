@@ -47,9 +47,7 @@ def oracle(pieces: tuple[bytes, ...], stops: tuple[str, ...], least: int) -> tup
     return len(pieces), whole, "length"
 
 
-def written(
-    pieces: tuple[bytes, ...], stops: tuple[str, ...], least: int, rounds: int
-) -> tuple[int, str, str | None]:
+def written(pieces: tuple[bytes, ...], stops: tuple[str, ...], least: int, rounds: int) -> tuple[int, str, str | None]:
     """The same of a sequence that takes so many tokens a round, with its text as it was streamed."""
     params = SamplingParams(max_tokens=len(pieces), min_tokens=least, stop=stops)
     seq = SequenceState(
@@ -94,9 +92,7 @@ STOPS = st.lists(st.text("abé€😀", min_size=1, max_size=4), min_size=1, max
 
 @settings(max_examples=400, deadline=None)
 @given(texts(), STOPS, st.integers(0, 8), st.integers(1, 5))
-@example(
-    (b"a", b"b", b"c"), ("ab",), 2, 1
-)  # begun before stopping is allowed, completed by the first that may
+@example((b"a", b"b", b"c"), ("ab",), 2, 1)  # begun before stopping is allowed, completed by the first that may
 @example((b"a", b"b", b"c"), ("ab",), 3, 1)  # completed one token too early
 @example((b"xab", b"c"), ("b", "xab"), 1, 1)  # one token completes two
 @example((b"a", b"a", b"bb", b"bbbb"), ("a", "abbbbb"), 3, 1)  # a long one must not find the short one again

@@ -31,12 +31,7 @@ COMPOSED = ("ngram>draft_model", "ngram>layer_skip", "suffix+draft_model")
 DRAFTERS = sorted(
     {
         *COMPOSED,
-        *(
-            name
-            for spec in registry.drafters.specs()
-            if not spec.reads_source
-            for name in (spec.name, spec.best)
-        ),
+        *(name for spec in registry.drafters.specs() if not spec.reads_source for name in (spec.name, spec.best)),
     }
 )
 VERIFIERS = [name for name in registry.verifiers.names() if registry.verifiers.get(name)().exact]
@@ -98,12 +93,7 @@ def head_folder(drafter: str, vocab: int) -> str | None:
 
 
 def engine_for(
-    drafter: str,
-    verifier: str,
-    shape: str,
-    vocab: int,
-    stop_ids: frozenset[int] = frozenset({0}),
-    batch: int = 64,
+    drafter: str, verifier: str, shape: str, vocab: int, stop_ids: frozenset[int] = frozenset({0}), batch: int = 64
 ) -> Engine:
     nodes, width = SHAPES[shape]
     speculative = SpeculativeConfig(
@@ -136,9 +126,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], l
     return [tokens[seq_id] for seq_id in ids], [texts[seq_id] for seq_id in ids]
 
 
-def law_after(
-    lm: TableLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
-) -> torch.Tensor:
+def law_after(lm: TableLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams) -> torch.Tensor:
     """[V] the law of the next token by the definition: warp at a lone root, one context at a time."""
     seq = FakeSeq(0, [*prompt, *output], prompt_length=len(prompt), params=params, stop_ids=frozenset({0}))
     laws = warp(lm.logits(seq.tokens)[None], [seq], TreeBatch.chains([[seq.tokens[-1]]]))
@@ -147,9 +135,7 @@ def law_after(
     return laws.log_weights[0].double().softmax(-1)
 
 
-def joint_law(
-    lm: TableLM, prompt: Sequence[int], params: SamplingParams, length: int
-) -> dict[tuple[int, ...], float]:
+def joint_law(lm: TableLM, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
     """The probability of every text of so many tokens, by multiplying conditional laws."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -162,9 +148,7 @@ def joint_law(
     return texts
 
 
-def sample_texts(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, count: int
-) -> Counter[tuple[int, ...]]:
+def sample_texts(engine: Engine, prompt: Sequence[int], params: SamplingParams, count: int) -> Counter[tuple[int, ...]]:
     """Texts written under `count` different seeds."""
     requests = [Request(tuple(prompt), replace(params, seed=seed, ignore_eos=True)) for seed in range(count)]
     return Counter(tuple(tokens) for tokens in run(engine, requests)[0])

@@ -68,20 +68,13 @@ class PartialTable(UnpagedTarget):
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         return TreeBatch.chains([[] for _ in seqs], self.device), Scores(None)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         rows = []
         for b, seq in enumerate(seqs):
             known = self.whole._cached[seq.id] + self._behind(seq)
             tokens, parents = tree_of(trees, b)
-            assert seq.tokens == [*known, tokens[0]], (
-                f"sequence {seq.id}: its last token is not the only new one"
-            )
-            rows += [
-                self._logits(known + [tokens[j] for j in (0, *path_to(parents, i))])
-                for i in range(len(tokens))
-            ]
+            assert seq.tokens == [*known, tokens[0]], f"sequence {seq.id}: its last token is not the only new one"
+            rows += [self._logits(known + [tokens[j] for j in (0, *path_to(parents, i))]) for i in range(len(tokens))]
             self._scored[seq.id] = (tokens, parents)
         return Scores(torch.stack(rows).to(self.device))
 

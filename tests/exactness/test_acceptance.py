@@ -90,11 +90,7 @@ def accepted(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return list(found.values())
 
 
-SHAPES = {
-    "chain": [Budget(4, 4)],
-    "wide": [Budget(6, 3, width=2)],
-    "pauses": [Budget(3, 3), *[Budget(0, 0)] * 9],
-}
+SHAPES = {"chain": [Budget(4, 4)], "wide": [Budget(6, 3, width=2)], "pauses": [Budget(3, 3), *[Budget(0, 0)] * 9]}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

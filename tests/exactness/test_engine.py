@@ -54,10 +54,7 @@ def test_greedy_text_is_the_oracles(drafter: str, verifier: str, shape: str, set
 
 @cache
 def plain_texts(verifier: str, setting: str) -> tuple[list[list[int]], list[str]]:
-    return run(
-        engine_for("none", verifier, "chain", VOCAB),
-        [Request(prompt, SETTINGS[setting]) for prompt in PROMPTS],
-    )
+    return run(engine_for("none", verifier, "chain", VOCAB), [Request(prompt, SETTINGS[setting]) for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize(("drafter", "verifier", "shape"), [p for p in PRODUCT if p[1] == "coupled"])
@@ -128,9 +125,7 @@ class TargetLawOnRejection:
         for b in range(len(trees)):
             first, path, node = trees.starts[b], list[int](), 0
             while True:
-                child = next(
-                    (i for i in range(1, trees.sizes()[b]) if trees.parents[first + i] == node), None
-                )
+                child = next((i for i in range(1, trees.sizes()[b]) if trees.parents[first + i] == node), None)
                 p = laws.probs(first + node)
                 if child is None:
                     break

@@ -79,9 +79,7 @@ def oracle(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 
 def head_for(drafter: str) -> str | None:
     """The folder of the head in the box that this drafter runs on the default model; None where there is none."""
-    served = [
-        head for head in heads_in_the_box() if "smollm2" in head.target.lower() and head.serves(drafter)
-    ]
+    served = [head for head in heads_in_the_box() if "smollm2" in head.target.lower() and head.serves(drafter)]
     return str(served[0].path) if served else None
 
 
@@ -156,9 +154,7 @@ def test_a_seed_fixes_the_text_on_the_real_model(
     requests = [Request(prompt, params) for prompt in prompts[:2]]
     texts = []
     for drafter in ("none", "ngram", "draft_model", "eagle3"):
-        speculative = SpeculativeConfig(
-            drafter=drafter, draft_model=head_for(drafter), budget=4, controller="fixed"
-        )
+        speculative = SpeculativeConfig(drafter=drafter, draft_model=head_for(drafter), budget=4, controller="fixed")
         engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
         texts.append(run(engine, requests)[0])
     assert texts[0] == texts[1] == texts[2] == texts[3]

@@ -10,11 +10,7 @@ from forerun.core.types import Needs, PlainSeq, TreeBatch
 
 pytestmark = pytest.mark.model
 
-PROMPTS = [
-    "Write a short note about rivers, and then write it again.",
-    "List five colours.",
-    "Why is the sky blue?",
-]
+PROMPTS = ["Write a short note about rivers, and then write it again.", "List five colours.", "Why is the sky blue?"]
 TOKENS = 16
 NEAR = 1e-3  # logits of up to 35 as near as this may change places: ranks differed by 2.3e-4 at most
 
@@ -48,9 +44,7 @@ def logits_after(llm: LLM, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
-def test_texts_are_those_of_one_rank(
-    one: LLM, two: LLM, texts_of_one: list[Completion], drafter: str
-) -> None:
+def test_texts_are_those_of_one_rank(one: LLM, two: LLM, texts_of_one: list[Completion], drafter: str) -> None:
     chats, wanted = _chats(), texts_of_one
     found = two.chat(chats, max_tokens=TOKENS, temperature=0, drafter=drafter, budget=3)  # paying or not
     for prompt, ours, theirs in zip(chats, wanted, found, strict=True):

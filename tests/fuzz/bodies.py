@@ -91,8 +91,7 @@ class Maker:
                 return {name: self.value(schema["properties"][name], depth + 1) for name in chosen}
             case "object":
                 return {
-                    dice.choice(["a", "role", "content", "0", "17"]): deepcopy(dice.choice(STRANGE))
-                    for _ in range(2)
+                    dice.choice(["a", "role", "content", "0", "17"]): deepcopy(dice.choice(STRANGE)) for _ in range(2)
                 }
             case "array":
                 return [self.value(schema.get("items", {}), depth + 1) for _ in range(dice.randint(0, 3))]
@@ -145,9 +144,7 @@ def short(body: Any, dice: random.Random) -> Any:
         return body
     few = {name: value for name in ("max_completion_tokens", "min_tokens")
            if (value := body.get(name)) is not None and not _is_long(value)}  # fmt: skip
-    rest = {
-        name: value for name, value in body.items() if name not in ("max_completion_tokens", "min_tokens")
-    }
+    rest = {name: value for name, value in body.items() if name not in ("max_completion_tokens", "min_tokens")}
     limit = body.get("max_tokens")
     if limit is None or _is_long(limit):
         limit = dice.choice([1, 1, 2, 2, 3, 0, -1, 10**9, "x", 1.5])
@@ -191,13 +188,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     waiting = [(value, 0)]
     while waiting:
         holder, depth = waiting.pop()
-        keys = (
-            list(holder)
-            if isinstance(holder, dict)
-            else range(len(holder))
-            if isinstance(holder, list)
-            else ()
-        )
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
         for key in keys[:50]:
             yield holder, key
             if depth < 20:
@@ -213,9 +204,7 @@ def damaged(raw: bytes, dice: random.Random) -> bytes:
         case 1:
             return raw[:at] + bytes([dice.randrange(256)]) + raw[at + 1 :]
         case 2:
-            return (
-                raw[:at] + dice.choice((b"\xff", b"\x00", b"\\ud800", b'"', b"NaN", b"[" * 5000)) + raw[at:]
-            )
+            return raw[:at] + dice.choice((b"\xff", b"\x00", b"\\ud800", b'"', b"NaN", b"[" * 5000)) + raw[at:]
         case 3:
             return raw.decode().encode(dice.choice(("utf-16", "utf-8-sig", "utf-32-le")))
         case 4:

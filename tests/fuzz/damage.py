@@ -97,9 +97,7 @@ def shared_pages_that_are_written(patch: pytest.MonkeyPatch) -> None:
 def pages_found_by_one_token_too_many(patch: pytest.MonkeyPatch) -> None:
     real = PagePool._longest
 
-    def longest(
-        self: PagePool, before: bytes, tokens: Sequence[int], layers: frozenset[int]
-    ) -> tuple[int, int]:
+    def longest(self: PagePool, before: bytes, tokens: Sequence[int], layers: frozenset[int]) -> tuple[int, int]:
         page, part = real(self, before, tokens, layers)
         return page, min(part + 1, len(tokens)) if part else part
 

@@ -46,11 +46,7 @@ async def _serve(scenario: Scenario, llm: LLM) -> int:
         wanted = alone(request, scenario.setting)
         if isinstance(one, BaseException):
             raise Wrong(f"request {i}: {one!r}") from one
-        if (tuple(one.token_ids), one.text, one.finish_reason) != (
-            wanted.tokens,
-            wanted.text,
-            wanted.finished,
-        ):
+        if (tuple(one.token_ids), one.text, one.finish_reason) != (wanted.tokens, wanted.text, wanted.finished):
             raise Wrong(f"request {i}: {one.token_ids} instead of {wanted}")
         finished += 1
     return finished
@@ -59,8 +55,7 @@ async def _serve(scenario: Scenario, llm: LLM) -> int:
 async def _ask(server: AsyncLLM, request: Request, most: int | None) -> Completion | None:
     """Its completion; None where it is dropped after so many events."""
     options: dict[str, Any] = {
-        name: getattr(request, name)
-        for name in ("drafter", "verifier", "budget", "shows_rejected", "cache_salt")
+        name: getattr(request, name) for name in ("drafter", "verifier", "budget", "shows_rejected", "cache_salt")
     }
     seen, stream = 0, server.stream(list(request.prompt), request.params, **options)
     try:

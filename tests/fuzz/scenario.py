@@ -102,9 +102,7 @@ def make_scenario(seed: int, drafters: Sequence[str] = DRAFTERS, target: str | N
     rng = random.Random(f"forerun {seed}")
     follow = [name for name in drafters if name in FOLLOW] or [name for name in drafters if name in DEVICE]
     if follow and target != "native" and rng.random() < 0.75:
-        setting = replace(
-            _setting(rng, seed, follow[:1], "twin"), drafters=(rng.choice(follow),), is_even=True
-        )
+        setting = replace(_setting(rng, seed, follow[:1], "twin"), drafters=(rng.choice(follow),), is_even=True)
     else:
         setting = _setting(rng, seed, drafters, target)
     if setting.controller == "forms" and seed % 4 == 1:

@@ -69,9 +69,7 @@ def test_every_text_that_an_mtp_layer_drafts_for_is_too(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [5002, 5004, 5008])
 def test_every_text_is_too_where_forms_change_behind_unread_rounds(seed: int) -> None:
-    scenario = even(
-        seed, controller="switching", forms=(*FORMS, PLAIN, PLAIN), pages=14, prompt_rows=(16, 64)
-    )
+    scenario = even(seed, controller="switching", forms=(*FORMS, PLAIN, PLAIN), pages=14, prompt_rows=(16, 64))
     counts = play(scenario)
     assert counts.followed > 30
     assert counts.accepted > 10

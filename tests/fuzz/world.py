@@ -142,12 +142,7 @@ def _eagle(name: str, target: Any, shared: Any, dtype: torch.dtype, on_device: b
     config = eagle_config(kind, VOCAB, WIDTH, few, depth=depth)  # type: ignore[arg-type]
     shape = target.config
     layers = (-1,) if kind != "eagle3" else (0, 1, shape.layers if shape.layers > 1 else -1)
-    sizes = {
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "inner": shape.inner,
-    }
+    sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "inner": shape.inner}
     config = replace(config, max_length=shape.max_length, layers=layers, **sizes)
     make_weights = mtp_weights if kind == "mtp" else eagle_weights
     weights = make_weights(config, seed=5, borrows=name != "narrow")
@@ -178,9 +173,7 @@ class RandomForms:
 
     def _budget(self) -> Budget:
         nodes, depth, width = self.rng.choice(self.setting.forms)
-        return Budget(
-            nodes, depth, width, repeats=self.rng.randint(self.setting.repeats // 2, self.setting.repeats)
-        )
+        return Budget(nodes, depth, width, repeats=self.rng.randint(self.setting.repeats // 2, self.setting.repeats))
 
     def observe(self, outcome: Round) -> None:
         pass
@@ -290,9 +283,7 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
     for name in () if setting.late else {*setting.drafters}:
         engine.drafters.get(name)
     engine.controller = (
-        RandomTimes(engine, setting)
-        if setting.controller == "adaptive"
-        else CONTROLLERS[setting.controller](setting)
+        RandomTimes(engine, setting) if setting.controller == "adaptive" else CONTROLLERS[setting.controller](setting)
     )
     engine.prefill_rows = RandomRows(setting)
     overlaps = setting.follows and setting.target == "twin"

@@ -68,11 +68,7 @@ class MadeUp:
         target, plain = self.target, self.target.passes.plain
         new: list[tuple[object, str, Any]] = [
             (target.passes, "_replay", lambda key: None if key.form is None else self.decide(key.form)),
-            (
-                plain,
-                "decide",
-                lambda step: plain.tops[step.into, : step.rows].copy_(self.next_tokens(step.rows)),
-            ),
+            (plain, "decide", lambda step: plain.tops[step.into, : step.rows].copy_(self.next_tokens(step.rows))),
             (target.grown, "decide", lambda ints, size, form, *_: self.decide(form)),
             (target.grown, "fill", lambda *_: None),
             (target.after.replays, "do", lambda *_: None),

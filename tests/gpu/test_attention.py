@@ -42,9 +42,7 @@ def test_two_lone_nodes_share_a_program() -> None:
 @pytest.mark.parametrize("window", [0, 150])
 def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
     rng = random.Random(3)
-    spans = [
-        _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
-    ]
+    spans = [_span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     queries, kv = random_numbers(32)
     alone = attend(plan, queries, kv, window, how=plan.size.splits)
@@ -60,9 +58,7 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
 @pytest.mark.parametrize(
     "lengths", [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015)]
 )  # paths cross from one block, tile or split to the next, or begin with one
-def test_lone_nodes_that_share_a_program_find_the_same(
-    lengths: tuple[int, ...], nodes: int, window: int
-) -> None:
+def test_lone_nodes_that_share_a_program_find_the_same(lengths: tuple[int, ...], nodes: int, window: int) -> None:
     plan, exact = _lone_nodes(lengths, nodes, reach=5)
     queries, kv = random_numbers(32)
     wanted = attend(plan, queries, kv, window, how=4)
@@ -154,9 +150,7 @@ def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -
             seen = [*slots[: span.length], *(slots[span.length + node] for node in path)]
             seen = seen[-window:] if window else seen
             keys, values = kv[:, :, seen].float().repeat_interleave(HEADS // KV_HEADS, 1)
-            law = torch.softmax(
-                (keys @ queries[row].float()[:, :, None])[..., 0] * queries.shape[-1] ** -0.5, -1
-            )
+            law = torch.softmax((keys @ queries[row].float()[:, :, None])[..., 0] * queries.shape[-1] ** -0.5, -1)
             found.append((law[:, None] @ values)[:, 0])
             row += 1
     return torch.stack(found)

@@ -29,9 +29,7 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
     need_cuda()
     rng = random.Random(7)
     target, alone = [make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2)]
-    seqs = [
-        FakeSeq(i, _text(rng, length), max_length=2000) for i, length in enumerate([2, 129, 700, 1500, 60])
-    ]
+    seqs = [FakeSeq(i, _text(rng, length), max_length=2000) for i, length in enumerate([2, 129, 700, 1500, 60])]
     target.prefill(seqs, Needs())
     grown = [random_tree(rng, seq.tokens[-1], VOCAB, 24) for seq in seqs]
     trees = TreeBatch.trees(grown)
@@ -68,9 +66,7 @@ def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
         some = [chain[: max(0, count - 256 * i)] for i, chain in enumerate(chains)]
         some = [chain for chain in some if chain]
         got = _score(target, seqs[: len(some)], TreeBatch.chains(some))
-        assert torch.equal(got, wanted[:count]), (
-            f"{int((got != wanted[:count]).sum())} differ at {count} rows"
-        )
+        assert torch.equal(got, wanted[:count]), f"{int((got != wanted[:count]).sum())} differ at {count} rows"
 
 
 @pytest.mark.parametrize("name", ["smollm2", "large"])

@@ -52,9 +52,7 @@ def has_accepted(engine: Engine, target: CudaDecoder) -> bool:
 
 @pytest.mark.parametrize("change", [ask_for_another, swap_the_head])
 def test_texts_stay_while_a_drafter_is_built(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [
-        replace(one, params=replace(one.params, ignore_eos=True, max_tokens=16)) for one in requests(6, 6)
-    ]
+    some = [replace(one, params=replace(one.params, ignore_eos=True, max_tokens=16)) for one in requests(6, 6)]
     wanted = plain_texts(willing_target(words=4), some)
     monkeypatch.setattr(graphs, "capture", record)
     monkeypatch.setattr(DraftMenu, "jobs", lambda menu, batch, length: [(4, TREE, 100)])

@@ -87,8 +87,7 @@ def record_twice(work: Callable[[], None], device: object, pool: object) -> Reco
 
 
 @pytest.mark.parametrize(
-    ("verifier", "captured"),
-    [(None, record), (None, record_twice), ("coupled", record), ("exact", record_twice)],
+    ("verifier", "captured"), [(None, record), (None, record_twice), ("coupled", record), ("exact", record_twice)]
 )
 def test_plain_rounds_stay_where_graphs_are_captured_on_the_way(
     verifier: str | None, captured: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch

@@ -111,9 +111,7 @@ def test_a_driver_that_stood_in_leaves_no_limit_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["triton.knobs", "triton.runtime._async_compile"])
-def test_nothing_is_done_where_triton_cannot_compile_ahead(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_nothing_is_done_where_triton_cannot_compile_ahead(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     with suppress(ImportError):
         import_module("triton.runtime")  # whole, or what follows would leave a part of it
     monkeypatch.setitem(sys.modules, missing, None)
@@ -153,9 +151,7 @@ def test_a_launch_says_why_its_kernel_cannot_be_compiled(offline: Offline) -> No
         offline.launch(64, up=48)
 
 
-def test_work_that_fails_leaves_launches_as_they_were(
-    offline: Offline, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_that_fails_leaves_launches_as_they_were(offline: Offline, caplog: pytest.LogCaptureFixture) -> None:
     def work() -> None:
         offline.launch(64)
         raise RuntimeError("another Triton")
@@ -187,9 +183,7 @@ def test_layers_of_each_kind_are_compiled_and_the_last() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["large", "smollm3"])
-def test_captures_compile_nothing_and_texts_stay(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
-) -> None:
+def test_captures_compile_nothing_and_texts_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str) -> None:
     need_cuda()
     need_compiler()
     target = make_target(shape, "cuda", torch.bfloat16)

@@ -38,10 +38,7 @@ def test_trees_are_those_of_the_head_as_everywhere(
     target = make_target("llama", "cpu")
     device, plain = both_drafters(target, **more)
     rng = random.Random(2)
-    seqs = [
-        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900)
-        for b, n in enumerate((2, 9, 300))
-    ]
+    seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 9, 300))]
     for seq, heat in zip(seqs, (1.0, 0.7, 0.0) if noisy else (), strict=False):
         seq.params, seq.seed, seq.shares_noise = SamplingParams(temperature=heat), 5 + seq.id, heat > 0
     for seq in seqs:
@@ -76,18 +73,14 @@ def test_trees_are_those_of_the_head_as_everywhere(
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_the_next_draft_starts_before_it_is_asked_for(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_draft_starts_before_it_is_asked_for(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One draft a round as long as the form stays; another form, or a text that ended, is drafted for anew."""
     target = make_target("llama", "cpu", seed=seed)
     device, plain = both_drafters(target)
     launched: list[Form] = []
     launch = HeadDraft._start
     monkeypatch.setattr(
-        HeadDraft,
-        "_start",
-        lambda self, going, form: (launched.append(form), launch(self, going, form))[1],
+        HeadDraft, "_start", lambda self, going, form: (launched.append(form), launch(self, going, form))[1]
     )
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=40)
     trees, scores = target.prefill([seq], device.needs)

@@ -192,9 +192,7 @@ def test_padding_changes_no_tree(budget: Budget, layers: int) -> None:
     assert as_lists(batch.draft(budget)[0]) != together
 
 
-def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing runs a draft of padding, which overwrites trees: on a GPU sequences then got each other's roots."""
     batch, budget = Batch(), Budget(*FORMS[5])
     draft = batch.ours.draft
@@ -224,9 +222,7 @@ def read_passes(rows: FeatureRows, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_rows_of_sequences_that_idle_are_read_together_and_rarely(
-    layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_sequences_that_idle_are_read_together_and_rarely(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(layers=layers)
     batch.join(4, 30, 9)
     passes = read_passes(batch.ours.draft.rows, monkeypatch)
@@ -275,10 +271,7 @@ def test_a_draft_that_was_started_survives_a_leave_and_a_join(monkeypatch: pytes
     monkeypatch.setattr(
         HeadDraft,
         "_start",
-        lambda self, going, form: (
-            launched.append([seq.id for seq, _ in going]),
-            launch(self, going, form),
-        )[1],
+        lambda self, going, form: (launched.append([seq.id for seq, _ in going]), launch(self, going, form))[1],
     )
     batch, budget = Batch(), Budget(8, 3, 3)
     batch.join(4, 30, 9)
@@ -297,18 +290,13 @@ def test_a_draft_that_was_started_survives_a_leave_and_a_join(monkeypatch: pytes
     assert len(launched) == 8, "another form is"
 
 
-def test_whoever_is_read_beside_a_round_is_drafted_for_with_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whoever_is_read_beside_a_round_is_drafted_for_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next draft starts when a round ends: it includes sequences whose prompts were read in the same pass."""
     launched, launch = list[list[int]](), HeadDraft._start
     monkeypatch.setattr(
         HeadDraft,
         "_start",
-        lambda self, going, form: (
-            launched.append([seq.id for seq, _ in going]),
-            launch(self, going, form),
-        )[1],
+        lambda self, going, form: (launched.append([seq.id for seq, _ in going]), launch(self, going, form))[1],
     )
     target = make_target("llama", "cpu")
     drafter = both_drafters(target, borrows=True)[0]
@@ -342,9 +330,7 @@ def test_a_sequence_at_its_last_token_keeps_the_batch_on_the_device() -> None:
     assert [tokens[0] for tokens, _ in as_lists(trees)] == [seq.tokens[-1] for seq in batch.seqs]
     batch.end_round(trees)
     few = [NOTHING, NOTHING, Budget(4, 4), NOTHING, NOTHING]
-    assert batch.ours.propose(batch.seqs, few).sizes() == [1, 1, 5, 1, 1], (
-        "four wide trees for nobody do not pay"
-    )
+    assert batch.ours.propose(batch.seqs, few).sizes() == [1, 1, 5, 1, 1], "four wide trees for nobody do not pay"
 
 
 def test_a_prompt_of_one_token_and_one_that_is_too_long_ride_along() -> None:
@@ -428,9 +414,7 @@ def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.Monke
     texts = {}
     for name in ("none", "device"):
         cost = CostModel({1: 1.0, 1024: 1.0001})
-        engine.controller = (
-            AdaptiveController(cost, 60, 10, drafter.offer) if name == "device" else engine.controller
-        )
+        engine.controller = AdaptiveController(cost, 60, 10, drafter.offer) if name == "device" else engine.controller
         forms = _forms_scored(target, monkeypatch)
         requests = [Request(prompt, params, drafter=name) for prompt in prompts]
         texts[name] = _write(engine, requests, random.Random(1))
@@ -478,9 +462,7 @@ def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: p
     assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]
 
 
-def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller may ask for a form of the menu that is too large for so many sequences; others are insisted on."""
     batch = Batch()
     batch.join(*[3] * 9)
@@ -491,10 +473,7 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     monkeypatch.setattr(
         draft,
         "_rehearse",
-        lambda target, bucket, form, reach: (
-            rehearsed.append((form, bucket)),
-            rehearse(target, bucket, form, reach),
-        ),
+        lambda target, bucket, form, reach: (rehearsed.append((form, bucket)), rehearse(target, bucket, form, reach)),
     )
     for form in (Form(3, 3, 1), Form(15, 6, 5)):
         rehearse(None, 12, form, 100)

@@ -105,9 +105,7 @@ def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
         ]
         for name in ("tokens", "places", "parents", "ancestors"):
             assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
-        torch.testing.assert_close(
-            frontiers[0].log_survivals, frontiers[1].log_survivals, atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(frontiers[0].log_survivals, frontiers[1].log_survivals, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(pools[0].scores, pools[1].scores, atol=1e-4, rtol=1e-4)
     assert torch.equal(pools[0].tokens, pools[1].tokens)
     assert torch.equal(pools[0].parents, pools[1].parents)
@@ -228,9 +226,7 @@ def test_paths_move_to_their_places(real: int) -> None:
     device, form = where_kernels_run(), TreeForm(5, 9, 4)
     first = [65, 120, 300]  # slots of the roots
     paths = [[2, 3, 4, 5], [1, 3, 7, 4], [8, 2, 3, 4]][:real]
-    moves = [
-        ([a + n for n in path], [a + n for n in range(1, 5)]) for a, path in zip(first, paths, strict=False)
-    ]
+    moves = [([a + n for n in path], [a + n for n in range(1, 5)]) for a, path in zip(first, paths, strict=False)]
     moves += [moves[0] if moves else ([0] * 4, [0] * 4)] * (5 - real)
     found = []
     for fused in (False, True):
@@ -290,9 +286,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     plain = plain_drafter(target, config, weights)
     target.kernels, target.after.fused = "triton", True
     drafter = OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain)
-    seqs = [
-        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))
-    ]
+    seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))]
     trees, scores = target.prefill(seqs, drafter.needs)
     for one in (drafter, plain):
         one.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))

@@ -48,11 +48,7 @@ def _read(drafter: OnDevice[ModelDraft], target: CudaDecoder, seq: FakeSeq) -> N
 
 
 def _advance(
-    drafter: OnDevice[ModelDraft],
-    target: CudaDecoder,
-    seqs: list[FakeSeq],
-    trees: TreeBatch,
-    verdict: Verdict,
+    drafter: OnDevice[ModelDraft], target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch, verdict: Verdict
 ) -> None:
     """One round's end, with a verdict from elsewhere."""
     scores, drafted = target.score(seqs, trees, drafter.needs), as_lists(trees)
@@ -84,12 +80,7 @@ def test_chains_are_those_that_the_host_drafts(device: str, coupled: bool) -> No
     rng = random.Random(5)
     seqs = [
         FakeSeq(
-            b,
-            [rng.randrange(VOCAB) for _ in range(n)],
-            max_length=400,
-            params=params,
-            seed=7 + b,
-            shares_noise=coupled,
+            b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400, params=params, seed=7 + b, shares_noise=coupled
         )
         for b, n in enumerate((1, 9, 130))
     ]
@@ -107,9 +98,7 @@ def test_chains_are_those_that_the_host_drafts(device: str, coupled: bool) -> No
         check_trees(found, some, budgets, VOCAB)
         accepted = [rng.randrange(depth + 1) for _ in some]  # from nothing to all
         paths = [list(range(1, count + 1)) for count in accepted]
-        _advance(
-            drafter, target, some, found, Verdict.of(paths, [rng.randrange(VOCAB) for _ in some], device)
-        )
+        _advance(drafter, target, some, found, Verdict.of(paths, [rng.randrange(VOCAB) for _ in some], device))
         if turn == 4:
             drafter.forget(seqs[0])
     for seq in seqs:
@@ -129,13 +118,9 @@ def _texts(engine: Engine, params: SamplingParams, count: int = 3) -> list[tuple
     return [tuple(tokens) for tokens in found.values()]
 
 
-def _engine(
-    target: CudaDecoder, drafter: Drafter | None, controller: str = "fixed", max_batch: int = 4
-) -> Engine:
+def _engine(target: CudaDecoder, drafter: Drafter | None, controller: str = "fixed", max_batch: int = 4) -> Engine:
     name = "none" if drafter is None else "ngram"
-    engine = make_engine(
-        target, frozenset(), SpeculativeConfig(drafter=name, budget=4, controller=controller)
-    )
+    engine = make_engine(target, frozenset(), SpeculativeConfig(drafter=name, budget=4, controller=controller))
     engine.max_batch = max_batch
     if drafter is not None:
         engine.drafters.add("ngram", drafter)
@@ -210,9 +195,7 @@ def test_nothing_is_captured_while_texts_are_written() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_perfect_draft_is_accepted_whole_and_read_once(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_perfect_draft_is_accepted_whole_and_read_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights draft: five tokens a round, and each is one row of one pass of the draft model."""
     target, draft = _targets(device, 1, 1)
     drafter = _drafter(draft, target if device == "cuda" else None)
@@ -239,9 +222,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(device: str, monkeypatch: 
     launched: list[int] = []
     launch = ModelDraft._start
     monkeypatch.setattr(
-        ModelDraft,
-        "_start",
-        lambda self, going, form: (launched.append(form.depth), launch(self, going, form))[1],
+        ModelDraft, "_start", lambda self, going, form: (launched.append(form.depth), launch(self, going, form))[1]
     )
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=60)
     _read(drafter, target, seq)
@@ -279,9 +260,7 @@ def test_an_idle_draft_model_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     passes: list[str] = []
     for name in ("prefill", "score"):
         run = getattr(draft, name)
-        monkeypatch.setattr(
-            draft, name, lambda *args, _run=run, _name=name: (passes.append(_name), _run(*args))[1]
-        )
+        monkeypatch.setattr(draft, name, lambda *args, _run=run, _name=name: (passes.append(_name), _run(*args))[1])
     monkeypatch.setattr(drafter.draft.graphs, "draft", lambda *args: pytest.fail("nothing was asked for"))
     for turn in range(IN_VAIN + 2):
         seq = FakeSeq(turn, [3, 4, 5, 6], max_length=60)

@@ -11,10 +11,7 @@ from forerun.testing import check_target
 from tests.encoder_decoder.test_target import engine_for, write
 from tests.encoder_decoder.tiny_models import NAMES, VOCAB, make_target, reference, sources
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("name", NAMES)

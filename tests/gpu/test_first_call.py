@@ -68,9 +68,7 @@ class Graph:
 
 def _name_of(work: Callable[[], None]) -> str:
     inside = [cell.cell_contents for cell in work.__closure__ or ()]
-    return (
-        f"{work.__qualname__} {[one for one in inside if isinstance(one, (int, str, tuple, TreeForm, Size))]}"
-    )
+    return f"{work.__qualname__} {[one for one in inside if isinstance(one, (int, str, tuple, TreeForm, Size))]}"
 
 
 def _captures_all(*targets: CudaDecoder) -> None:

@@ -140,9 +140,7 @@ def test_texts_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize(("form", "layers"), [(CHAIN, 1), (WIDE, 1), (CHAIN, 2), (WIDE, 2)])
-def test_drafts_are_those_of_rounds_that_were_read(
-    form: Form, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_those_of_rounds_that_were_read(form: Form, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
     monkeypatch.setattr(Scheduler, "starters", lambda *_: [])  # else who has a plain round depends on company
     target, some = willing_target(words=5), [one for one in requests(9, 4) if len(one.prompt) > 1]
@@ -158,9 +156,7 @@ def test_drafts_are_those_of_rounds_that_were_read(
 
 
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
-def test_trees_of_another_draft_than_the_last_are_followed(
-    form: Form, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_of_another_draft_than_the_last_are_followed(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft was made for more than have stayed, or first for some and then for those who joined."""
     parts, behind = list[int](), Counter[tuple[bool, bool]]()
     rearrange, follow = HeadDraft._rearrange, HeadDraft._follow
@@ -185,9 +181,7 @@ def test_trees_of_another_draft_than_the_last_are_followed(
     found = []
     for follows in (False, True):
         engine = make(target, Forms([form], 2, seed=2), follows=follows, batch=8)
-        engine.scheduler.reads_early = (
-            True  # prompts, before there are places: the others' draft has no such trees
-        )
+        engine.scheduler.reads_early = True  # prompts, before there are places: the others' draft has no such trees
         found.append(write(engine, some, 6, at_once=True))
     assert found[0][0] == found[1][0] == plain_texts(target, some)
     apart = [[one[:-1] for one in accepted] for _, accepted in found]
@@ -206,8 +200,7 @@ def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}],
+    "more", [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}]
 )
 def test_what_the_device_does_not_decide_is_read_first(
     more: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -219,12 +212,7 @@ def test_what_the_device_does_not_decide_is_read_first(
     assert watched.followed == 0
 
 
-LAWS = [
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9},
-    {},
-    {"temperature": 1.2, "top_k": 5, "min_p": 0.02},
-]
+LAWS = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {}, {"temperature": 1.2, "top_k": 5, "min_p": 0.02}]
 
 
 def sampled(count: int, draw: int, verifier: str) -> list[Request]:
@@ -239,8 +227,7 @@ def sampled(count: int, draw: int, verifier: str) -> list[Request]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("verifier", "forms"),
-    [("coupled", [WIDE]), *((name, [CHAIN, TREE, WIDE, None]) for name in ("coupled", "exact"))],
+    ("verifier", "forms"), [("coupled", [WIDE]), *((name, [CHAIN, TREE, WIDE, None]) for name in ("coupled", "exact"))]
 )
 def test_sampled_texts_are_those_of_the_host(
     device: str, verifier: str, forms: list[Form | None], monkeypatch: pytest.MonkeyPatch
@@ -260,9 +247,7 @@ def test_sampled_texts_are_those_of_the_host(
 
 
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
-def test_sampled_drafts_are_those_of_rounds_that_were_read(
-    form: Form, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of positions that the host does not know yet: else less would be accepted."""
     monkeypatch.setattr(Scheduler, "starters", lambda *_: [])  # else who has a plain round depends on company
     target = willing_target(words=5)
@@ -348,25 +333,13 @@ def _logprobs(seq: SequenceState) -> list[list[tuple[int, float]]]:
     return [[(one.token, round(one.logprob, 3))] for one in found]
 
 
-PLACES = [
-    "propose",
-    "append",
-    "draft",
-    "score",
-    "prompts",
-    "verdict",
-    "commit",
-    "observe",
-    "outcome",
-    "controller",
-]
+PLACES = ["propose", "append", "draft", "score", "prompts", "verdict", "commit", "observe", "outcome", "controller"]
 
 
 def short_requests() -> list[Request]:
     """For faults that come in one of the first rounds: what is written long after them says nothing more."""
     return [
-        replace(one, params=replace(one.params, max_tokens=min(one.params.max_tokens, 16)))
-        for one in requests(5, 8)
+        replace(one, params=replace(one.params, max_tokens=min(one.params.max_tokens, 16))) for one in requests(5, 8)
     ]
 
 
@@ -436,9 +409,7 @@ def test_whoever_is_aborted_leaves_a_round_that_follows() -> None:
         while engine.busy:
             engine.step()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
-        assert [text for i, text in enumerate(texts) if i != 2] == [
-            text for i, text in enumerate(wanted) if i != 2
-        ]
+        assert [text for i, text in enumerate(texts) if i != 2] == [text for i, text in enumerate(wanted) if i != 2]
         assert texts[2] == wanted[2][: len(texts[2])]
         assert target.used_slots == 0
 

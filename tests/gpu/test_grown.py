@@ -23,9 +23,7 @@ from tests.gpu.test_plan import slots_seen
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run
 
 
-def _random_trees(
-    rng: random.Random, form: TreeForm, real: int | None = None
-) -> list[tuple[list[int], list[int]]]:
+def _random_trees(rng: random.Random, form: TreeForm, real: int | None = None) -> list[tuple[list[int], list[int]]]:
     """As many as the form has, or fewer: the others are padding."""
     trees = []
     for _ in range(real or form.trees):
@@ -53,9 +51,7 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
     form = TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, width=1)
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
-    places = [
-        Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)
-    ]
+    places = [Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
     plan = plan_grown(places, form, group_nodes)
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
     buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, group_nodes)
@@ -88,9 +84,7 @@ def test_trees_behind_an_unread_round_lie_where_they_would_if_it_had_been_read(c
     known = [n + (accepted[tree] + 1 if tree >= 0 else 0) for n, tree in zip(lengths, follows, strict=True)]
     found = []
     for at, behind in ((lengths, follows), (known, [-1] * 4), (lengths, [-1] * 4)):
-        plan = plan_grown(
-            [Place(*one) for one in zip(pages, at, behind, strict=True)], form, 16, farthest=5000
-        )
+        plan = plan_grown([Place(*one) for one in zip(pages, at, behind, strict=True)], form, 16, farthest=5000)
         ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
         buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, 16)
         buffers.last.accepted[:4] = torch.tensor(accepted)
@@ -119,9 +113,7 @@ def test_what_a_round_decided_is_kept_for_the_next() -> None:
     assert last.rows[1, :1].tolist() == [4]
     first = buffers.send(form)
     second = buffers.send(form)
-    assert (
-        settled_tokens(buffers, trees, form, first) == settled_tokens(buffers, trees, form, second) == [1, 4]
-    )
+    assert settled_tokens(buffers, trees, form, first) == settled_tokens(buffers, trees, form, second) == [1, 4]
     buffers.send(form)
     with pytest.raises(RuntimeError, match="overwritten"):
         buffers.read(trees, form, first)
@@ -149,10 +141,7 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
     real = rng.randint(1, 4)
     trees = _grown(_random_trees(rng, form, real), form, str(device))
     plan = plan_grown(
-        [
-            Place([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7, b % 3 - 1)
-            for b in range(real)
-        ],
+        [Place([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7, b % 3 - 1) for b in range(real)],
         form,
         16,
     )
@@ -189,9 +178,7 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) 
     rng = random.Random(3)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
-    seqs = [
-        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))
-    ]
+    seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))]
     for target in (ours, theirs):
         target.prefill(seqs, Needs())
     needs, accepted = Needs((-1, 1)), 0
@@ -208,9 +195,7 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) 
         got = ours.score(seqs, grown, needs)
         atol = 1e-4 if device == "cpu" else 0.0
         torch.testing.assert_close(got.required_logits, wanted.required_logits, atol=atol, rtol=0.0)
-        torch.testing.assert_close(
-            got.hidden[1][: len(wanted.hidden[1])], wanted.hidden[1], atol=atol, rtol=0.0
-        )
+        torch.testing.assert_close(got.hidden[1][: len(wanted.hidden[1])], wanted.hidden[1], atol=atol, rtol=0.0)
         noise = Noise([0, 0], [1, 1])
         verdict = settled(got)
         assert verdict.outcome is not None
@@ -234,9 +219,7 @@ def test_a_prompt_is_read_in_the_pass_over_grown_trees(device: str, chain: bool)
     rng = random.Random(8)
     dtype, atol = (torch.float32, 1e-4) if device == "cpu" else (torch.bfloat16, 0.0)
     ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
-    seqs = [
-        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))
-    ]
+    seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))]
     joins = [FakeSeq(7, [rng.randrange(VOCAB) for _ in range(150)], max_length=400), FakeSeq(8, [5, 6, 7, 8])]
     needs = Needs((-1, 1))
     for target in (ours, theirs):
@@ -258,9 +241,7 @@ def test_a_prompt_is_read_in_the_pass_over_grown_trees(device: str, chain: bool)
             close(got.hidden[layer], wanted.hidden[layer])
             close(got.read[1].hidden[layer], read.hidden[layer])
         verdict = settled(got)
-        known = ExactVerifier().verify(
-            plain, warp(wanted.required_logits, seqs, plain), Noise([0, 0], [1, 1])
-        )
+        known = ExactVerifier().verify(plain, warp(wanted.required_logits, seqs, plain), Noise([0, 0], [1, 1]))
         assert verdict.to_host() == known.to_host()
         ours.commit(seqs, grown, verdict)
         theirs.commit(seqs, plain, known)

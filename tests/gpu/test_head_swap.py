@@ -34,9 +34,7 @@ def test_texts_are_the_same_whenever_a_head_is_swapped(
     config, weights = make_head(target, borrows=True)
     write_head(tmp_path / "a", config, weights)
     write_head(tmp_path / "b", config, {name: weight * 1.5 for name, weight in weights.items()})
-    speculative = SpeculativeConfig(
-        drafter="eagle3", draft_model=str(tmp_path / "a"), controller="fixed", budget=6
-    )
+    speculative = SpeculativeConfig(drafter="eagle3", draft_model=str(tmp_path / "a"), controller="fixed", budget=6)
     engine = make_engine(target, frozenset(), speculative)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     plain = engine.submit(Request((3, 4, 5), params, drafter="none"))

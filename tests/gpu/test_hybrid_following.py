@@ -124,9 +124,7 @@ def misleading(seed: int) -> list[list[int]]:
     return prompts
 
 
-def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = counting_target(), asked(misleading(1), 30)
     head, rounds, wanted = followed_rounds(target, some, monkeypatch, lookup=False)
     both, _, texts = followed_rounds(target, some, monkeypatch, lookup=True)
@@ -175,9 +173,7 @@ def test_nothing_follows_a_text_that_ends_surely(tokens: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_requests_with_budgets_of_their_own_are_followed_too(
-    lookup: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_with_budgets_of_their_own_are_followed_too(lookup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where nobody plans, look-ups are drafted from all the same."""
     target, rng = willing_target(), random.Random(3)
     target.model.head[1] = 0.0

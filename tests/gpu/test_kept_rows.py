@@ -99,9 +99,7 @@ def test_after_a_failure_no_round_is_taken_for_one_whose_rows_were_kept(
     assert drafter.draft.rows.held == 0
 
 
-def test_sequences_that_join_need_no_room_behind_trees_that_they_have_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sequences_that_join_need_no_room_behind_trees_that_they_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool has as many pages as are asked for, and no more."""
     target = willing_target(kv_slots=64 * 40)
     real, pool, other = target.make_room, target.kv.pool, -77

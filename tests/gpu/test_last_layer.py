@@ -79,8 +79,6 @@ def test_rows_of_the_last_layer(
     steps = target.passes.steps
     for name in ("embed", "qkv", "attend", "leave_attention", "leave_mlp", "head"):
         monkeypatch.setattr(steps, name, lambda *given: None)
-    monkeypatch.setattr(
-        steps, "gate", lambda run, layer: seen.append(run.size.rows) if layer == LAYERS - 1 else None
-    )
+    monkeypatch.setattr(steps, "gate", lambda run, layer: seen.append(run.size.rows) if layer == LAYERS - 1 else None)
     run_pass(steps, target.model, target.buffers, Run.of(Size(40, 4, 8), target.buffers.ints), hidden, scored)
     assert seen == rows

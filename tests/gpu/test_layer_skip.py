@@ -27,15 +27,7 @@ from tests.exactness.harness import Letters, run
 from tests.gpu import test_moe
 from tests.gpu.test_draft_model import Again
 from tests.gpu.test_following import dtype_on
-from tests.gpu.tiny import (
-    DEVICES,
-    VOCAB,
-    make_reference,
-    make_target,
-    need_cuda,
-    weights_of,
-    where_kernels_run,
-)
+from tests.gpu.tiny import DEVICES, VOCAB, make_reference, make_target, need_cuda, weights_of, where_kernels_run
 
 LAYERS, WIDTH = 3, 64  # of "llama"
 SKIPPED = LayerSubset(LAYERS, without_attention=frozenset({1}), without_mlp=frozenset({0, 2}))
@@ -138,9 +130,7 @@ def test_a_draft_changes_no_bit_of_the_target(device: str, layers: LayerSubset) 
     seq.tokens = TEXT[:7]
     assert part.cached_tokens(seq) == 6
     behind = scored(target, seq, TEXT[6:])  # fewer rows: torch rounds these otherwise, kernels do not
-    assert (
-        torch.equal(behind, plain[2:]) if device == "cuda" else torch.allclose(behind, plain[2:], atol=1e-5)
-    )
+    assert torch.equal(behind, plain[2:]) if device == "cuda" else torch.allclose(behind, plain[2:], atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,11 +188,7 @@ def test_kernels_say_what_torch_says(name: str, count: int, kind: Literal["plain
         trees = TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
         adapter = adapter_of(width).to(torch.bfloat16, target.device)
         skipped = LayerSubset(2, without_mlp=frozenset({0}), without_attention=frozenset({1}))
-        parts = (
-            CudaPart(target, LayerSubset(1)),
-            CudaPart(target, LayerSubset(1), adapter),
-            CudaPart(target, skipped),
-        )
+        parts = (CudaPart(target, LayerSubset(1)), CudaPart(target, LayerSubset(1), adapter), CudaPart(target, skipped))
         found += [part.score(seqs, trees, Needs()).required_logits.clone() for part in parts]
     for got, wanted in zip(found[:3], found[3:], strict=True):
         apart, spread = (got - wanted).abs(), float(wanted.std())
@@ -212,9 +198,7 @@ def test_kernels_say_what_torch_says(name: str, count: int, kind: Literal["plain
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", SUBSETS, ids=str)
-def test_kernels_in_the_interpreter_say_what_torch_says(
-    layers: LayerSubset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_in_the_interpreter_say_what_torch_says(layers: LayerSubset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which norm is handed on where: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_layer_skip.py -k interpreter"""
     if where_kernels_run().type == "cuda":
         pytest.skip("the test above does this on a GPU, in 16 bits")

@@ -39,9 +39,7 @@ def test_what_the_library_does_is_right() -> None:
         assert isinstance(weight, Tensor)
         rows = torch.randn(count, weight.shape[1], device="cuda").to(weight.dtype)
         wanted = rows.double() @ weight.double().T
-        assert torch.allclose(
-            steps.wide.total(count, rows, weight, tile).double(), wanted, atol=1e-3, rtol=1e-3
-        )
+        assert torch.allclose(steps.wide.total(count, rows, weight, tile).double(), wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_a_library_that_adds_otherwise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,7 @@ def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tenso
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     rows, weight = whole(16, DEPTH).to(dtype), whole(outputs, DEPTH).to(dtype)
     tiles, wide = outputs // 64, 16
-    found: dict[str, Tensor] = {
-        "x": whole(16, outputs),
-        "out": torch.zeros(16, outputs, device=device).to(dtype),
-    }
+    found: dict[str, Tensor] = {"x": whole(16, outputs), "out": torch.zeros(16, outputs, device=device).to(dtype)}
     # of the rows that go in, then of those that come out
     found["squares"] = whole(16, 32).abs().double() + DEPTH
     found["kv"] = torch.zeros(2, KV_HEADS, SLOTS, DIM, device=device).to(dtype)

@@ -90,9 +90,7 @@ def misleading(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("lookup", LOOKUPS)
-def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(
-    lookup: type[LookupDrafter], at_once: int
-) -> None:
+def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(lookup: type[LookupDrafter], at_once: int) -> None:
     target, some = counting_target(), asked(misleading(4), 24)
     texts, ahead = plain(target, some, at_once)
     engine = make(target, lookup(), at_once)
@@ -141,11 +139,7 @@ def test_texts_are_those_of_plain_decoding(seed: int, temperature: float) -> Non
     target, rng = willing_target(), random.Random(seed)
     prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 5, 30)))] for _ in range(10)]
     some = [
-        Request(
-            one,
-            SamplingParams(max_tokens=rng.randint(1, 40), temperature=temperature, seed=i),
-            drafter="lookup",
-        )
+        Request(one, SamplingParams(max_tokens=rng.randint(1, 40), temperature=temperature, seed=i), drafter="lookup")
         for i, one in enumerate(prompts)
     ]
     wanted, _ = plain(target, some)

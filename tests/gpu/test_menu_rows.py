@@ -19,10 +19,7 @@ MODEL = partial(menu.forms_for, forms=menu.CHAINS), menu.CHAIN_BUCKETS
 @pytest.mark.parametrize(("forms_for", "buckets"), [HEAD, MODEL])
 @pytest.mark.parametrize("most", [96, 128, 256, plan.MAX_ROWS])
 def test_trees_of_a_menu_fit_a_pass(
-    forms_for: Callable[[int], tuple[Form, ...]],
-    buckets: tuple[int, ...],
-    most: int,
-    monkeypatch: pytest.MonkeyPatch,
+    forms_for: Callable[[int], tuple[Form, ...]], buckets: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_rows(most, monkeypatch)
     for bucket in buckets:

@@ -49,9 +49,7 @@ def test_logits_do_not_depend_on_how_a_prompt_was_cut(name: str, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = _made(device, "llama")
     drafter = both_drafters(target, borrows=True)[0]
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none", controller="fixed"))

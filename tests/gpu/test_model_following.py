@@ -24,16 +24,7 @@ from forerun.models.base import ON_CPU
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from tests.gpu.test_captured import record
-from tests.gpu.test_following import (
-    Forms,
-    Watched,
-    dtype_on,
-    plain_texts,
-    requests,
-    sampled,
-    willing_target,
-    write,
-)
+from tests.gpu.test_following import Forms, Watched, dtype_on, plain_texts, requests, sampled, willing_target, write
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
 SHORT, LONG = Form(2, 2, 1), Form(5, 5, 1)
@@ -101,9 +92,7 @@ def test_texts_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("blur", [0.0, 0.5])
 @pytest.mark.parametrize("coupled", [False, True])
-def test_chains_are_those_of_rounds_that_were_read(
-    blur: float, coupled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_are_those_of_rounds_that_were_read(blur: float, coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a draft model reads next follows from what the device has decided: else less would be accepted.
 
     The target's own weights draft chains that are accepted whole: then two tokens are read first, not one.

@@ -241,17 +241,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
     weights, gates = torch.zeros(rows * each, device=device), torch.zeros(rows, device=device)
     order, (starts, ends) = torch.full_like(picked, -1), picked.new_zeros(2, experts)
     kernels.route[(rows, -(-(experts + 1) // 4))](
-        x,
-        norm,
-        router,
-        normed,
-        logits,
-        1e-5,
-        OUTPUTS=experts + 1,
-        OUTPUTS_UP=columns,
-        WIDTH=width,
-        UP=64,
-        EB=4,
+        x, norm, router, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width, UP=64, EB=4
     )
     kernels.pick[(rows,)](
         logits, slots, picked, weights, gates, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
@@ -263,9 +253,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
     moe = MoeConfig(experts, each, 1, renormalise, None)
     law, chosen = route(wanted, router[:experts], moe)
     for m in range(rows):
-        found = dict(
-            zip(picked.view(rows, each)[m].tolist(), weights.view(rows, each)[m].tolist(), strict=True)
-        )
+        found = dict(zip(picked.view(rows, each)[m].tolist(), weights.view(rows, each)[m].tolist(), strict=True))
         if int(slots[m]) < 0:
             assert set(found) == {experts}
             continue
@@ -292,9 +280,7 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     given = torch.randn(rows, depth, device=device).to(dtype)
     stacked = (torch.randn(experts * outputs, depth, device=device) / 7).to(dtype)
     weight = pack(stacked, kind)
-    picks = torch.stack(
-        [torch.randperm(experts - 1)[:each] for _ in range(rows)]
-    ).flatten()  # nobody picks the last
+    picks = torch.stack([torch.randperm(experts - 1)[:each] for _ in range(rows)]).flatten()  # nobody picks the last
     order = picks.argsort(stable=True).to(device, torch.int32)
     counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
     starts = torch.cat((counts.new_zeros(1), counts[:-1]))
@@ -307,9 +293,7 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     )  # fmt: skip
     wide = stacked if isinstance(weight, Tensor) else weight[torch.arange(experts * outputs, device=device)]
     for pair, expert in enumerate(picks.tolist()):
-        row = times(
-            given[pair // each, None].float(), wide[expert * outputs : (expert + 1) * outputs].float()
-        )[0]
+        row = times(given[pair // each, None].float(), wide[expert * outputs : (expert + 1) * outputs].float())[0]
         wanted = torch.nn.functional.silu(row[0::2]) * row[1::2] if gated else row
         most = 1e-5 if INTERPRETED else 0.03
         torch.testing.assert_close(out[pair].float(), wanted, atol=most, rtol=most)
@@ -389,10 +373,7 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     room, x = ExpertBuffers(model), start.clone()
     squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
     left = Left(
-        torch.zeros(rows, x.shape[1], dtype=dtype, device=device),
-        squares,
-        squares.new_zeros(rows).float(),
-        tile,
+        torch.zeros(rows, x.shape[1], dtype=dtype, device=device), squares, squares.new_zeros(rows).float(), tile
     )
     room.enter(run, x, layer.mlp_norm, layer.experts, eps, 0)
     room.leave(run, x, model.next_norm(0), layer.experts, eps, left, 0)

@@ -36,9 +36,7 @@ def test_a_packed_weight_is_near_the_plain_one(kind: WeightKind) -> None:
     wanted = rows @ weight.t()
     off = (times(rows, packed) - wanted).norm(dim=0) / wanted.norm(dim=0)
     assert float(off.mean()) < (0.01 if kind == "int8" else 0.04), off
-    torch.testing.assert_close(
-        packed[torch.tensor([3, 4])], weight[3:5], rtol=0.07, atol=float(weight[4].max()) / 100
-    )
+    torch.testing.assert_close(packed[torch.tensor([3, 4])], weight[3:5], rtol=0.07, atol=float(weight[4].max()) / 100)
     assert pack(weight, "plain") is weight
     assert not bool(torch.isnan(times(rows, pack(torch.zeros(4, 64), kind))).any())
 
@@ -46,10 +44,7 @@ def test_a_packed_weight_is_near_the_plain_one(kind: WeightKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_target_of_packed_weights_is_a_target(kind: WeightKind) -> None:
     check_target(
-        lambda: make_target("qwen3", "cpu", weight_kind=kind),
-        vocab_size=VOCAB,
-        rounds=3,
-        needs=Needs((-1, 1)),
+        lambda: make_target("qwen3", "cpu", weight_kind=kind), vocab_size=VOCAB, rounds=3, needs=Needs((-1, 1))
     )
 
 
@@ -74,8 +69,7 @@ def test_logits_are_near_those_of_plain_weights(name: str, kind: WeightKind, dev
 def test_packed_kernels_agree_with_torch_and_keep_their_bits(name: str, kind: WeightKind) -> None:
     need_cuda()
     fused, plain = [
-        make_target(name, "cuda", torch.bfloat16, kernels, weight_kind=kind)
-        for kernels in ("triton", "torch")
+        make_target(name, "cuda", torch.bfloat16, kernels, weight_kind=kind) for kernels in ("triton", "torch")
     ]
     wanted, got = _scored(plain, 70), _scored(fused, 70)
     off, spread = float((got - wanted).abs().max()), float(wanted.std())
@@ -94,9 +88,7 @@ def _scored(target: CudaDecoder, nodes: int) -> torch.Tensor:
     rng = random.Random(0)
     seq = FakeSeq(1, [rng.randrange(VOCAB) for _ in range(30)], max_length=300)
     target.prefill([seq], Needs())
-    return target.score(
-        [seq], TreeBatch.trees([random_tree(rng, 5, VOCAB, nodes)]), Needs()
-    ).required_logits.clone()
+    return target.score([seq], TreeBatch.trees([random_tree(rng, 5, VOCAB, nodes)]), Needs()).required_logits.clone()
 
 
 def test_one_byte_weights_need_a_gpu() -> None:
@@ -112,12 +104,7 @@ def test_rows_of_whole_numbers_end_at_the_largest() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"norm_before_residual": True},
-        {"depth": 3},
-        {"eagle": "mtp", "qk_norm": True, "norm_output": True},
-    ],
+    [{}, {"norm_before_residual": True}, {"depth": 3}, {"eagle": "mtp", "qk_norm": True, "norm_output": True}],
     ids=str,
 )
 def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, Any]) -> None:

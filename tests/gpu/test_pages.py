@@ -31,9 +31,7 @@ def text(seed: int, length: int) -> list[int]:
 
 def target_on(device: str, kv_slots: int = 20_000) -> Any:
     need_cuda(device)
-    return make_target(
-        "llama", device, torch.float32 if device == "cpu" else torch.bfloat16, kv_slots=kv_slots
-    )
+    return make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16, kv_slots=kv_slots)
 
 
 def hash_of(rows: tuple[Any, ...]) -> list[str]:
@@ -89,8 +87,7 @@ def test_texts_of_heads_after_hits_and_preemption(device: str, seeded: bool) -> 
     )
     start = text(2, 150)
     requests = [
-        Request((*start[: 40 + 20 * i], i, 7), params, drafter="device")
-        for i in range(6 if device == "cuda" else 4)
+        Request((*start[: 40 + 20 * i], i, 7), params, drafter="device") for i in range(6 if device == "cuda" else 4)
     ]
     texts = []
     for slots, salt in ((20_000, None), (20_000, ""), (320, "")):

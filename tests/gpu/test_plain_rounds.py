@@ -66,16 +66,12 @@ def _write(engine: Engine, requests: Sequence[Request], apart: int = 3) -> list[
 
 def _requests(params: SamplingParams = GREEDY) -> list[Request]:
     """Texts of different lengths, so that rows leave one by one; prompts are read each time."""
-    return [
-        Request(p, replace(params, max_tokens=14 + 5 * i), cache_salt=None) for i, p in enumerate(PROMPTS)
-    ]
+    return [Request(p, replace(params, max_tokens=14 + 5 * i), cache_salt=None) for i, p in enumerate(PROMPTS)]
 
 
 def _short_requests() -> list[Request]:
     """For faults that come in one of the first rounds: what is written long after them says nothing more."""
-    return [
-        replace(one, params=replace(one.params, max_tokens=8 + 2 * i)) for i, one in enumerate(_requests())
-    ]
+    return [replace(one, params=replace(one.params, max_tokens=8 + 2 * i)) for i, one in enumerate(_requests())]
 
 
 @cache
@@ -122,9 +118,7 @@ def test_texts_are_those_of_one_pass_after_the_other(device: str, apart: int) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["T=0", "T=1"])
-def test_prompts_in_nearly_every_round_keep_no_round_from_following(
-    device: str, params: dict[str, Any]
-) -> None:
+def test_prompts_in_nearly_every_round_keep_no_round_from_following(device: str, params: dict[str, Any]) -> None:
     """Many short texts: in each round somebody ends, somebody joins, and a prompt is read."""
     target, draw = _target(device), random.Random(4)
     some = [
@@ -279,8 +273,7 @@ def test_log_probabilities_are_those_of_their_own_pass() -> None:
     """Whoever wants them is read first, and so are those beside it: logits stay for one pass only."""
     target, found = _target("cpu"), []
     some = [
-        replace(one, params=replace(one.params, logprobs=2 if i == 1 else None))
-        for i, one in enumerate(_requests())
+        replace(one, params=replace(one.params, logprobs=2 if i == 1 else None)) for i, one in enumerate(_requests())
     ]
     for follows in (False, True):
         engine = _engine(target, follows=follows)

@@ -5,16 +5,7 @@ import random
 import pytest
 
 from forerun.core.tree import chain_of, topology_of
-from forerun.models.cuda.plan import (
-    FIELDS,
-    MAX_ROWS,
-    ROW_SIZES,
-    Span,
-    plan_pass,
-    round_up,
-    split_of,
-    split_start,
-)
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, Span, plan_pass, round_up, split_of, split_start
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
 from forerun.testing import path_to, random_tree
@@ -41,10 +32,7 @@ def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int)
     rng = random.Random(seed)
     spans, wanted = [], []
     for b in range(3):
-        length, pages = (
-            rng.choice([0, 5, 127, 128, 1020, 4090]),
-            rng.sample(range(1000 * b, 1000 * b + 99), 70),
-        )
+        length, pages = (rng.choice([0, 5, 127, 128, 1020, 4090]), rng.sample(range(1000 * b, 1000 * b + 99), 70))
         tokens, parents = random_tree(rng, 1, 50, rng.randint(0, 30))
         spans.append(Span(tokens, topology_of(tuple(parents)) if b else chain_of(len(tokens)), pages, length))
         for node in range(len(tokens)):

@@ -56,9 +56,7 @@ def first_tokens(
 def agree(some: Sequence[list[int]], others: Sequence[list[int]]) -> bool:
     """Are texts the same, as far as both were written?"""
     pairs = zip(some, others, strict=True)
-    return all(
-        min(map(len, pair)) > 0 and not any(a != b for a, b in zip(*pair, strict=False)) for pair in pairs
-    )
+    return all(min(map(len, pair)) > 0 and not any(a != b for a, b in zip(*pair, strict=False)) for pair in pairs)
 
 
 def request_of(length: int, seed: int, tokens: int) -> Request:

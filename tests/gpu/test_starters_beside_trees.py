@@ -66,9 +66,7 @@ class Observed(Forms):
         self.rounds.append(outcome)
 
 
-def engine_of(
-    target: CudaDecoder, forms: Forms, follows: bool = True, rows: int = 256, **more: Any
-) -> Engine:
+def engine_of(target: CudaDecoder, forms: Forms, follows: bool = True, rows: int = 256, **more: Any) -> Engine:
     """Whole prompts are read beside trees."""
     engine = make(target, forms, follows=follows, batch=8, **more)
     engine.prefill_rows = PrefillRows(ON_CPU.prefill, target.pass_rows, rows)
@@ -192,9 +190,7 @@ def test_a_first_token_comes_with_a_drafted_pass_and_is_booked_as_plain(follows:
         assert any(event.rejected for event in late.events[1:])
 
 
-def accepted_at(
-    engine: Engine, some: Sequence[Request]
-) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
+def accepted_at(engine: Engine, some: Sequence[Request]) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
     """Texts; and what was accepted behind every token of a text that a round began with, but the first and the last."""
     texts, rounds = write(engine, some, 6)
     found = dict[tuple[int, int], int]()
@@ -250,9 +246,7 @@ def test_negative_control_a_head_that_does_not_read_short_prompts(monkeypatch: p
     assert {key: right[1][key] for key in both} != {key: wrong[1][key] for key in both}
 
 
-@pytest.mark.parametrize(
-    "case", ["", "full", "other drafter", "logprobs", "a draft that follows its own alone"]
-)
+@pytest.mark.parametrize("case", ["", "full", "other drafter", "logprobs", "a draft that follows its own alone"])
 def test_whoever_cannot_start_waits_a_round(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a form has no padding, or the round behind could not follow for it."""
     target, started = willing_target(), Started(monkeypatch)

@@ -35,14 +35,7 @@ from tests.gpu.test_following import (
 from tests.gpu.tiny import DEVICES, VOCAB, need_cuda
 
 DEEP = Form(5, 5, 1)
-SWITCHES = {
-    "deeper",
-    "shallower",
-    "same depth",
-    "shallower, plain",
-    "same depth, plain",
-    "deeper, behind plain",
-}
+SWITCHES = {"deeper", "shallower", "same depth", "shallower, plain", "same depth, plain", "deeper, behind plain"}
 ALL = (CHAIN, TREE, WIDE, DEEP, None, None)
 
 
@@ -107,11 +100,7 @@ def long_texts(count: int = 6, tokens: int = 60, heat: float = 0.0) -> list[Requ
 @pytest.mark.parametrize("seed", [1, 2])
 def test_texts_are_those_of_plain_decoding_and_every_kind_of_switch_is_made(device: str, seed: int) -> None:
     need_cuda(device)
-    target, some, kinds = (
-        willing_target(device, dtype=dtype_on(device)),
-        requests(16, 3 + seed),
-        Counter[str](),
-    )
+    target, some, kinds = (willing_target(device, dtype=dtype_on(device)), requests(16, 3 + seed), Counter[str]())
     engine = counted(make(target, Scheduled(ALL, seed), follows=True, batch=6), kinds)  # type: ignore[arg-type]
     captured_at_load(engine)
     assert write(engine, some, 5)[0] == plain_texts(target, some)
@@ -146,9 +135,7 @@ def accepted_of(
 
 
 @pytest.mark.parametrize(("layers", "heat"), [(1, 0.0), (2, 0.0), (1, 1.0)])
-def test_drafts_are_those_of_rounds_that_were_read(
-    layers: int, heat: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_those_of_rounds_that_were_read(layers: int, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has read the same rows: of deeper trees than it drafts now, of plain rounds, of prompts."""
     some = long_texts(heat=heat)
     texts, accepted, _ = accepted_of(False, some, monkeypatch, layers)
@@ -168,9 +155,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake"),
-    [("_forms_behind", only_the_form), ("_keep", nothing)],
-    ids=["unread rows", "lost rows"],
+    ("name", "mistake"), [("_forms_behind", only_the_form), ("_keep", nothing)], ids=["unread rows", "lost rows"]
 )
 def test_negative_control_rows_that_a_head_has_not_read(
     name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch

@@ -23,10 +23,7 @@ from forerun.testing import check_target
 from tests.models.tiny_checkpoints import VOCAB
 from tests.models.tiny_folder import make_tiny_folder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")

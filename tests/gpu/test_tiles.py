@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.models.cuda.steps.tiles import (
-    ALL_SHARED,
-    SHARED,
-    Tile,
-    choose_tile,
-    rows_per_tile,
-    stages_of,
-)
+from forerun.models.cuda.steps.tiles import ALL_SHARED, SHARED, Tile, choose_tile, rows_per_tile, stages_of
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,7 @@ def beside(batch: Batch, new: Sequence[FakeSeq], rows: int) -> None:
 
 
 @LAYERS
-def test_prompts_are_read_together_before_the_first_draft(
-    layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_read_together_before_the_first_draft(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(layers=layers)
     rows = batch.ours.draft.rows
     passes = read_passes(rows, monkeypatch)
@@ -127,9 +125,7 @@ def test_rows_of_sequences_that_left_are_dropped(layers: int, monkeypatch: pytes
 
 
 @LAYERS
-def test_whoever_never_drafts_is_read_when_places_are_used_up(
-    layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_never_drafts_is_read_when_places_are_used_up(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(layers=layers)
     batch.join(60, 90)
     passes = read_passes(batch.ours.draft.rows, monkeypatch)
@@ -211,9 +207,7 @@ def test_aborted_preempted_and_finished_requests_leave_nothing() -> None:
         for prompt, length in zip(prompts, lengths, strict=True):
             params = SamplingParams(max_tokens=length, ignore_eos=True)
             engine.submit(Request(prompt, params, drafter=name, budget=budget))
-        aborted = engine.submit(
-            Request((5,) * 77, SamplingParams(max_tokens=50), drafter=name, budget=budget)
-        )
+        aborted = engine.submit(Request((5,) * 77, SamplingParams(max_tokens=50), drafter=name, budget=budget))
         for event in [*engine.step(), *engine.step()]:
             found.setdefault(event.seq_id, []).extend(event.tokens)
         engine.abort(aborted)

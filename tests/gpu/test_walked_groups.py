@@ -95,15 +95,8 @@ def test_trees_leave_parts_beside_chunks_that_are_walked(window: int) -> None:
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     queries, kv = random_numbers(32)
     wanted = attend(plan, queries, kv, window, NONE)[: plan.rows]
-    torch.testing.assert_close(
-        wanted.float(), found_by_hand(spans, queries, kv, window), atol=2e-2, rtol=2e-2
-    )
-    for how in (
-        ALL,
-        replace(ALL, programs=2, narrow=False),
-        replace(ALL, walked=3),
-        replace(NONE, narrow=True),
-    ):
+    torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, kv, window), atol=2e-2, rtol=2e-2)
+    for how in (ALL, replace(ALL, programs=2, narrow=False), replace(ALL, walked=3), replace(NONE, narrow=True)):
         assert torch.equal(attend(plan, queries, kv, window, how)[: plan.rows], wanted)
 
 
@@ -140,9 +133,7 @@ def _beside_trees() -> list[Span]:
     rng = random.Random(4)
     trees = [topology_of(tuple(random_tree(rng, 1, 50, nodes)[1])) for nodes in (9, 6)]
     assert not any(tree.is_chain for tree in trees)
-    return _on_pages(
-        [(chain_of(1), 300), (trees[0], 430), (trees[1], 60), (chain_of(20), 370), (chain_of(17), 0)]
-    )
+    return _on_pages([(chain_of(1), 300), (trees[0], 430), (trees[1], 60), (chain_of(20), 370), (chain_of(17), 0)])
 
 
 def _on_pages(shapes: list[tuple[Topology, int]]) -> list[Span]:

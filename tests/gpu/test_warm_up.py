@@ -22,8 +22,7 @@ def test_nothing_is_captured_while_texts_are_written(device: str, drafter: str) 
     speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=6)
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=BATCH, max_length=LENGTH))
     requests = [
-        Request(prompt * 2, SamplingParams(max_tokens=12 + 4 * i, ignore_eos=True))
-        for i, prompt in enumerate(PROMPTS)
+        Request(prompt * 2, SamplingParams(max_tokens=12 + 4 * i, ignore_eos=True)) for i, prompt in enumerate(PROMPTS)
     ]
     wanted = _write(engine, requests)
     if device == "cuda":
@@ -63,8 +62,5 @@ def test_a_pass_takes_the_graph_with_the_fewest_logits_that_are_enough() -> None
     passes = make_target("llama", "cpu", torch.float32).passes
     passes.take_sizes(menu(LENGTH))
     size = passes.scored_size(Need(600, 70, 20))
-    found = [
-        passes._key(Plan(size, 600, padding(size).ints), (), scored).scored
-        for scored in (1, 128, 129, 300, 500)
-    ]
+    found = [passes._key(Plan(size, 600, padding(size).ints), (), scored).scored for scored in (1, 128, 129, 300, 500)]
     assert found == [128, 128, 256, 384, 512]  # the last is captured when it comes

@@ -31,12 +31,7 @@ _BASE: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "smollm2": {
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "hidden_size": 96,
-        "num_attention_heads": 6,
-    },
+    "smollm2": {"model_type": "llama", "tie_word_embeddings": True, "hidden_size": 96, "num_attention_heads": 6},
     "wide-heads": {"model_type": "llama", "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},

@@ -89,17 +89,13 @@ def test_the_last_line_is_the_document(
     assert result["conditions"]["left_out"].keys() == {"llama_cpp"}  # a folder is no GGUF file
     assert result["conditions"]["isa"]["transformers"].startswith("torch ")
     assert result["conditions"]["isa"]["forerun"]
-    assert (
-        f"Instruction sets: forerun {result['conditions']['isa']['forerun']}; transformers torch" in printed
-    )
+    assert f"Instruction sets: forerun {result['conditions']['isa']['forerun']}; transformers torch" in printed
     assert "By task" in printed
     assert "32 of 32" in printed
 
 
 @in_this_process
-def test_formats_are_measured_and_what_is_absent_is_null(
-    capsys: pytest.CaptureFixture[str], suite: str
-) -> None:
+def test_formats_are_measured_and_what_is_absent_is_null(capsys: pytest.CaptureFixture[str], suite: str) -> None:
     words = ["--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--threads", "1"]
     assert main(["cpu", *words, "--batches", "1,3"]) == 0
     printed = capsys.readouterr()
@@ -198,10 +194,7 @@ def test_a_wrong_text_turns_the_exit_code(
     honest = run.own_contenders
 
     def with_a_liar(llm: Any, settings: Settings, cell: Cell) -> list[Contender]:
-        return [
-            *honest(llm, settings, cell),
-            Contender("liar", lambda ids, most: Written([[0]], 1.0, 1, 1.0)),
-        ]
+        return [*honest(llm, settings, cell), Contender("liar", lambda ids, most: Written([[0]], 1.0, 1, 1.0))]
 
     monkeypatch.setattr(run, "own_contenders", with_a_liar)
     code, result, _ = bench(
@@ -244,17 +237,13 @@ def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], suite: str, tmp_pat
         (["--suite", "absent.jsonl"], "no prompts at 'absent.jsonl'"),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
-) -> None:
+def test_mistakes_are_one_line_and_code_2(capsys: pytest.CaptureFixture[str], words: list[str], complaint: str) -> None:
     assert main(["cpu", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert complaint in lines[-1]
 
 
-def test_a_busy_machine_can_be_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_machine_can_be_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "load_average", lambda: 1000.0)
     assert main(["cpu", "--require-idle"]) == 2
     assert "load average 1000.0" in capsys.readouterr().err

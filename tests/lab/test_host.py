@@ -31,9 +31,7 @@ def test_texts_are_those_that_the_target_knows(drafter: str, copied: float) -> N
     texts = [(prompt, answer[:40]) for prompt, answer in texts]
     engine = make(drafter, texts, 8, None)
     assert [*write(engine, texts).values()] == [answer for _, answer in texts]
-    assert (engine.stats.accepted > 100) is (
-        drafter in (HEAD, NGRAM_HEAD) or (copied == 0.9 and drafter != "none")
-    )
+    assert (engine.stats.accepted > 100) is (drafter in (HEAD, NGRAM_HEAD) or (copied == 0.9 and drafter != "none"))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])

@@ -54,11 +54,7 @@ def test_the_folder_has_the_same_function(small: tuple[Any, Path], tmp_path: Pat
     (folder / "chat_template.jinja").write_text("hello")
     steps: list[tuple[int, int]] = []
     written = inflate(
-        _opened(folder),
-        LARGER,
-        tmp_path / "large",
-        dtype=torch.float32,
-        progress=lambda i, n: steps.append((i, n)),
+        _opened(folder), LARGER, tmp_path / "large", dtype=torch.float32, progress=lambda i, n: steps.append((i, n))
     )
     large = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
     assert large.config.hidden_size == 80

@@ -16,12 +16,7 @@ from forerun.drafters.heads.hydra import HydraDrafter
 from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
 from forerun.drafters.heads.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
 from forerun.testing import FakeSeq
-from lab.inflate.heads import (
-    inflate_block,
-    inflate_folder,
-    inflate_head,
-    inflate_heads,
-)
+from lab.inflate.heads import inflate_block, inflate_folder, inflate_head, inflate_heads
 from lab.inflate.model import Shape
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import (
@@ -56,8 +51,7 @@ def test_an_inflated_block_drafter_drafts_the_same_trees(kind: BlockKind, tmp_pa
     for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
         drafter = DFlashDrafter(BlockHead(settings, values, None))
         hidden = {
-            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH))
-            for i, layer in enumerate(config.layers)
+            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH)) for i, layer in enumerate(config.layers)
         }
         seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
         drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
@@ -88,8 +82,7 @@ def test_an_inflated_head_drafts_the_same_trees(kind: Kind, more: dict[str, int]
     for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
         drafter = drafter_of(EagleHead(settings, values, None))
         hidden = {
-            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH))
-            for i, layer in enumerate(config.layers)
+            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH)) for i, layer in enumerate(config.layers)
         }
         seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
         drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
@@ -124,9 +117,7 @@ def test_inflated_heads_draft_the_same_trees(family: Family, own: bool, tmp_path
 def test_an_inflated_prediction_layer_drafts_the_same_trees(tmp_path: Path) -> None:
     config = eagle_config("mtp", VOCAB, WIDTH)
     normed = mtp_weights(config, seed=3)
-    weights = {
-        name: weight for name, weight in normed.items() if "q_norm" not in name and "k_norm" not in name
-    }
+    weights = {name: weight for name, weight in normed.items() if "q_norm" not in name and "k_norm" not in name}
     write_mtp(tmp_path / "small", config, weights)
     inflate_folder(tmp_path / "small", "mtp", SHAPE, tmp_path / "large")
     assert read_mtp(tmp_path / "large")[0].width == SHAPE.width

@@ -60,9 +60,7 @@ def test_twins_write_the_same_and_figures_add_up(tmp_path: Path, capsys: pytest.
 
 
 def test_a_larger_mixture_has_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        PRESETS, "tiny", Shape(width=96, layers=4, heads=6, kv_heads=3, head_dim=16, inner=128)
-    )
+    monkeypatch.setitem(PRESETS, "tiny", Shape(width=96, layers=4, heads=6, kv_heads=3, head_dim=16, inner=128))
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))
     texts, large = [_text(i, 40) for i in range(6)], Place(mode="float32", size="tiny")
     targets = [make_mixture(opened, texts, 6, 2, place) for place in (PLACE, large)]

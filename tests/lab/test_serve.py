@@ -31,9 +31,7 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
 def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     suite = tmp_path / "short.jsonl"  # 80 prompts are read
     asked = ("Say yes.", "Count to three.", "Name a tree.")
-    suite.write_text(
-        "".join(json.dumps({"id": one, "task": "short", "turns": [one]}) + "\n" for one in asked)
-    )
+    suite.write_text("".join(json.dumps({"id": one, "task": "short", "turns": [one]}) + "\n" for one in asked))
     words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 2"
     more = f"--per-client 3 --suite {suite} --plot {tmp_path}/serve.png"
     assert main(["serve", *words.split(), *more.split()]) == 0
@@ -43,10 +41,7 @@ def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[s
         (0, 1, "off", 8), (0, 1, "adaptive", 8), (0, 4, "off", 12), (0, 4, "adaptive", 12),
         (1, 1, "adaptive", 8), (1, 1, "off", 8), (1, 4, "adaptive", 12), (1, 4, "off", 12),
     ]  # fmt: skip
-    assert [(row["clients"], row["mode"]) for row in document["over_off"]] == [
-        (1, "adaptive"),
-        (4, "adaptive"),
-    ]
+    assert [(row["clients"], row["mode"]) for row in document["over_off"]] == [(1, "adaptive"), (4, "adaptive")]
     assert (document["lost"], document["unequal"]) == (0, 0)
 
 
@@ -113,9 +108,7 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
     assert times == sorted(times)
     assert times[-1] / 4000 == pytest.approx(0.2, rel=0.08)
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03), (
-        "as exponential gaps are"
-    )
+    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03), "as exponential gaps are"
 
 
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,9 +41,7 @@ def test_answer_trees_hold_the_answer_among_others() -> None:
 def test_random_weights_make_a_model() -> None:
     weights = RandomWeights(Shape(64, 2, 4, 2, 16, 96), vocab_size=50, tied=True, device="cpu")
     config = DecoderConfig.from_hf(weights.config)
-    target = CudaDecoder(
-        config, weights, dtype=torch.bfloat16, device="cpu", kv_slots=2000, greedy_walk=walk_by_torch
-    )
+    target = CudaDecoder(config, weights, dtype=torch.bfloat16, device="cpu", kv_slots=2000, greedy_walk=walk_by_torch)
     assert target.kernels == "torch"
     seq = FakeSeq(1, [1, 2, 3], max_length=40)
     target.prefill([seq], Needs())
@@ -68,9 +66,7 @@ def test_rounds_and_long_contexts_are_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     passes = [{"batch": 1, "nodes": n, "pass_ms": 4.0 + n / 60} for n in (1, 8, 64)]
-    shapes = [
-        {"shape": "8b", "weights": kind, "weights_ms": 3.5, "passes": passes} for kind in ("plain", "int8")
-    ]
+    shapes = [{"shape": "8b", "weights": kind, "weights_ms": 3.5, "passes": passes} for kind in ("plain", "int8")]
     draw_passes({"shapes": shapes, "conditions": {"gpu": "none"}, "context": 512}, tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
     draw_passes({"shapes": [], "machine": {}, "context": 512}, tmp_path / "nothing.png")

@@ -26,9 +26,7 @@ def test_every_batch_size_and_setup_has_a_row_and_all_texts_are_equal() -> None:
     said: list[dict[str, Any]] = []
     rows = make_sweep().measure(SETUPS, [1, 2, 4], lambda batch: 2 * batch, said.append)
     assert said == rows
-    assert [(row["batch"], row["setup"]) for row in rows] == [
-        (batch, setup) for batch in (1, 2, 4) for setup in SETUPS
-    ]
+    assert [(row["batch"], row["setup"]) for row in rows] == [(batch, setup) for batch in (1, 2, 4) for setup in SETUPS]
     assert all(row["differing"] == 0 and row["tokens"] == 40 * row["texts"] for row in rows)
     assert [row["texts"] for row in rows[::3]] == [2, 4, 8]
     assert all(row["x_plain"] == 1.0 for row in rows[::3])
@@ -127,9 +125,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 def test_another_engines_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(
-        json.dumps(
-            [{"batch": 32, "plain": 3108, "head": 4736.5, "texts": [[1], [2]], "equal": 1}, {"batch": 1}]
-        )
+        json.dumps([{"batch": 32, "plain": 3108, "head": 4736.5, "texts": [[1], [2]], "equal": 1}, {"batch": 1}])
     )
     assert read_rival(file) == [RivalRow(1, None, None), RivalRow(32, 3108.0, 4736.5, 2, 1)]
     for wrong in ("{}x", '{"batch": 1}', '[{"plain": 3}]', '[{"batch": 1, "plain": -1}]', "[3]"):

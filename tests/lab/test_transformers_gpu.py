@@ -49,13 +49,9 @@ def test_it_is_the_same_model_as_ours(weights: InflatedWeights) -> None:
 
 
 def test_positions_are_not_those_of_the_meta_device(weights: InflatedWeights) -> None:
-    rotary = [
-        module.inv_freq for module in load_inflated(weights).modules() if hasattr(module, "original_inv_freq")
-    ]
+    rotary = [module.inv_freq for module in load_inflated(weights).modules() if hasattr(module, "original_inv_freq")]
     assert rotary
-    assert all(
-        one.device.type == "cpu" and bool(one.isfinite().all()) and float(one[0]) == 1.0 for one in rotary
-    )
+    assert all(one.device.type == "cpu" and bool(one.isfinite().all()) and float(one[0]) == 1.0 for one in rotary)
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:

@@ -97,9 +97,7 @@ def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """Every name opens the tiny model; the number of threads is put back."""
     file = tmp_path / "tiny"
     file.touch()
-    opened = SimpleNamespace(
-        name="tiny", path=file, config=CONFIG, weights=random_weights(), tokenizer=Letters
-    )
+    opened = SimpleNamespace(name="tiny", path=file, config=CONFIG, weights=random_weights(), tokenizer=Letters)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "open_checkpoint", lambda name: opened)
     threads = torch.get_num_threads()
@@ -115,9 +113,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("tiny")
     letters = ["<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz ?.,ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][:VOCAB]
-    tokenizer = Tokenizer(
-        models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -84,9 +84,7 @@ def test_a_gpu_drafts_and_decides_on_the_device_and_rounds_do_not_wait_for_the_h
     device, plain = both_drafters(target, borrows=True)
     watched, asked = Watched(monkeypatch), list[int]()
     monkeypatch.setattr(plain, "propose", lambda seqs, budgets: asked.append(len(seqs)))
-    items = [
-        Item(str(i), "ab"[i % 2], ({"role": "user", "content": "so it is" + "so" * i},)) for i in range(4)
-    ]
+    items = [Item(str(i), "ab"[i % 2], ({"role": "user", "content": "so it is" + "so" * i},)) for i in range(4)]
     plan = Plan([heat], [verifier], tokens=14, length=3, nodes=8, chosen=True, batch=2)
     rows = measure(twin(device, target), "head", items, plan)
     assert [row["shape"] for row in rows] == ["chain of 3", "tree of 8"]
@@ -120,9 +118,7 @@ def test_a_row_ends_in_time_with_prompts_of_all_tasks(monkeypatch: pytest.Monkey
     ticks = iter(range(1_000_000))
     monkeypatch.setattr(acceptance, "perf_counter", lambda: float(next(ticks)))
     items = [
-        Item(f"{task}{i}", task, ({"role": "user", "content": f"{task} {i}"},))
-        for task in "abc"
-        for i in range(9)
+        Item(f"{task}{i}", task, ({"role": "user", "content": f"{task} {i}"},)) for task in "abc" for i in range(9)
     ]
     plan = Plan([0.0], tokens=1 << 8, trees=False, batch=3, seconds=20.0)
     (row,) = measure(table_llm(), "ngram", items, plan)
@@ -132,9 +128,7 @@ def test_a_row_ends_in_time_with_prompts_of_all_tasks(monkeypatch: pytest.Monkey
     assert whole["prompts"] == 27
 
 
-def test_a_drafter_that_fails_is_not_taken_for_one_that_drafts_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_drafter_that_fails_is_not_taken_for_one_that_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = table_llm()
 
     def fail(seqs: object, budgets: object) -> None:

@@ -61,9 +61,7 @@ def test_what_is_known_is_not_measured_again() -> None:
 
 
 def test_a_group_has_several_texts_per_place_and_repeats_prompts_only_where_it_must() -> None:
-    prompts = [
-        Prompt(f"{task}{i}", task, (i,)) for task, count in (("qa", 9), ("rag", 4)) for i in range(count)
-    ]
+    prompts = [Prompt(f"{task}{i}", task, (i,)) for task, count in (("qa", 9), ("rag", 4)) for i in range(count)]
     assert [one.id for one in group(prompts, 1)] == [prompt.id for prompt in prompts]
     (alone,) = group(prompts, 2)  # 9 of qa make one group; the rest is too little for a second
     assert (alone.task, len(alone.prompts)) == ("qa", TEXTS_PER_PLACE * 2)

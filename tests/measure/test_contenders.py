@@ -19,9 +19,7 @@ def test_what_follows_the_equals_sign_is_what_the_drafter_runs(tiny_folder: str,
         f"ngram>draft_model>draft_model={tiny_folder};{tiny_folder}/.",
     ]
     monkeypatch.setattr(contenders, "fresh_costs", lambda llm: CostModel({1: 1.0}))
-    llm, _ = contenders.load(
-        Settings(model=tiny_folder, setups=parse_setups(setups), device="cpu", threads=1)
-    )
+    llm, _ = contenders.load(Settings(model=tiny_folder, setups=parse_setups(setups), device="cpu", threads=1))
     made = [llm.engine.drafters.get(DrafterSetup.parse(name).name) for name in setups]
     assert [type(one).__name__ for one in made] == ["LayerSkipDrafter", "ModelDrafter", "CascadeDrafter"]
     assert made[0].draft.layers.end == 1  # type: ignore[attr-defined]

@@ -134,9 +134,7 @@ def test_of_a_few_trees_nothing_is_said_by_context() -> None:
 
 
 def test_temperature_is_held_against_greedy() -> None:
-    found = found_by(
-        table_llm("draft_model"), DrafterSetup("draft_model:3", "draft_model", 3), temperature=1.0
-    )
+    found = found_by(table_llm("draft_model"), DrafterSetup("draft_model:3", "draft_model", 3), temperature=1.0)
     assert "temperature" in verdicts(found)
     assert verdicts(found)["texts"] == "fine"  # coupled: a function of the seed
 
@@ -148,9 +146,7 @@ def test_templates_that_are_there_twice(monkeypatch: pytest.MonkeyPatch) -> None
     assert "such as x" in finding.found
     assert list(marks_in([Item("x", "qa", ({"role": "user", "content": "Hello"},))])) == []
     monkeypatch.setattr(Letters, "bos_id", 7)
-    found = found_by(
-        table_llm(), DrafterSetup("ngram:2", "ngram", 2), prompts=[Prompt("a", "qa", (7, 7, 3, 4))]
-    )
+    found = found_by(table_llm(), DrafterSetup("ngram:2", "ngram", 2), prompts=[Prompt("a", "qa", (7, 7, 3, 4))])
     assert verdicts(found)["template"] == "bad"
 
 

@@ -28,9 +28,7 @@ def test_one_format_is_loaded_at_a_time() -> None:
 
 
 def test_the_share_is_bytes_by_seconds_by_what_memory_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        modes.CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001, 8: 0.002}))
-    )
+    monkeypatch.setattr(modes.CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001, 8: 0.002})))
     found = measure_modes("tiny", gb_per_second=2.0, names=("float32", "gguf"))
     assert found["float32"]["t"] == {"1": 0.001, "8": 0.002}
     read = found["float32"]["weight_bytes"]

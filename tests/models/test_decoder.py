@@ -82,9 +82,7 @@ def test_neighbours_do_not_change_scores(pair: tuple[Any, Decoder]) -> None:
         alone = decoder.score([seq], trees.select([b]), Needs()).logits
         assert together is not None
         assert alone is not None
-        torch.testing.assert_close(
-            together[trees.starts[b] : trees.starts[b + 1]], alone, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(together[trees.starts[b] : trees.starts[b + 1]], alone, atol=1e-5, rtol=1e-5)
         decoder.release(seq)
 
 
@@ -167,9 +165,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         config, weights = save(make_reference(name), tmp_path / name)
         text = _text(8, 12)
         wide = make_decoder(config, weights)
-        narrow = Decoder(
-            DecoderConfig.from_hf(config), weights, dtype=torch.bfloat16, device="cpu", kv_slots=None
-        )
+        narrow = Decoder(DecoderConfig.from_hf(config), weights, dtype=torch.bfloat16, device="cpu", kv_slots=None)
         a, b = score_chain(wide, text, 4, 20), score_chain(narrow, text, 4, 20)
         assert b.dtype == torch.float32
         off = float((a - b).abs().mean() / a.abs().mean())

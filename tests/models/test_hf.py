@@ -160,9 +160,7 @@ def test_nodes_past_the_context_do_no_harm() -> None:
     target.prefill([seq], Needs())
     scores = target.score([seq], TreeBatch.chains([[seq.tokens[-1], 1, 2, 3]]), Needs())
     assert scores.logits is not None
-    torch.testing.assert_close(
-        scores.logits[1], plain(model, [*seq.tokens, 1]).logits[0, -1], atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(scores.logits[1], plain(model, [*seq.tokens, 1]).logits[0, -1], atol=1e-4, rtol=0)
 
 
 def test_bloom_is_itself_again_after_a_pass() -> None:
@@ -186,12 +184,7 @@ def test_attention_that_takes_no_mask_is_replaced() -> None:
 
 
 def test_dynamic_rope_is_kept_to_the_length_it_was_trained_at() -> None:
-    rope = {
-        "rope_type": "dynamic",
-        "factor": 4.0,
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 24,
-    }
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 24}
     assert HFTarget(llama(rope_parameters=rope)).max_length == 24
 
 
@@ -201,9 +194,7 @@ def small_mamba() -> Any:
 
 
 def small_mpt() -> Any:
-    return transformers.MptForCausalLM(
-        transformers.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2)
-    )
+    return transformers.MptForCausalLM(transformers.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2))
 
 
 def small_t5() -> Any:

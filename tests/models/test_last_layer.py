@@ -39,9 +39,7 @@ def test_prompts_read_with_and_without_have_the_same_bits(family: str, tmp_path:
     config, weights = save(make_reference(family), tmp_path)
     results = []
     for layers in ((), (0, 2), (-1,), (3,), (0, 2, -1)):
-        target = Noting(
-            DecoderConfig.from_hf(config), weights, dtype=torch.float32, device="cpu", kv_slots=None
-        )
+        target = Noting(DecoderConfig.from_hf(config), weights, dtype=torch.float32, device="cpu", kv_slots=None)
         seqs = [FakeSeq(b, list(range(b, 12 + 5 * b)), max_length=40) for b in range(3)]
         read = target.prefill(seqs[:2], Needs(layers))[1]
         assert target.run == ([0, 1, 2] if {-1, 3} & {*layers} else [0, 1])

@@ -30,9 +30,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
-def test_a_lying_head_count_allocates_nothing(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lying_head_count_allocates_nothing(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lie = {"attention.head_count": 65536, "attention.key_length": 64, "rope.dimension_count": 64}
     path = write_tiny(tmp_path / "m.gguf", family, layers=1, keys=lie)
     checkpoint, largest = open_checkpoint(str(path)), [0]

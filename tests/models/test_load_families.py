@@ -12,17 +12,7 @@ from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import config_of
 from forerun.models.load.quants import Blocks, dequantize
 from forerun.models.load.weights import GgufWeights
-from tests.models.tiny_gguf import (
-    EXPERTS,
-    FAMILIES,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    VOCAB,
-    WIDTH,
-    gguf,
-    write_tiny,
-)
+from tests.models.tiny_gguf import EXPERTS, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, VOCAB, WIDTH, gguf, write_tiny
 
 
 def raw(checkpoint: Checkpoint, tensor: str) -> torch.Tensor:

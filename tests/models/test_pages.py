@@ -39,9 +39,7 @@ def check(pool: PagePool) -> None:
         for page in pages:
             holders[page] = holders.get(page, 0) + 1
     assert all(0 <= page < pool.size for page in [*holders, *pool.contents])
-    assert all(count == 1 or page in pool.contents for page, count in holders.items()), (
-        "shared without a name"
-    )
+    assert all(count == 1 or page in pool.contents for page, count in holders.items()), "shared without a name"
     cached = [page for page in pool.contents if page not in holders]
     assert pool.available == pool.size - len(holders)
     assert (pool.used, pool.cached) == (len(holders), len(cached))
@@ -53,9 +51,7 @@ steps = st.lists(st.tuples(st.sampled_from("tsrnuxg"), st.integers(0, 4), st.int
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 9), steps)
-def test_no_page_is_lost_and_none_has_two_owners_by_mistake(
-    size: int, moves: list[tuple[str, int, int]]
-) -> None:
+def test_no_page_is_lost_and_none_has_two_owners_by_mistake(size: int, moves: list[tuple[str, int, int]]) -> None:
     pool = PagePool(size)
     for what, owner, n in moves:
         if what == "t":

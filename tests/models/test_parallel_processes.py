@@ -78,9 +78,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 )
 def test_texts_are_those_of_one_process(one: LLM, two: LLM, options: dict[str, object]) -> None:
     """A batch, so that prompts are read beside trees and pages are shared."""
-    found = [
-        [text.token_ids for text in llm.generate(PROMPTS, max_tokens=40, **options)] for llm in (one, two)
-    ]  # type: ignore[arg-type]
+    found = [[text.token_ids for text in llm.generate(PROMPTS, max_tokens=40, **options)] for llm in (one, two)]  # type: ignore[arg-type]
     assert found[0] == found[1]
 
 

@@ -79,9 +79,7 @@ def test_an_exit_has_the_logits_of_the_hidden_state_there(kind: str, exit: int, 
     seq = started(target, TEXT[:5])
     got = drafted(PartialTarget(target, LayerSubset(exit)), seq, TEXT[4:])
     assert torch.allclose(got, wanted[4:], atol=1e-4)
-    assert not torch.allclose(
-        got, target.score([seq], TreeBatch.chains([TEXT[4:]]), Needs()).required_logits, atol=0.1
-    )
+    assert not torch.allclose(got, target.score([seq], TreeBatch.chains([TEXT[4:]]), Needs()).required_logits, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,9 +145,7 @@ def test_what_was_begun_before_a_commit_or_a_release_is_not_used(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_parts_of_a_target_do_not_mistake_each_others_keys_for_their_own(
-    kind: str, tmp_path: Path
-) -> None:
+def test_two_parts_of_a_target_do_not_mistake_each_others_keys_for_their_own(kind: str, tmp_path: Path) -> None:
     """As in a cascade of two: the lower part writes where the upper one's draft is."""
     target = decoder_of(kind, tmp_path)
     upper, lower = PartialTarget(target, LayerSubset(2)), PartialTarget(target, SKIPPED)

@@ -50,9 +50,7 @@ def test_rows_are_those_that_the_target_computes_with(kind: str, name: str) -> N
     seq, needs = FakeSeq(0, [*TEXT], max_length=20), Needs((-1, 0, layers))
     target.prefill([seq], needs)
     scores = target.score([seq], TreeBatch.chains([[TEXT[-1], 5, 6]]), needs)
-    torch.testing.assert_close(
-        shared.embed(torch.tensor([TEXT[-1], 5, 6])), scores.hidden[0], atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(shared.embed(torch.tensor([TEXT[-1], 5, 6])), scores.hidden[0], atol=1e-5, rtol=0)
     head = shared.head_rows(torch.arange(target.vocab_size))
     torch.testing.assert_close(scores.hidden[-1] @ head.t(), scores.logits, atol=1e-4, rtol=0)
     assert (shared.width, shared.vocab_size, shared.dtype) == (head.shape[1], VOCAB, torch.float32)

@@ -42,12 +42,7 @@ def test_models_that_are_no_files(tmp_path: Path, bound: Path) -> None:
     named, bare = tmp_path / "m.gguf", tmp_path / "fifo"
     for path in (named, bare):
         os.mkfifo(path)
-    for path, kind in (
-        (named, "a FIFO"),
-        (bare, "a FIFO"),
-        (bound, "a socket"),
-        (Path("/dev/zero"), "a device"),
-    ):
+    for path, kind in ((named, "a FIFO"), (bare, "a FIFO"), (bound, "a socket"), (Path("/dev/zero"), "a device")):
         assert told(str(path)) == (
             f"{path} is {kind}, and models are read from files; give a file or a folder of files\n"
         )

@@ -56,9 +56,7 @@ def test_a_folder_with_more_layers_than_it_says_is_refused(name: str, tmp_path: 
     kinds = {key: nested[key][:layers] for key in ("layer_types", "no_rope_layers") if nested.get(key)}
     lowered = {**nested, "num_hidden_layers": layers, **kinds}
     change(tmp_path, {"text_config": lowered} if nested is not config else lowered)
-    with pytest.raises(
-        DamagedFile, match=rf"weights of the checkpoint, such as '.*layers\.{layers}\..* of one model"
-    ):
+    with pytest.raises(DamagedFile, match=rf"weights of the checkpoint, such as '.*layers\.{layers}\..* of one model"):
         load_target(open_checkpoint(str(tmp_path)), CPU)
 
 
@@ -117,25 +115,12 @@ def test_transformers_models_are_held_to_their_settings_too(layers: int, what: s
         HFTarget.load(str(tmp_path), dtype=torch.float32, device="cpu")
 
 
-OURS = (
-    "config.json",
-    "model.layers",
-    "self_attn",
-    "_proj",
-    "lm_head",
-    "embed_tokens",
-    "num_",
-    "hidden_size",
-)
+OURS = ("config.json", "model.layers", "self_attn", "_proj", "lm_head", "embed_tokens", "num_", "hidden_size")
 LIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("llama", {"attention.head_count": 8}, "blk.0.attn_k.weight"),
     "odd heads": ("llama", {"attention.head_count": 3}, "llama.attention.head_count 3 is no multiple of"),
     "key heads": ("qwen2", {"attention.head_count_kv": 4}, "blk.0.attn_k.weight"),
-    "key heads that do not divide": (
-        "llama",
-        {"attention.head_count_kv": 3},
-        "llama.attention.head_count_kv 3",
-    ),
+    "key heads that do not divide": ("llama", {"attention.head_count_kv": 3}, "llama.attention.head_count_kv 3"),
     "width": ("llama", {"embedding_length": 32}, "token_embd.weight"),
     "inner": ("llama", {"feed_forward_length": 128}, "blk.0.ffn_gate.weight"),
     "no inner": ("llama", {"feed_forward_length": 0}, "llama.feed_forward_length"),
@@ -181,9 +166,7 @@ def test_errors_of_a_gguf_file_speak_of_its_keys_and_tensors(lie: str, tmp_path:
         ("gemma3_text", "blk.0.post_ffw_norm.weight"),
     ],
 )
-def test_a_tensor_that_a_gguf_file_lacks_is_called_as_in_the_file(
-    family: str, tensor: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_a_gguf_file_lacks_is_called_as_in_the_file(family: str, tensor: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf", family, layers=1, drop=tensor)
     with pytest.raises(DamagedFile) as raised:
         load_target(open_checkpoint(str(path)), CPU)

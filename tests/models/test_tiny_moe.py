@@ -91,9 +91,7 @@ def test_it_has_learnt_the_text_and_uses_its_experts() -> None:
 def test_passes_are_timed_on_tokens_that_wake_as_many_experts_as_text() -> None:
     """A token repeated, which is what lies, as the control."""
     target, text = _load("mixture"), _text()
-    real = (
-        sum(_active(target, text[at : at + 60], text[at + 60 : at + 68]) for at in range(0, 1200, 100)) / 12
-    )
+    real = sum(_active(target, text[at : at + 60], text[at + 60 : at + 68]) for at in range(0, 1200, 100)) / 12
     probes = probe_text(target, 64)
     timed = []
     scratch = scratch_sequences(target, 8, probes)

@@ -224,9 +224,7 @@ def test_roles_that_a_template_writes_or_looks_into(role: str, text: str) -> Non
 @pytest.mark.parametrize("content", ["x", "", "user", "Hi"])
 def test_a_message_that_a_template_would_leave_out_is_refused(content: str) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "developer", "content": content}]
-    with pytest.raises(
-        InvalidInput, match="role='developer' of message 1 is unknown to the model's chat template"
-    ):
+    with pytest.raises(InvalidInput, match="role='developer' of message 1 is unknown to the model's chat template"):
         chatting(DROPS).chat_text(messages)
 
 
@@ -283,13 +281,7 @@ def fallback(vocabulary: dict[str, int]) -> dict[str, Any]:
 def test_the_fewest_tokens_that_a_text_can_be(parts: dict[str, Any], fewest: int) -> None:
     tokenizer = bounded(**parts)
     assert tokenizer.fewest_tokens("a" * 900) == fewest
-    for text in (
-        "a   b " * 9,
-        "é<|éé|> " * 9,
-        "\u1fbe\u0308\u0301" * 9,
-        "\u1100\u1161\u11a8" * 9,
-        "ab\n" * 9,
-    ):
+    for text in ("a   b " * 9, "é<|éé|> " * 9, "\u1fbe\u0308\u0301" * 9, "\u1100\u1161\u11a8" * 9, "ab\n" * 9):
         assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text)), text
 
 
@@ -298,12 +290,7 @@ def test_the_fewest_tokens_of_the_default_model(smollm2: Tokenizer) -> None:
     """Its longest token is a line's end and eighty spaces; some bytes are in none of its tokens."""
     longest = "\n" + " " * 80
     assert smollm2.fewest_tokens(longest * 100) == len(smollm2.encode(longest * 100)) == 100
-    for text in [
-        *VARIED,
-        *(chr(code) * 100 for code in range(0x800)),
-        "\U00040000" * 100,
-        "\x7f\x80é" * 100,
-    ]:
+    for text in [*VARIED, *(chr(code) * 100 for code in range(0x800)), "\U00040000" * 100, "\x7f\x80é" * 100]:
         assert smollm2.fewest_tokens(text) <= len(smollm2.encode(text)), text
 
 

@@ -15,9 +15,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
     "type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}}}  # fmt: skip
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN
-DROPS_SYSTEM = (
-    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content | trim }}\n{% endfor %}"
-)
+DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content | trim }}\n{% endfor %}"
 KNOWS = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"

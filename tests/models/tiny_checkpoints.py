@@ -71,12 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "mistral-no-window": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen2-window": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-    },
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-yarn": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {**_YARN, "truncate": False}},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": True},
@@ -114,12 +109,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 28,
-        "mlp_only_layers": [1],
-        **_MOE,
-    },
+    "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28, "mlp_only_layers": [1], **_MOE},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True, **_MOE},
 }
 

@@ -22,9 +22,7 @@ def make_tiny_folder(folder: Path, family: str = "mistral-no-window") -> str:
 def add_tokenizer(folder: Path, config: dict[str, Any], eos: str) -> None:
     """Give a model's folder the tokenizer of letters, with this one as the end."""
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": LETTERS.index(eos)}))
-    tokenizer = Tokenizer(
-        models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -43,9 +43,7 @@ BIASES = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": K
 GEMMA = {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
 EXPERT_KEYS = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER}
 
-FAMILIES: dict[
-    str, tuple[str, dict[str, Any], bool, dict[str, Any]]
-] = {  # architecture, tensors, biases, keys
+FAMILIES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {  # architecture, tensors, biases, keys
     "llama": ("llama", ATTENTION | DENSE, False, {}),
     "mixtral": ("llama", ATTENTION | MOE, False, EXPERT_KEYS),
     "qwen2": ("qwen2", ATTENTION | DENSE, True, {}),

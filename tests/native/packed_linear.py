@@ -14,8 +14,6 @@ def apply(weight: PackedWeight, x: Tensor) -> Tensor:
     rows = x.contiguous()
     y = rows.new_empty(len(rows), weight.outputs)
     match_threads(torch.get_num_threads())
-    failed = library().fr_linear_rows(
-        ctypes.byref(side_by_side([weight])), rows.data_ptr(), y.data_ptr(), len(rows)
-    )
+    failed = library().fr_linear_rows(ctypes.byref(side_by_side([weight])), rows.data_ptr(), y.data_ptr(), len(rows))
     assert not failed, f"no memory for the blocks of {len(rows)} rows"
     return y

@@ -32,12 +32,7 @@ def test_intel_lists_its_fast_cores(tmp_path: Path, eight: None, listed: str, co
 
 @pytest.mark.parametrize(
     ("values", "count"),
-    [
-        ([1024, 1024, 900, 900, 400, 400, 400, 400], 4),
-        ([1024] * 8, None),
-        ([500] * 7 + [1024], 1),
-        ([], None),
-    ],
+    [([1024, 1024, 900, 900, 400, 400, 400, 400], 4), ([1024] * 8, None), ([500] * 7 + [1024], 1), ([], None)],
 )
 def test_arm_gives_capacities(tmp_path: Path, eight: None, values: list[int], count: int | None) -> None:
     assert cores.fast_cores(_capacities(tmp_path, values)) == count

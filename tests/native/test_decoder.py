@@ -64,9 +64,7 @@ def test_chains_equal_torch(checkpoint: Checkpoint, cached: int) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "layers", [(-1, 0, 2, 3), (0, 2)]
-)  # (0, 2): all enter a layer, and kernels keep them
+@pytest.mark.parametrize("layers", [(-1, 0, 2, 3), (0, 2)])  # (0, 2): all enter a layer, and kernels keep them
 def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple[int, ...]) -> None:
     rng, needs = random.Random(2), Needs(layers)
     seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH) for b, n in enumerate((11, 1, 17))]
@@ -132,9 +130,7 @@ def test_logits_that_were_returned_are_never_written_again(checkpoint: Checkpoin
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("mode", ["float32", "q8"])
-def test_the_first_of_equal_logits_is_found_whoever_computes_it(
-    tmp_path: Path, mode: Mode, threads: int
-) -> None:
+def test_the_first_of_equal_logits_is_found_whoever_computes_it(tmp_path: Path, mode: Mode, threads: int) -> None:
     """The LM head's rows repeat, so that every logit is there hundreds of times, in every worker's part."""
     config, weights = save(make_reference("llama2"), tmp_path)
     torch.manual_seed(4)
@@ -250,9 +246,7 @@ def test_rows_that_threads_share_have_the_same_bits(checkpoint: Checkpoint, mode
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_prompts_in_pieces_have_the_same_bits(
-    chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prompts_in_pieces_have_the_same_bits(chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checkpoint = save(make_reference("mistral"), tmp_path)
     seq = FakeSeq(0, _text(4, 30), max_length=40)
     results = []
@@ -265,9 +259,7 @@ def test_prompts_in_pieces_have_the_same_bits(
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe"]
-)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_gguf_files_keep_their_own_types(family: str, tmp_path: Path) -> None:
     """Against torch with the dequantised weights: only the rows' rounding to int8 differs, where it is used."""
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", family)))

@@ -42,9 +42,7 @@ def _text(seed: int, length: int) -> list[int]:
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param])
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param]))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(0.0, 0.2).add_(1.0 if "norm" in name else 0.0)

@@ -82,9 +82,7 @@ class Recorded:
         return self.target.kv.data[:, :, :, slots]
 
 
-def _read(
-    make: Make, layers: tuple[int, ...], lie: bool = False
-) -> tuple[Recorded, Scores, Scores, list[FakeSeq]]:
+def _read(make: Make, layers: tuple[int, ...], lie: bool = False) -> tuple[Recorded, Scores, Scores, list[FakeSeq]]:
     """Read three prompts, then score trees behind them; nothing is compared here."""
     seqs, needs, read = _seqs(21, 1, 13), Needs(layers), Recorded(make(), lie)
     prompts = read.target.prefill(seqs, needs)[1]

@@ -84,9 +84,7 @@ def test_a_path_can_be_forced(path: str) -> None:
 def test_a_path_that_the_machine_lacks_is_one_line() -> None:
     environment = {**os.environ, "FORERUN_ISA": "vax"}
     code = "from forerun.models.native import library as n; n.available()"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode != 0
     last = ran.stderr.strip().splitlines()[-1]
     assert "FORERUN_ISA=vax: this machine cannot run that; it can run" in last
@@ -176,9 +174,7 @@ def test_the_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
     trial = tmp_path / "trial.c"
     trial.write_text("int main(void) { return 0; }\n")
     sanitize = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sanitize += [
-        "-DFR_INLINE=static inline"
-    ]  # one huge function takes a minute to compile with all its checks
+    sanitize += ["-DFR_INLINE=static inline"]  # one huge function takes a minute to compile with all its checks
     tried = subprocess.run([compiler, *sanitize, str(trial), "-o", str(tmp_path / "trial")], check=False)
     if tried.returncode or subprocess.run([tmp_path / "trial"], check=False).returncode:
         pytest.skip("the compiler has no sanitizers")

@@ -40,9 +40,7 @@ def test_a_piece_outlives_its_neighbours() -> None:
     assert bool((kept == 9).all())
 
 
-def test_file_and_copy_are_not_in_memory_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_and_copy_are_not_in_memory_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file's pages are let go of after every layer, not only when all are packed."""
     from tests.models.tiny_gguf import write_tiny
 

@@ -123,9 +123,7 @@ def test_texts_events_and_rounds_are_those_of_one_pass_at_a_time(
 def test_long_texts_equal_those_of_transformers(checkpoint: Checkpoint) -> None:
     reference = make_reference("smollm2")
     engine = engine_of(target_of(checkpoint), "ngram")
-    for prompt, (_, _, tokens) in zip(
-        PROMPTS, written(engine, PROMPTS, SamplingParams(max_tokens=90)), strict=True
-    ):
+    for prompt, (_, _, tokens) in zip(PROMPTS, written(engine, PROMPTS, SamplingParams(max_tokens=90)), strict=True):
         wanted = reference.generate(
             torch.tensor([prompt]), max_new_tokens=90, do_sample=False, eos_token_id=None, pad_token_id=0
         )
@@ -210,10 +208,7 @@ def commit(seq: FakeSeq, target: NativeDecoder, token: int) -> None:
 
 def started(checkpoint: Checkpoint, ahead: bool = True) -> tuple[FakeSeq, NativeDecoder]:
     """A text of 62 tokens, two before the end of a page, of which one was written."""
-    seq, target = (
-        FakeSeq(0, [3 + i % 50 for i in range(62)], prompt_length=61, max_length=200),
-        target_of(checkpoint),
-    )
+    seq, target = (FakeSeq(0, [3 + i % 50 for i in range(62)], prompt_length=61, max_length=200), target_of(checkpoint))
     target.prefill([seq], AHEAD if ahead else Needs())
     target.make_room([seq], [8])
     return seq, target
@@ -259,12 +254,8 @@ def test_passes_behind_a_draft_have_the_bits_of_a_pass_alone(checkpoint: Checkpo
         commit(seq, target, token)
 
 
-@pytest.mark.parametrize(
-    "change", ["another token", "a draft", "hidden rows", "truncate", "again", "a batch"]
-)
-def test_what_was_run_is_dropped_where_something_else_is_asked_for(
-    checkpoint: Checkpoint, change: str
-) -> None:
+@pytest.mark.parametrize("change", ["another token", "a draft", "hidden rows", "truncate", "again", "a batch"])
+def test_what_was_run_is_dropped_where_something_else_is_asked_for(checkpoint: Checkpoint, change: str) -> None:
     seq, target = started(checkpoint)
     _, token, ahead = root(seq, target)
     assert ahead == MOST

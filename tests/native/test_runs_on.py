@@ -35,10 +35,7 @@ from tests.native.test_plain_run import (
     written,
 )
 
-pytestmark = [
-    needs_native,
-    pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft"),
-]
+pytestmark = [needs_native, pytest.mark.skipif(not native_library.available(), reason="no native kernels that draft")]
 LAYERS = (0, 1)
 REST = Budget(0, 0, source="free", repeats=5)
 DRAFT = Budget(3, 3, source="costly")
@@ -70,9 +67,7 @@ def head(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Pa
     return folder
 
 
-def engine_of(
-    target: NativeDecoder, drafter: str, head: Path, controller: Controller | None = None
-) -> Engine:
+def engine_of(target: NativeDecoder, drafter: str, head: Path, controller: Controller | None = None) -> Engine:
     settings = SpeculativeConfig(drafter=drafter, draft_model=str(head))
     engine = make_engine(target, frozenset({17}), settings, EngineConfig(max_batch=2), tokenizer=Letters())
     if controller is not None:
@@ -264,10 +259,7 @@ def test_a_request_that_joins_and_one_that_leaves_find_the_state_of_their_round(
     checkpoint: Checkpoint, head: Path  # noqa: F811
 ) -> None:  # fmt: skip
     params = SamplingParams(max_tokens=24)
-    alone = [
-        tokens
-        for _, _, tokens in written(engine_of(target_of(checkpoint), "none", head), PROMPTS[:2], params)
-    ]
+    alone = [tokens for _, _, tokens in written(engine_of(target_of(checkpoint), "none", head), PROMPTS[:2], params)]
     target = target_of(checkpoint)
     engine, texts = engine_of(target, "ngram+eagle3", head, Scripted()), dict[int, list[int]]()
     first = engine.submit(Request(PROMPTS[0], params))

@@ -45,11 +45,7 @@ def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (WIDTH // 2, WIDTH)}
     shapes |= {"self_attn.v_proj": (WIDTH // 2, WIDTH), "self_attn.o_proj": (WIDTH, WIDTH)}
-    shapes |= {
-        "mlp.gate_proj": (INNER, WIDTH),
-        "mlp.up_proj": (INNER, WIDTH),
-        "mlp.down_proj": (WIDTH, INNER),
-    }
+    shapes |= {"mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER)}
     named = {"model.embed_tokens.weight": torch.randn(VOCAB, WIDTH, generator=generator)}
     named["model.norm.weight"] = torch.ones(WIDTH)
     for layer in range(2):
@@ -83,9 +79,7 @@ def test_greedy_text_is_the_engines(nano: dict[str, Any], weights: dict[str, Ten
     assert (rounds < 40) == (drafter != "none")
 
 
-def test_stop_tokens_and_length_cut_an_accepted_path(
-    nano: dict[str, Any], weights: dict[str, Tensor]
-) -> None:
+def test_stop_tokens_and_length_cut_an_accepted_path(nano: dict[str, Any], weights: dict[str, Tensor]) -> None:
     llama = nano["Llama"](CONFIG, weights)
     plain, _ = nano["generate"](llama, PROMPT, drafters(nano)["none"], max_tokens=40)
     for length in range(1, 20):

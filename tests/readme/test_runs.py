@@ -97,9 +97,7 @@ def test_the_python_blocks_of_a_page_run(page: Path) -> None:
     run_blocks(page)
 
 
-@pytest.mark.parametrize(
-    "example", [marked(path, path.read_text()) for path in EXAMPLES if path.stem != "nano"]
-)
+@pytest.mark.parametrize("example", [marked(path, path.read_text()) for path in EXAMPLES if path.stem != "nano"])
 def test_an_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     said = capsys.readouterr().out

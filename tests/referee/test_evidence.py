@@ -21,9 +21,7 @@ from forerun.referee.evidence import (
 from forerun.referee.tables import Contexts, Floats, Pair, Rules
 
 
-def sampled(
-    pair: Pair, rng: np.random.Generator, n: int, sampling: Floats | None = None, **rules: float
-) -> Drawn:
+def sampled(pair: Pair, rng: np.random.Generator, n: int, sampling: Floats | None = None, **rules: float) -> Drawn:
     """n tokens after random contexts, from the law of the rules, or from another function of the batch."""
     table = pair.target
     nothing = np.zeros((n, table.size))
@@ -63,9 +61,7 @@ def test_every_bet_is_fair(pair: Pair) -> None:
     for bettor in bettors:
         expected = 0.0
         for symbol, chance in enumerate(drawn.laws[0]):
-            case = Drawn(
-                drawn.contexts, drawn.laws, drawn.draft, np.array([symbol]), drawn.position, drawn.before
-            )
+            case = Drawn(drawn.contexts, drawn.laws, drawn.draft, np.array([symbol]), drawn.position, drawn.before)
             expected += chance * math.exp(float(copy.deepcopy(bettor).bet(case)[0]))
         assert expected == pytest.approx(1.0, abs=1e-9) or expected < 1, bettor.name
 
@@ -84,9 +80,7 @@ def test_a_thousand_clean_runs_give_no_alarm(pair: Pair) -> None:
     assert min(p_values(pair, runs=1000, batches=4, size=500, seed=5)) > alarms
 
 
-@pytest.mark.parametrize(
-    "sampling", [tempered(1.25), tempered(0.85), towards_draft(0.3)], ids=["cold", "hot", "draft"]
-)
+@pytest.mark.parametrize("sampling", [tempered(1.25), tempered(0.85), towards_draft(0.3)], ids=["cold", "hot", "draft"])
 def test_biases_are_found(pair: Pair, sampling: Floats) -> None:
     rng, evidence = np.random.default_rng(4), Evidence()
     while evidence.tokens < 12_000 and evidence.p_value > FALSE_ALARMS / 13:

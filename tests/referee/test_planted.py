@@ -123,10 +123,7 @@ def test_a_right_server_passes(pair: Pair) -> None:
 def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:
     with served(Planted(pair)) as target:
         report = run_suite(
-            replace(target, url="http://127.0.0.1:9/v1"),
-            pair,
-            Budget(500, 5),
-            chosen_checks(["greedy.alone"]),
+            replace(target, url="http://127.0.0.1:9/v1"), pair, Budget(500, 5), chosen_checks(["greedy.alone"])
         )
         assert [each.status for each in report.results] == ["fail"]
         assert "does not answer" in report.results[0].finding.detail

@@ -99,9 +99,7 @@ main()
     assert (tmp_path / "r.xml").is_file()
 
 
-def test_a_failure_exits_with_one(
-    pair: Pair, tmp_path: Path, forerun: Callable[..., int], capsys: Any
-) -> None:
+def test_a_failure_exits_with_one(pair: Pair, tmp_path: Path, forerun: Callable[..., int], capsys: Any) -> None:
     folder = make_model(tmp_path, pair).folder
     with served(Planted(pair, frozenset(["rejected_kv_kept"]))) as target:
         assert forerun("verify", target.url, "--table", str(folder), "--check", "greedy.alone") == 1
@@ -110,9 +108,7 @@ def test_a_failure_exits_with_one(
     assert "again: curl -s" in said
 
 
-def test_a_run_in_which_nothing_was_checked_is_no_pass(
-    pair: Pair, forerun: Callable[..., int], capsys: Any
-) -> None:
+def test_a_run_in_which_nothing_was_checked_is_no_pass(pair: Pair, forerun: Callable[..., int], capsys: Any) -> None:
     with served(Planted(pair)) as target:
         assert forerun("verify", target.url, "--check", "law.top_k") == 1
     assert "nothing was checked" in capsys.readouterr().out
@@ -160,9 +156,7 @@ def test_a_callable_is_a_target(pair: Pair) -> None:
 def test_a_callable_may_return_text_alone(pair: Pair) -> None:
     engine, ids = Planted(pair), symbol_ids(pair.target)
     target = CallableTarget(lambda fields: engine.one(ask_from(fields, ids), "on", False).text, ids)
-    report = run_suite(
-        target, pair, Budget(3000, 60), chosen_checks(["greedy.alone", "law.temperature_1", "stop"])
-    )
+    report = run_suite(target, pair, Budget(3000, 60), chosen_checks(["greedy.alone", "law.temperature_1", "stop"]))
     assert [each.status for each in report.results] == ["pass"] * 3
 
 
@@ -196,9 +190,7 @@ def test_the_fields_of_a_request_are_those_of_the_api(pair: Pair) -> None:
     ask = Ask("abc", 5, Rules(0.7, top_k=3, bias={"a": 2.0}), seed=4, stop=("x",), logprobs=2)
     ids = symbol_ids(pair.target)
     assert ask_from(ask.body(ids), ids) == ask
-    target = UrlTarget(
-        "http://h:1", "m", ids, extra={"top_k": 0, "min_p": 0}, names={"top_k": "k"}, off={"x": 1}
-    )
+    target = UrlTarget("http://h:1", "m", ids, extra={"top_k": 0, "min_p": 0}, names={"top_k": "k"}, off={"x": 1})
     url, body = target._request(ask, "off")
     assert url == "http://h:1/v1"
     assert (body["k"], body["min_p"], body["x"], body["model"]) == (3, 0, 1, "m")

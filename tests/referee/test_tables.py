@@ -24,12 +24,7 @@ def test_the_law_is_that_of_the_three_rows(pair: Pair) -> None:
     tokens = [*prompt, *output]
     for i, row in enumerate(table.logits(contexts.last)):
         at = len(prompt) - 1 + i
-        due = (
-            table.rows[0, tokens[at]]
-            + table.rows[1, tokens[at - 1]]
-            + table.rows[2, tokens[at - FAR]]
-            + table.offset
-        )
+        due = table.rows[0, tokens[at]] + table.rows[1, tokens[at - 1]] + table.rows[2, tokens[at - FAR]] + table.offset
         assert np.array_equal(row, due)
     assert contexts.used[-1].sum() == 3
     assert contexts.used[0].sum() == 0
@@ -133,9 +128,7 @@ def test_our_engine_accepts_drafts_as_often_as_is_known(pair: Pair, made: Made, 
     table = pair.target
     folder = made.draft if drafter == "draft_model" else made.head
     options = {"budget": 1, "width": 1, "controller": "fixed"}
-    with LLM(
-        str(made.target), speculative_config={"drafter": drafter, "draft_model": str(folder), **options}
-    ) as llm:
+    with LLM(str(made.target), speculative_config={"drafter": drafter, "draft_model": str(folder), **options}) as llm:
         rounds = accepted = 0
         for prompt in table.prompts(6, 31):
             done = llm.generate(prompt, max_tokens=30)

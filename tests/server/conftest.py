@@ -29,11 +29,7 @@ from forerun.server.settings import ServerSettings
 
 MODEL = {
     "model": "smollm2",
-    "engine": {
-        "max_batch": 4,
-        "max_length": 1024,
-        "kv_slots": 1 << 16,
-    },  # by memory, two engines would differ
+    "engine": {"max_batch": 4, "max_length": 1024, "kv_slots": 1 << 16},  # by memory, two engines would differ
     "drafting": {},
 }
 Started = tuple[uvicorn.Server, threading.Thread, str]
@@ -68,9 +64,7 @@ def children_of(process: int, module: str = ENGINE) -> list[int]:
 
 def is_there(process: int) -> bool:
     """Does it run? One that has ended and waits to be reaped does not."""
-    found = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
-    )
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False)
     return found.stdout.strip()[:1] not in ("", "Z")
 
 

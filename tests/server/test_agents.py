@@ -22,12 +22,7 @@ SAYS = [{"role": "user", "content": "What is 1 + 2?"}]
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
     "type": "object", "required": ["a", "b"], "additionalProperties": False,
     "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}}}}}  # fmt: skip
-SHORT = {
-    "type": "object",
-    "properties": {"sum": {"enum": [3, 4]}},
-    "required": ["sum"],
-    "additionalProperties": False,
-}
+SHORT = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +51,7 @@ def client_of(served: Running) -> Any:
 
 
 @pytest.mark.parametrize("speculative", ["off", "on"])
-def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(
-    thinking: Running, speculative: str
-) -> None:
+def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(thinking: Running, speculative: str) -> None:
     with client_of(thinking) as client:
         asked: dict[str, Any] = {
             "model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 80,

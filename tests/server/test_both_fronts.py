@@ -62,12 +62,7 @@ MORE: dict[str, dict[str, Any]] = {
         "temperature": 0,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     },
-    "a grammar that fails": {
-        "temperature": 0,
-        "max_tokens": 40,
-        "n": 2,
-        "response_format": for_schema(FAILS_LATER),
-    },
+    "a grammar that fails": {"temperature": 0, "max_tokens": 40, "n": 2, "response_format": for_schema(FAILS_LATER)},
     "free whitespace": {
         "temperature": 0,
         "max_tokens": 40,
@@ -85,14 +80,11 @@ def test_answers_are_the_same(name: str, served: Running, threaded: str) -> None
         pytest.importorskip("llguidance")
     if "stream_options" not in case:
         wholes = [
-            httpx.post(f"{url}/v1/chat/completions", json=body_of(case), timeout=60)
-            for url in (served.url, threaded)
+            httpx.post(f"{url}/v1/chat/completions", json=body_of(case), timeout=60) for url in (served.url, threaded)
         ]
         assert [answer.status_code for answer in wholes] == [200, 200]
         assert stripped(wholes[0].json()) == stripped(wholes[1].json())
-    streams = [
-        split(ask_raw(url, body_of(case), path="/v1/chat/completions"))[1] for url in (served.url, threaded)
-    ]
+    streams = [split(ask_raw(url, body_of(case), path="/v1/chat/completions"))[1] for url in (served.url, threaded)]
     one, other = (by_choice([stripped(each) for each in without_names(messages)]) for messages in streams)
     assert one == other
     assert len(streams[0]) > 2

@@ -111,18 +111,12 @@ def test_numbers_of_other_libraries_become_ours(pair: Pair) -> None:
 
 REQUESTS = [
     Request((1, 2, 3)),
-    Request(
-        (4,), SamplingParams(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 - 1)
-    ),
-    Request(
-        (4,), SamplingParams(logit_bias={7: -math.inf, 8: 1.5}, bad_words=[[1, 2], [3]], stop=["a", "\n"])
-    ),
+    Request((4,), SamplingParams(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=2**63 - 1)),
+    Request((4,), SamplingParams(logit_bias={7: -math.inf, 8: 1.5}, bad_words=[[1, 2], [3]], stop=["a", "\n"])),
     Request((4,), SamplingParams(min_tokens=3, stop_token_ids=[5], ignore_eos=True, logprobs=4)),
     Request((4,), SamplingParams(repetition_penalty=1.2, presence_penalty=-1, frequency_penalty=0.3)),
     Request((9, 9), drafter="ngram", verifier="coupled", shows_rejected=True, cache_salt=None),
-    Request(
-        (9,), budget=Budget(8, 4, 2, price=(0.1, 0.2), level=0.5, source="free", repeats=3), cache_salt="k"
-    ),
+    Request((9,), budget=Budget(8, 4, 2, price=(0.1, 0.2), level=0.5, source="free", repeats=3), cache_salt="k"),
 ]
 
 
@@ -133,13 +127,8 @@ def test_requests_cross(request_: Request, pair: Pair) -> None:
 
 
 def test_schemas_cross_in_their_order_and_processors_do_not(pair: Pair) -> None:
-    schema = {
-        "properties": {"b": {"minimum": 2**70}, "a": {"enum": ["\u00e9", None, 1.5]}},
-        "required": ["b"],
-    }
-    params = SamplingParams.from_dict(
-        {"json_schema": schema, "structured_outputs": {"disable_any_whitespace": False}}
-    )
+    schema = {"properties": {"b": {"minimum": 2**70}, "a": {"enum": ["\u00e9", None, 1.5]}}, "required": ["b"]}
+    params = SamplingParams.from_dict({"json_schema": schema, "structured_outputs": {"disable_any_whitespace": False}})
     packed = pack_request(Request((1,), params))
     assert has_structure(packed)
     pair[0].send(packed)
@@ -154,10 +143,7 @@ def test_schemas_cross_in_their_order_and_processors_do_not(pair: Pair) -> None:
 
 
 def test_events_and_endings_cross(pair: Pair) -> None:
-    entries = (
-        TokenLogprob(5, -0.25, (TokenLogprob(5, -0.25), TokenLogprob(6, -2.0))),
-        TokenLogprob(7, -math.inf),
-    )
+    entries = (TokenLogprob(5, -0.25, (TokenLogprob(5, -0.25), TokenLogprob(6, -2.0))), TokenLogprob(7, -math.inf))
     for event in (
         Event(3, (5, 7), 1, "ab"),
         Event(3, (), 0, "", (), "length"),
@@ -174,9 +160,7 @@ def test_events_and_endings_cross(pair: Pair) -> None:
 
 
 def test_errors_cross_as_what_they_are() -> None:
-    ours = [
-        each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ForerunError)
-    ]
+    ours = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ForerunError)]
     assert len(ours) > 10
     for kind in ours:
         found = unpack_error(pack_error(kind("why")))

@@ -43,12 +43,7 @@ LANGCHAIN = {
     "tools": [{"type": "function", "function": {"name": "add", "description": "Adds.", "strict": False, "parameters": {
         "type": "object", "properties": {"a": {"type": "integer"}}}}}],
 }  # fmt: skip
-KNOWN = {
-    "vLLM completion": VLLM_COMPLETION,
-    "vLLM chat": VLLM_CHAT,
-    "litellm": LITELLM,
-    "LangChain": LANGCHAIN,
-}
+KNOWN = {"vLLM completion": VLLM_COMPLETION, "vLLM chat": VLLM_CHAT, "litellm": LITELLM, "LangChain": LANGCHAIN}
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -63,9 +63,7 @@ def is_idle(engine: Engine) -> bool:
     return not engine.busy and engine.target.used_slots == 0
 
 
-def test_a_client_that_does_not_read_holds_up_nobody_and_is_cut_off(
-    llm: LLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_does_not_read_holds_up_nobody_and_is_cut_off(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Its text is far more than the socket and 64 KiB take: the server stops writing, then ends the connection."""
     engine = llm.engine
     with serving(llm, client_seconds=0.7) as url, connect(url) as client:
@@ -207,9 +205,7 @@ def test_nothing_is_left_of_a_connection_that_has_ended(llm: LLM) -> None:
 
     def kept() -> int:
         gc.collect()
-        return sum(
-            type(each).__qualname__ == "connection_class.<locals>.Connection" for each in gc.get_objects()
-        )
+        return sum(type(each).__qualname__ == "connection_class.<locals>.Connection" for each in gc.get_objects())
 
     before = kept()
     with serving(llm) as url:

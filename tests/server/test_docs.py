@@ -27,9 +27,7 @@ def serve_command() -> Any:
 
 
 def test_every_flag_is_there_and_no_other() -> None:
-    real = {
-        option for parameter in serve_command().params for option in parameter.opts if option.startswith("--")
-    }
+    real = {option for parameter in serve_command().params for option in parameter.opts if option.startswith("--")}
     assert set(re.findall(r"^\| `(--[\w-]+)` \|", TEXT, re.MULTILINE)) == real - {"--help"}
 
 

@@ -70,9 +70,7 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
     assert not is_there(another)
 
 
-def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(caplog: pytest.LogCaptureFixture) -> None:
     """An error that is raised once more would keep the places, and the values there, of all times before."""
 
     async def depths() -> list[int]:
@@ -189,9 +187,7 @@ EngineProcess(Loader(sys.argv[1], {sys.argv[2]: sys.argv[3]})).wait_until_ready(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_front_that_ends_while_the_model_is_loaded_leaves_nothing_behind(
-    how: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_front_that_ends_while_the_model_is_loaded_leaves_nothing_behind(how: signal.Signals, tmp_path: Path) -> None:
     mark = tmp_path / "started"
     words = [sys.executable, "-c", WAITS, f"{FAULTY}:load_for_ever", "started", str(mark)]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL) as process:

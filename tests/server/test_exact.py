@@ -25,9 +25,7 @@ PERSON = {
     "type": "object", "required": ["name", "age"], "additionalProperties": False,
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
 }  # fmt: skip
-TOOLS = [
-    {"type": "function", "function": {"name": f"make_{what}", "parameters": PERSON}} for what in ("a", "b")
-]
+TOOLS = [{"type": "function", "function": {"name": f"make_{what}", "parameters": PERSON}} for what in ("a", "b")]
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled, two texts": {"temperature": 0.9, "seed": 7, "n": 2},
@@ -73,13 +71,9 @@ async def streamed(url: str, case: dict[str, Any], speculative: Any) -> list[dic
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         async for chunk in await client.chat.completions.create(**asked(case, speculative), stream=True):
             for choice in chunk.choices:
-                own = found.setdefault(
-                    choice.index, {"text": "", "calls": [], "reason": None, "logprobs": []}
-                )
+                own = found.setdefault(choice.index, {"text": "", "calls": [], "reason": None, "logprobs": []})
                 own["text"] += choice.delta.content or ""
-                own["calls"] += [
-                    (c.function.name, c.function.arguments) for c in choice.delta.tool_calls or ()
-                ]
+                own["calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or ()]
                 own["reason"] = choice.finish_reason or own["reason"]
                 own["logprobs"] += choice.logprobs.content if choice.logprobs else []
     return [found[i] for i in sorted(found)]
@@ -99,9 +93,7 @@ def test_drafts_change_nothing(name: str, served: Running) -> None:
     for speculative in DRAFTED:
         before = served.metric("spec_decode_num_draft_tokens_total")
         drafted = asyncio.run(streamed(served.url, case, speculative))
-        assert served.metric("spec_decode_num_draft_tokens_total") > before, (
-            "negative control: something was drafted"
-        )
+        assert served.metric("spec_decode_num_draft_tokens_total") > before, "negative control: something was drafted"
         for one, other in zip(plain, drafted, strict=True):
             a, b = one["logprobs"], other["logprobs"]
             assert {**one, "logprobs": None} == {**other, "logprobs": None}
@@ -117,9 +109,7 @@ def test_a_tool_that_must_be_called_is_called(served: Running) -> None:
     assert set(json.loads(arguments)) == {"name", "age"}
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "rm"}}, {"type": "x"}]
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rm"}}, {"type": "x"}])
 def test_a_tool_that_is_not_there_cannot_be_called(served: Running, choice: Any) -> None:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
         tools = {} if choice == "required" else {"tools": TOOLS}

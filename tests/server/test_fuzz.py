@@ -88,8 +88,6 @@ def test_every_path_is_in_the_schema(http: httpx.Client) -> None:
     assert {*POSTS, "/v1/models", "/health", "/ready", "/version", "/metrics", "/stats"} <= set(paths)
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/models/", "/v1/models/%00", "/page/..%2fapp.py", "/page/%ff", "/v1/models/é"]
-)
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/%00", "/page/..%2fapp.py", "/page/%ff", "/v1/models/é"])
 def test_strange_paths_are_not_found(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code in (307, 404)

@@ -73,9 +73,7 @@ def test_bad_bodies_get_a_4xx_that_says_why(http: httpx.Client, body: str, statu
 @pytest.mark.parametrize(
     ("field", "size"), [("logit_bias", 1025), ("stop", 129), ("stop_token_ids", 1025), ("prompt", 30_000)]
 )
-def test_long_lists_are_refused_before_they_cost_others_time(
-    http: httpx.Client, field: str, size: int
-) -> None:
+def test_long_lists_are_refused_before_they_cost_others_time(http: httpx.Client, field: str, size: int) -> None:
     values = {str(i): 1 for i in range(size)} if field == "logit_bias" else [1] * size
     body = {"prompt": "x", field: ["a"] * size if field == "stop" else values}
     answer = http.post("/v1/completions", json=body)
@@ -113,11 +111,7 @@ def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> N
         ({"max_tokens": True}, "max_tokens: a truth value is no number", "max_tokens"),
         ({"temperature": -1}, "temperature=-1.0 is out of range", "temperature"),
         ({"speculative": {"budget": -3}}, "budget=-3 is out of range", "speculative.budget"),
-        (
-            {"logprobs": True, "top_logprobs": 100},
-            "top_logprobs=100 is out of range: 0 to 64",
-            "top_logprobs",
-        ),
+        ({"logprobs": True, "top_logprobs": 100}, "top_logprobs=100 is out of range: 0 to 64", "top_logprobs"),
     ],
 )
 def test_errors_name_the_field_as_the_client_wrote_it(
@@ -170,9 +164,7 @@ def test_more_than_the_queue_takes_is_turned_away(http: httpx.Client, served: Ru
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        answers.append(
-            httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "max_tokens": 30}, timeout=60)
-        )
+        answers.append(httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "max_tokens": 30}, timeout=60))
 
     threads = [threading.Thread(target=ask) for _ in range(20)]
     for thread in threads:
@@ -185,9 +177,7 @@ def test_more_than_the_queue_takes_is_turned_away(http: httpx.Client, served: Ru
     refused = [answer for answer in answers if answer.status_code == 429]
     assert refused, "twenty at once are more than twelve"
     assert refused[0].headers["retry-after"]
-    texts = {
-        answer.json()["choices"][0]["message"]["content"] for answer in answers if answer.status_code == 200
-    }
+    texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers if answer.status_code == 200}
     assert len(texts) == 1
 
 

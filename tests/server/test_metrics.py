@@ -52,8 +52,7 @@ class Change:
 def test_drafting_is_counted_as_the_answers_count_it(http: httpx.Client) -> None:
     with Change(http) as change:
         answers = [
-            http.post("/v1/completions", json={**ASKED, "speculative": mode, "max_tokens": 24}).json()
-            for mode in MODES
+            http.post("/v1/completions", json={**ASKED, "speculative": mode, "max_tokens": 24}).json() for mode in MODES
         ]
     own = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert own[0]["num_draft_tokens"] == 0 < own[1]["num_accepted_draft_tokens"]
@@ -125,9 +124,7 @@ def test_who_waits_is_seen_and_counted(http: httpx.Client, served: Running) -> N
 
 def test_texts_that_nobody_waits_for_are_counted_as_such(http: httpx.Client, served: Running) -> None:
     with Change(http) as change:
-        with http.stream(
-            "POST", "/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}
-        ) as answer:
+        with http.stream("POST", "/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}) as answer:
             written = json.loads(next(answer.iter_lines()).removeprefix("data: "))
         while served.stats()["running"] or served.stats()["waiting"]:
             pass

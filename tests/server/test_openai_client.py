@@ -35,9 +35,7 @@ def test_a_chat_is_the_text_that_the_library_writes(client: openai.OpenAI, serve
 def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     options = {"model": "smollm2", "messages": ASKED, "max_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**options)
-    chunks = list(
-        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -48,23 +46,15 @@ def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
 
 def test_completions_of_several_prompts_and_choices(client: openai.OpenAI, served: Running) -> None:
     prompts = ["Once upon a time", "The capital of France is"]
-    answer = client.completions.create(
-        model="alias", prompt=prompts, n=2, max_tokens=8, temperature=0.9, seed=11
-    )
+    answer = client.completions.create(model="alias", prompt=prompts, n=2, max_tokens=8, temperature=0.9, seed=11)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    again = client.completions.create(
-        model="alias", prompt=prompts[1], max_tokens=8, temperature=0.9, seed=11
-    )
+    again = client.completions.create(model="alias", prompt=prompts[1], max_tokens=8, temperature=0.9, seed=11)
     assert answer.choices[2].text == again.choices[0].text
     assert answer.choices[2].text != answer.choices[3].text, "each choice has a seed of its own"
 
 
-@pytest.mark.parametrize(
-    "speculative", ["off", {"drafter": "ngram", "budget": 4}, {"drafter": "eagle3", "budget": 3}]
-)
-def test_a_seeded_text_does_not_depend_on_how_it_was_drafted(
-    client: openai.OpenAI, speculative: object
-) -> None:
+@pytest.mark.parametrize("speculative", ["off", {"drafter": "ngram", "budget": 4}, {"drafter": "eagle3", "budget": 3}])
+def test_a_seeded_text_does_not_depend_on_how_it_was_drafted(client: openai.OpenAI, speculative: object) -> None:
     options = {"model": "smollm2", "messages": ASKED, "max_tokens": 20, "temperature": 0.8, "seed": 5}
     one = client.chat.completions.create(**options)
     other = client.chat.completions.create(**options, extra_body={"speculative": speculative})
@@ -82,9 +72,7 @@ def test_logprobs_have_the_apis_shape(client: openai.OpenAI) -> None:
         assert entry.top_logprobs[0].token == entry.token, "greedy: the likeliest was taken"
         assert entry.logprob <= 0
         assert bytes(entry.bytes).decode() == entry.token
-    older = client.completions.create(
-        model="smollm2", prompt="One, two,", max_tokens=3, temperature=0, logprobs=2
-    )
+    older = client.completions.create(model="smollm2", prompt="One, two,", max_tokens=3, temperature=0, logprobs=2)
     assert len(older.choices[0].logprobs.tokens) == 3
     assert older.choices[0].logprobs.text_offset[0] == 0
 
@@ -145,11 +133,7 @@ def test_many_at_once_are_each_their_own(served: Running) -> None:
 
     async def ask(client: openai.AsyncOpenAI, prompt: str, leaves: bool) -> str | None:
         stream = await client.chat.completions.create(
-            model="smollm2",
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=16,
-            temperature=0,
-            stream=True,
+            model="smollm2", messages=[{"role": "user", "content": prompt}], max_tokens=16, temperature=0, stream=True
         )
         text = ""
         async for chunk in stream:
@@ -161,9 +145,7 @@ def test_many_at_once_are_each_their_own(served: Running) -> None:
 
     async def all_of_them() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
-            return await asyncio.gather(
-                *(ask(client, prompt, i % 4 == 3) for i, prompt in enumerate(prompts))
-            )
+            return await asyncio.gather(*(ask(client, prompt, i % 4 == 3) for i, prompt in enumerate(prompts)))
 
     found = asyncio.run(all_of_them())
     for i, text in enumerate(found):

@@ -61,9 +61,7 @@ def tab_to(page: Chromium, what: str, shift: bool = False) -> None:
 
 def test_a_chat_by_keyboard_alone(page: Chromium, served: Running) -> None:
     send(page, "one two three four one two three four one two")
-    spoken = page.ask(
-        "[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')"
-    )
+    spoken = page.ask("[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')")
     asked = [{"role": "user", "content": "one two three four one two three four one two"}]
     assert spoken == served.llm.chat(asked, max_tokens=24, temperature=0).text
     tab_to(page, ".token", shift=True)
@@ -89,9 +87,7 @@ def test_characters_of_several_tokens_are_shown_whole(page: Chromium, served: Ru
     content = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
     wanted = content["message"]["content"]
     assert any(ord(c) > 0xFFFF for c in wanted), "the model writes such characters"
-    shown = page.ask(
-        "[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')"
-    )
+    shown = page.ask("[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')")
     assert shown == wanted
 
 
@@ -118,12 +114,8 @@ def test_figures_are_live(page: Chromium, served: Running) -> None:
         said = page.ask(f"document.querySelector('#plot-{name}').getAttribute('aria-label')")
         most = float(re.search(r"most ([\d.]+)", said)[1])  # type: ignore[index]
         assert most > 1, said
-        page.until(
-            f"document.querySelector('#plot-{name} polyline').getAttribute('points').split(' ').length > 1"
-        )
-        assert "NaN" not in page.ask(
-            f"document.querySelector('#plot-{name} polyline').getAttribute('points')"
-        )
+        page.until(f"document.querySelector('#plot-{name} polyline').getAttribute('points').split(' ').length > 1")
+        assert "NaN" not in page.ask(f"document.querySelector('#plot-{name} polyline').getAttribute('points')")
     positions = len(served.stats()["accepted_per_position"])  # the page asks for them once a second
     page.until(f"document.querySelectorAll('#plot-position rect').length === {positions}")
     assert re.search(r"\d+ (plain|chain)", page.ask("document.getElementById('now').textContent"))
@@ -222,9 +214,7 @@ def test_a_message_that_failed_is_there_to_send_again(page: Chromium) -> None:
     page.until("document.querySelector('#log .error') && !document.getElementById('send').disabled")
     assert "context" in page.ask("document.querySelector('#log .error').textContent")
     assert page.ask("document.getElementById('prompt').value") == "Name two colours."
-    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2, (
-        "what was asked, and why it failed"
-    )
+    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2, "what was asked, and why it failed"
     page.ask("document.getElementById('tokens').value = 24")
     page.press("Enter")
     page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
@@ -278,9 +268,7 @@ def test_a_server_that_does_not_answer_is_named(page: Chromium) -> None:
     page.type("Are you there?")
     page.press("Enter")
     page.until("document.querySelector('#log .error')")
-    assert (
-        page.ask("document.querySelector('#log .error').textContent") == "failed: the server does not answer"
-    )
+    assert page.ask("document.querySelector('#log .error').textContent") == "failed: the server does not answer"
     page.until("document.getElementById('model').textContent === 'no connection: the server does not answer'")
 
 

@@ -85,9 +85,7 @@ HARMONIES: dict[str, tuple[str, str | None, list[tuple[str, Any]], str | None]] 
 }  # fmt: skip
 
 
-def check(
-    make: Any, text: str, said: str | None, calls: list[tuple[str, Any]], thought: str | None = None
-) -> None:
+def check(make: Any, text: str, said: str | None, calls: list[tuple[str, Any]], thought: str | None = None) -> None:
     """The whole text, and the same text letter by letter and in pieces of any size."""
     found = found_in(make(), text)
     assert found.text == said
@@ -126,13 +124,7 @@ def test_calls(name: str) -> None:
 @pytest.mark.parametrize("name", HARMONIES)
 def test_channels(name: str) -> None:
     text, said, calls, thought = HARMONIES[name]
-    check(
-        lambda: HarmonyParser("open", TOOLS, PlainParser()),
-        text,
-        said if said or calls else "",
-        calls,
-        thought,
-    )
+    check(lambda: HarmonyParser("open", TOOLS, PlainParser()), text, said if said or calls else "", calls, thought)
     assert HARMONY.start_of("x<|start|>assistant") == "open"
 
 

@@ -101,9 +101,7 @@ def test_the_library_takes_one_for_each_prompt(llm: LLM) -> None:
     assert all(one.accepted_prediction_tokens > 20 for one in right)
     ids = [tuple(one.token_ids) for one in plain]
     again = llm.generate(prompts, max_tokens=24, prediction=ids)
-    assert [(one.accepted_prediction_tokens, one.rejected_prediction_tokens) for one in again] == [
-        (24, 0)
-    ] * 2
+    assert [(one.accepted_prediction_tokens, one.rejected_prediction_tokens) for one in again] == [(24, 0)] * 2
     stream = llm.stream(prompts[0], max_tokens=24, prediction=texts[0])
     assert "".join(event.text for event in stream) == texts[0]
     for wrong, said in ((1.5, "prediction"), (["x"], "2 prompts came with 1 predictions")):

@@ -13,9 +13,7 @@ from forerun import LLM
 from tests.server.conftest import Running
 from tests.server.test_robust import serving
 
-RULES = (
-    "You are the clerk of a small harbour and answer in one word. Ships report by name, berth and cargo. " * 4
-)
+RULES = "You are the clerk of a small harbour and answer in one word. Ships report by name, berth and cargo. " * 4
 
 
 def ask(url: str, key: str | None = None, **more: Any) -> dict[str, Any]:

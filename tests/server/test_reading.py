@@ -84,9 +84,7 @@ def test_too_many_prompts_are_refused_before_they_are_tokenised(
 def test_the_longest_prompt_that_fits_is_not_refused(reader: RequestReader, llm: LLM) -> None:
     """The longest token as often as the context holds it; a byte more is refused."""
     longest = "\n" + " " * 80
-    _, (job,) = reader.read(
-        "completion", json.dumps({"prompt": longest * 1000, "max_tokens": 24}).encode(), CONTEXT
-    )
+    _, (job,) = reader.read("completion", json.dumps({"prompt": longest * 1000, "max_tokens": 24}).encode(), CONTEXT)
     assert len(job.prompt) == 1000
     found = json.loads(reader.read("tokenize", json.dumps({"prompt": longest * CONTEXT}).encode(), CONTEXT))
     assert found["count"] == CONTEXT
@@ -125,15 +123,11 @@ def test_damaged_bodies_are_400s(reader: RequestReader, what: What, raw: bytes, 
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
-def test_template_variables_that_are_fields_of_the_request_are_refused(
-    reader: RequestReader, name: str
-) -> None:
+def test_template_variables_that_are_fields_of_the_request_are_refused(reader: RequestReader, name: str) -> None:
     error = refusal(reader, "chat", {"messages": HI, "chat_template_kwargs": {name: 1}})
     assert (error.status, error.param) == (400, "chat_template_kwargs")
     assert repr(name) in error.message
-    assert reader.read(
-        "chat", json.dumps({"messages": HI, "chat_template_kwargs": {"x": 1}}).encode(), CONTEXT
-    )
+    assert reader.read("chat", json.dumps({"messages": HI, "chat_template_kwargs": {"x": 1}}).encode(), CONTEXT)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_body(reader: RequestReader) -> None:
@@ -184,9 +178,7 @@ def test_what_may_take_long_never_runs_in_the_front(
 
     for kind, name in ((Tokenizer, "encode"), (Tokenizer, "chat_text")):
         seen(kind, name)
-    monkeypatch.setattr(
-        reading, "from_json", lambda raw, real=reading.from_json, **more: real(_small(raw), **more)
-    )
+    monkeypatch.setattr(reading, "from_json", lambda raw, real=reading.from_json, **more: real(_small(raw), **more))
     answer = httpx.post(threaded + path, json=body, timeout=60)
     assert answer.status_code == (400 if len(body.get("tokens", ())) > CONTEXT else 200), answer.text
     assert bool(done) == (in_place and not isinstance(body.get("prompt"), list) and "tokens" not in body)
@@ -208,9 +200,7 @@ BODIES: list[tuple[What, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def with_process(
-    llm: LLM, facts: ReaderFacts, work: Callable[[ReaderProcess], Coroutine[Any, Any, None]]
-) -> None:
+def with_process(llm: LLM, facts: ReaderFacts, work: Callable[[ReaderProcess], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         process = ReaderProcess(llm.tokenizer, facts)
         try:
@@ -257,9 +247,7 @@ def test_a_process_that_was_killed_is_started_again(llm: LLM, facts: ReaderFacts
     with_process(llm, facts, work)
 
 
-def test_what_takes_too_long_is_given_up(
-    llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_too_long_is_given_up(llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(process: ReaderProcess) -> None:
         before = await process.read("tokenize", RAW, CONTEXT)
         assert process._child is not None
@@ -278,16 +266,12 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
     llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, real = list[int](), Channel.send
-    monkeypatch.setattr(
-        Channel, "send", lambda channel, order: (sent.append(len(order[1])), real(channel, order))
-    )
+    monkeypatch.setattr(Channel, "send", lambda channel, order: (sent.append(len(order[1])), real(channel, order)))
 
     async def work(process: ReaderProcess) -> None:
         sizes = (300, 9000, 500, 700, 100)
         asked = [
-            asyncio.create_task(
-                process.read("tokenize", json.dumps({"prompt": "a" * (size - 14)}).encode(), CONTEXT)
-            )
+            asyncio.create_task(process.read("tokenize", json.dumps({"prompt": "a" * (size - 14)}).encode(), CONTEXT))
             for size in sizes
         ]
         await asyncio.sleep(0)
@@ -298,9 +282,7 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
     assert sent[1:] == [300, 100, 500, 9000], "behind what the process is told first"
 
 
-def test_bodies_that_wait_take_little_memory(
-    llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_that_wait_take_little_memory(llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MOST_WAITING", 40)
 
     async def work(process: ReaderProcess) -> None:
@@ -320,9 +302,6 @@ def test_who_waits_is_told_when_the_server_ends(llm: LLM, facts: ReaderFacts) ->
         await asyncio.sleep(0)
         process.close()
         await asyncio.wait(asked)
-        assert [error.status for each in asked if isinstance(error := each.exception(), ApiError)] == [
-            503,
-            503,
-        ]
+        assert [error.status for each in asked if isinstance(error := each.exception(), ApiError)] == [503, 503]
 
     with_process(llm, facts, work)

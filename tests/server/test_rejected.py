@@ -47,14 +47,10 @@ def test_rejected_branches_are_the_drafted_tokens_that_were_not_accepted(http: h
     for each in rounds:
         for branch in each["rejected"]:
             assert branch["after"] == each["accepted"]
-            assert branch["tokens"][0] != each["tokens"][branch["after"]], (
-                "the target said another token there"
-            )
+            assert branch["tokens"][0] != each["tokens"][branch["after"]], "the target said another token there"
             assert len(branch["texts"]) == len(branch["tokens"])
 
 
 def test_nobody_who_did_not_ask_is_told(http: httpx.Client) -> None:
-    assert all(
-        "rejected" not in chunk.get("speculative", {}) for chunk in chunks_of(http, include_speculative=True)
-    )
+    assert all("rejected" not in chunk.get("speculative", {}) for chunk in chunks_of(http, include_speculative=True))
     assert all("speculative" not in chunk for chunk in chunks_of(http, include_usage=True))

@@ -38,14 +38,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[str]:
 def stream(url: str, prompt: str, **options: Any) -> tuple[str, str | None, dict[str, Any] | None]:
     """A streamed completion: its text, why it ended, and its error."""
     text, reason, error = "", None, None
-    body = {
-        "prompt": prompt,
-        "temperature": 0,
-        "stream": True,
-        "max_tokens": 16,
-        "ignore_eos": True,
-        **options,
-    }
+    body = {"prompt": prompt, "temperature": 0, "stream": True, "max_tokens": 16, "ignore_eos": True, **options}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         if answer.status_code != 200:
             return "", None, json.loads(answer.read())["error"]
@@ -167,9 +160,7 @@ def test_deadlines_end_streams_and_whole_answers(llm: LLM) -> None:
     with serving(llm, deadline=0.5) as url:
         _, reason, error = stream(url, "Once", max_tokens=900)
         assert (reason, error and error["code"]) == (None, "timeout")
-        whole = httpx.post(
-            f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
-        )
+        whole = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 900, "ignore_eos": True})
         assert (whole.status_code, whole.json()["error"]["code"]) == (504, "timeout")
         assert stream(url, "Once", max_tokens=2)[1] == "length", "the next one is served"
 

@@ -23,12 +23,7 @@ from schemathesis.generation import GenerationMode
 
 from tests.server.conftest import Running
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 TEXTS = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*TEXTS, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")

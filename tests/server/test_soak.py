@@ -84,9 +84,7 @@ def llm() -> LLM:
 
 @pytest.mark.slow
 def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [
-        llm.generate(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).text for prompt in PROMPTS
-    ]
+    wanted = [llm.generate(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).text for prompt in PROMPTS]
     drafter = llm.engine.drafters.get(llm.engine.default_drafter)
     monkeypatch.setattr(drafter, "propose", sometimes(drafter.propose, 53))
     monkeypatch.setattr(llm.engine.target, "score", sometimes(llm.engine.target.score, 97))

@@ -98,9 +98,7 @@ def wanted(llm: LLM, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("pure", [True, False])
-def test_characters_that_rounds_split_arrive_whole(
-    scripted: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_that_rounds_split_arrive_whole(scripted: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With uvicorn's own parser of HTTP (`pure`) and with httptools, where that is installed."""
     if pure:
         monkeypatch.setattr(limits, "_Protocol", H11Protocol)
@@ -149,9 +147,7 @@ def by_choice(messages: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("chats", [False, True])
-def test_both_ways_say_the_same(
-    name: str, chats: bool, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_say_the_same(name: str, chats: bool, served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     ways, real = list[bool](), Outbox.send
     monkeypatch.setattr(Outbox, "send", lambda *args: (ways.append(True), real(*args))[1])
     body, path = {**DRAFTED, **CASES[name]}, "/v1/completions"
@@ -182,9 +178,7 @@ def test_every_token_has_its_figures_once(served: Running) -> None:
         assert len(choice["logprobs"]["tokens"]) == len(own["tokens"])
         assert choice["logprobs"]["text_offset"][0] == at
         at += len(choice["text"])
-    done = served.llm.generate(
-        str(DRAFTED["prompt"]), max_tokens=24, temperature=0, ignore_eos=True, drafter="none"
-    )
+    done = served.llm.generate(str(DRAFTED["prompt"]), max_tokens=24, temperature=0, ignore_eos=True, drafter="none")
     assert (ids, text_of(pieces)) == (done.token_ids, done.text)
     assert figures["usage"]["completion_tokens"] == seen == 24
     spec = figures["metrics"]["speculative_decoding"]

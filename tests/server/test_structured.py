@@ -31,9 +31,7 @@ SAYS = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
 def chat(http: httpx.Client, **body: Any) -> httpx.Response:
-    return http.post(
-        "/v1/chat/completions", json={"messages": SAYS, "temperature": 0, "max_tokens": 60, **body}
-    )
+    return http.post("/v1/chat/completions", json={"messages": SAYS, "temperature": 0, "max_tokens": 60, **body})
 
 
 def prompt_of(http: httpx.Client, **body: Any) -> int:
@@ -49,9 +47,7 @@ def test_keys_come_in_the_order_of_the_schema(speculative: str, served: Running)
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
         asked = {"model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 80}
         more = {"extra_body": {"speculative": speculative}}
-        answer = client.chat.completions.create(**asked, **more, response_format=for_schema(ANSWER)).choices[
-            0
-        ]
+        answer = client.chat.completions.create(**asked, **more, response_format=for_schema(ANSWER)).choices[0]
         found = json.loads(answer.message.content)
         assert list(found) == ["reasoning", "inner", "answer"]
         assert list(found["inner"]) == ["z", "a"]
@@ -78,9 +74,7 @@ def test_what_cannot_be_compiled_is_refused(schema: Any, streams: bool, http: ht
 
 def test_a_pattern_that_explodes_is_written_or_says_why_not(http: httpx.Client) -> None:
     """It was cut, and ended with `stop`."""
-    choice = chat(
-        http, response_format=for_schema({"type": "string", "pattern": HARD}), max_tokens=100
-    ).json()
+    choice = chat(http, response_format=for_schema({"type": "string", "pattern": HARD}), max_tokens=100).json()
     (choice,) = choice["choices"]
     assert choice["finish_reason"] in ("length", "error"), "a hundred tokens are too few for this pattern"
     assert len(choice["message"]["content"]) > 100
@@ -95,8 +89,7 @@ def test_a_grammar_that_fails_later_is_an_error_of_its_text(served: Running, htt
             create = client.chat.completions.create
             asked = {"model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 60}
             return await asyncio.gather(
-                create(**asked, response_format=failing, n=2),
-                create(**asked, response_format=fine),
+                create(**asked, response_format=failing, n=2), create(**asked, response_format=fine)
             )
 
     both, other = asyncio.run(all_at_once())

@@ -74,9 +74,7 @@ def test_a_request_is_a_span_of_its_clients_trace(
     assert facts["gen_ai.request.model"] == "smollm2"
     assert facts["gen_ai.usage.completion_tokens"] == 12
     assert facts["forerun.finish_reason"] == "length"
-    assert (
-        0 < float(str(facts["gen_ai.latency.time_to_first_token"])) < float(str(facts["gen_ai.latency.e2e"]))
-    )
+    assert 0 < float(str(facts["gen_ai.latency.time_to_first_token"])) < float(str(facts["gen_ai.latency.e2e"]))
     passed_on = answer.headers["traceparent"].split("-")
     assert passed_on[1:3] == [TRACE, f"{span.context.span_id:016x}"], "the trace goes on from our span"
     assert answer.headers["tracestate"] == "vendor=value"

@@ -24,10 +24,7 @@ def llm(smollm2_path: str) -> LLM:
 
 def write(llm: LLM, asked: Answers, drafter: str | None, heat: Any) -> list[Completion]:
     chats = [[{"role": "user", "content": f"{prompt} Answer in JSON."}] for *_, prompt in asked]
-    each = [
-        {"json_schema": schema, "max_tokens": MOST, "seed": i, **heat}
-        for i, (_, schema, _) in enumerate(asked)
-    ]
+    each = [{"json_schema": schema, "max_tokens": MOST, "seed": i, **heat} for i, (_, schema, _) in enumerate(asked)]
     return llm.chat(chats, each, drafter=drafter)
 
 

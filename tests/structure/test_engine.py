@@ -87,9 +87,7 @@ def test_free_whitespace_is_there_for_whoever_asks(llm: LLM) -> None:
         "Write a JSON object with indentation.", json_schema=PERSON, max_tokens=80,
         structured_outputs={"disable_any_whitespace": False},
     )  # fmt: skip
-    none = llm.chat(
-        ASKED, json_schema=PERSON, structured_outputs={"disable_any_whitespace": True}, max_tokens=60
-    )
+    none = llm.chat(ASKED, json_schema=PERSON, structured_outputs={"disable_any_whitespace": True}, max_tokens=60)
     assert "\n" in free.text
     assert none.text == json.dumps(json.loads(none.text), separators=(",", ":"), ensure_ascii=False)
 
@@ -123,9 +121,7 @@ def settings(heat: Any) -> list[dict[str, Any]]:
 def alone(llm: LLM) -> dict[bool, list[Completion]]:
     """Each text by itself, not drafted; by whether it is sampled."""
     return {
-        bool(heat): [
-            llm.chat(prompt, own, drafter="none") for prompt, own in zip(PROMPTS, settings(heat), strict=True)
-        ]
+        bool(heat): [llm.chat(prompt, own, drafter="none") for prompt, own in zip(PROMPTS, settings(heat), strict=True)]
         for heat in ({}, {"temperature": 1.0})
     }
 

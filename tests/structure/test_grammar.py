@@ -73,9 +73,7 @@ def test_a_request_without_a_structure_is_left_alone(grammars: Grammars) -> None
 
 def test_a_model_without_an_end_or_a_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
     for wrong in (Grammars(tokenizer, 49152, ()), Grammars(object(), 49152, [2]), Grammars(None, 49152, [2])):
-        with pytest.raises(
-            InvalidInput, match=r"needs a tokenizer with a tokenizer\.json and an end-of-text"
-        ):
+        with pytest.raises(InvalidInput, match=r"needs a tokenizer with a tokenizer\.json and an end-of-text"):
             law_of(wrong, {"type": "object"})
 
 
@@ -103,15 +101,7 @@ def test_whitespace_is_bounded_unless_it_is_asked_for(grammars: Grammars, tokeni
     assert not {text for text in texts_behind('{"b":', disable_any_whitespace=True) if text[:1].isspace()}
     bounded = {text for text in texts_behind('{"b":') if text.isspace()}
     assert bounded == {" "}
-    for so_far in (
-        "{",
-        '{"b"',
-        '{"b": ',
-        '{"b": [',
-        '{"b": [true',
-        '{"b": [true, ',
-        '{"b": [true, true], "a": "x  y"',
-    ):
+    for so_far in ("{", '{"b"', '{"b": ', '{"b": [', '{"b": [true', '{"b": [true, ', '{"b": [true, true], "a": "x  y"'):
         assert not {text for text in texts_behind(so_far) if text[:1].isspace()}, so_far
 
 
@@ -134,11 +124,7 @@ def keys_in_order(value: Any) -> list[str]:
 
 def test_keys_come_in_the_order_of_the_schema(grammars: Grammars, drawn: Draw) -> None:
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
-    inner = {
-        "type": "object",
-        "properties": {"z": digit, "a": digit, "m": digit},
-        "required": ["a", "m", "z"],
-    }
+    inner = {"type": "object", "properties": {"z": digit, "a": digit, "m": digit}, "required": ["a", "m", "z"]}
     schema = {
         "type": "object", "required": ["a", "list", "nested", "reasoning"], "additionalProperties": False,
         "$defs": {"Inner": {**inner, "additionalProperties": False}},
@@ -163,11 +149,7 @@ def test_a_call_of_a_tool_has_the_name_first_and_its_own_references(grammars: Gr
         }  # fmt: skip
         return FunctionSpec(name=name, parameters=parameters)
 
-    tools = [
-        tool("visit", {"enum": ["Rome", "Oslo"]}),
-        tool("leave", {"enum": [7, 8]}),
-        FunctionSpec(name="stay"),
-    ]
+    tools = [tool("visit", {"enum": ["Rome", "Oslo"]}), tool("leave", {"enum": [7, 8]}), FunctionSpec(name="stay")]
     schema = schema_of_calls(tools)
     assert schema["$defs"]["0"]["examples"] == [{"$ref": "#/$defs/City"}], "a value, and no reference"
     called = set()
@@ -213,9 +195,7 @@ def test_a_complete_text_may_only_end(grammars: Grammars, tokenizer: Tokenizer) 
     several = Grammars(tokenizer, tokenizer.vocab_size, [0, 2])
     law, output = law_of(several, {"enum": ["a", "b"]}), tokenizer.encode('"a"', add_special=False)
     assert allowed(law, output) == [0, 2]
-    assert allowed(law, output, (2,)) == allowed(law, [*output, 0, 0], (2, 2)) == [0, 2], (
-        "also when it is ignored"
-    )
+    assert allowed(law, output, (2,)) == allowed(law, [*output, 0, 0], (2, 2)) == [0, 2], "also when it is ignored"
     assert 2 not in allowed(law, output[:1]), "and goes on where a draft had ended it"
 
 

@@ -21,12 +21,7 @@ from tests.structure.test_thinking import engine_of, tokenizer
 
 LARK = 'start: "x" sum\nsum: NUMBER ("+" NUMBER)~1..3\nNUMBER: /[0-9]{1,3}/'
 EBNF = 'root ::= "x" num ("+" num)+\nnum ::= [0-9] | [0-9] [0-9]'
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": [1, 2]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TAGS = {
     "structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"},
                    {"begin": "<f=b>", "schema": {"const": 7}, "end": "."}],

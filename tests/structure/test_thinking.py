@@ -43,9 +43,7 @@ def tokenizer(kind: str) -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     if kind == "harmony":
         backend.add_special_tokens(HARMONY_MARKS)
-        template = (
-            "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
-        )
+        template = "<|start|>user<|message|>{{ messages[0].content }}<|end|><|start|>assistant{# <|channel|> #}"
         return Tokenizer(backend, [backend.token_to_id("<|return|>")], chat_template=template)
     backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in KINDS[kind]])
     backend.add_special_tokens(["<eos>"])
@@ -75,9 +73,7 @@ def requests(kind: str, temperature: float) -> list[Request]:
             for schema in (SCHEMA, None):
                 if budget is None and (schema is None or not opens):
                     continue
-                text = {"harmony": "<|start|>assistant" if opens else f"{i}"}.get(
-                    kind, f"{i}{'<think>' * opens}"
-                )
+                text = {"harmony": "<|start|>assistant" if opens else f"{i}"}.get(kind, f"{i}{'<think>' * opens}")
                 params = SamplingParams(
                     max_tokens=70, temperature=temperature, seed=i, response_format=schema, max_thinking_tokens=budget,
                 )  # fmt: skip
@@ -99,9 +95,7 @@ def check(kind: str, request: Request, tokens: list[int]) -> None:
     if thinks and budget is not None:
         inside = 0 if start == "open" else len(thinking.begin)
         most = inside + budget + len(thinking.close)
-        written = next(
-            (i for i in range(len(tokens)) if marks.end in own.decode(tokens[: i + 1], False)), None
-        )
+        written = next((i for i in range(len(tokens)) if marks.end in own.decode(tokens[: i + 1], False)), None)
         assert (written or 0) + 1 <= most or tokens[-1] in ends, (text, budget)
         assert written is not None or tokens[-1] in ends or len(tokens) < most, (text, budget)
     if params.response_format is not None and len(tokens) < params.max_tokens:
@@ -121,8 +115,7 @@ def test_no_text_breaks_its_budget_or_its_schema(drafter: str, temperature: floa
         for request, text in zip(asked, tokens, strict=True):
             check(kind, request, text)
         assert any(
-            request.params.response_format and len(text) < 70
-            for request, text in zip(asked, tokens, strict=True)
+            request.params.response_format and len(text) < 70 for request, text in zip(asked, tokens, strict=True)
         )
 
 
@@ -134,10 +127,7 @@ def written(kind: str, drafter: str, temperature: float) -> tuple[list[list[int]
 def test_a_broken_law_would_be_seen() -> None:
     """Negative control: without the law, texts of the same requests break both."""
     asked = requests("one token", 1.0)
-    free = [
-        replace(one, params=replace(one.params, response_format=None, max_thinking_tokens=None))
-        for one in asked
-    ]
+    free = [replace(one, params=replace(one.params, response_format=None, max_thinking_tokens=None)) for one in asked]
     tokens, _ = run(engine_of("one token", "none"), free)
     broken = 0
     for request, text in zip(asked, tokens, strict=True):

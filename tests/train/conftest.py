@@ -18,9 +18,7 @@ LENGTH = 48
 
 def speak(count: int, generator: torch.Generator) -> torch.Tensor:
     """[count, 24] sentences: every word has a usual successor and, one time in six, an unusual one."""
-    usual, unusual = (
-        torch.randperm(VOCAB - 1, generator=torch.Generator().manual_seed(i)) + 1 for i in (1, 2)
-    )
+    usual, unusual = (torch.randperm(VOCAB - 1, generator=torch.Generator().manual_seed(i)) + 1 for i in (1, 2))
     words = [torch.randint(1, VOCAB, (count,), generator=generator)]
     for _ in range(23):
         rare = torch.rand(count, generator=generator) < 1 / 6
@@ -39,9 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(150):
         words = speak(32, generator)
-        loss = torch.nn.functional.cross_entropy(
-            model(words).logits[:, :-1].flatten(0, 1), words[:, 1:].flatten()
-        )
+        loss = torch.nn.functional.cross_entropy(model(words).logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -57,10 +53,7 @@ def texts(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     net = load_net(tiny, torch.device("cpu"))
     writer = BatchWriter(net, [0], rows=32, max_length=LENGTH, seed=1)
-    orders = [
-        Order([1 + i % (VOCAB - 1), 1 + i // 7 % (VOCAB - 1), 3], (0.0, 1.0)[i % 2], LENGTH)
-        for i in range(160)
-    ]
+    orders = [Order([1 + i % (VOCAB - 1), 1 + i // 7 % (VOCAB - 1), 3], (0.0, 1.0)[i % 2], LENGTH) for i in range(160)]
     written = [Text(w.tokens, len(w.order.prompt), w.order.temperature) for w in writer.write(orders)]
     write_shard(folder / "shard-00000.safetensors", written[:90])
     write_shard(folder / "shard-00001.safetensors", written[90:])

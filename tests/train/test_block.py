@@ -165,9 +165,7 @@ def test_survival_weights_are_the_length_that_hangs_on_a_position() -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_positions_count_as_far_as_drafts_get(
-    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_positions_count_as_far_as_drafts_get(kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """The loss against its definition, written out from each level's laws; a decay gives another one."""
     recipe, batch = recipe_for(kind, tiny, texts, tmp_path, anchors=1.0), one_batch(texts)
     found, _ = loss_of(recipe, batch, None)
@@ -272,9 +270,7 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
         ("mask_token_id", 99999, "mask_token_id"),
     ],
 )
-def test_variants_that_compute_something_else_are_refused(
-    key: str, value: object, words: str, tmp_path: Path
-) -> None:
+def test_variants_that_compute_something_else_are_refused(key: str, value: object, words: str, tmp_path: Path) -> None:
     save_head("dspark", tmp_path, 24)
     read_block(tmp_path)
     write_config(tmp_path, {**read_config(tmp_path), key: value})

@@ -38,9 +38,7 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
     assert re.search(r"^\d\d:\d\d:\d\d medusa 2/2 · loss [\d.]+ · acceptance", ended.stderr, re.MULTILINE)
 
 
-def test_a_flag_that_is_switched_off_and_a_folder_of_another_run(
-    tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_a_flag_that_is_switched_off_and_a_folder_of_another_run(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     words = ["train", "eagle3", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path)]
     words += [*SMALL.split(), "--levels", "2", "--no-train-head"]
     assert CliRunner().invoke(app, words).exit_code == 0
@@ -56,10 +54,7 @@ def test_a_flag_that_is_switched_off_and_a_folder_of_another_run(
         (["data", "make", "--target", "TINY", "--out", "o", "--own-prompts", "0"], "--own-prompts 0"),
         (["drafters", "check", "nowhere"], "nowhere"),
         *(
-            (
-                ["train", "eagle3", "--target", "TINY", "--data", "d", "--out", "o", flag, value],
-                f"{flag} {value}",
-            )
+            (["train", "eagle3", "--target", "TINY", "--data", "d", "--out", "o", flag, value], f"{flag} {value}")
             for flag, value in (
                 ("--eval-every", "0"),
                 ("--eval-batches", "0"),
@@ -78,10 +73,7 @@ def test_a_flag_that_is_switched_off_and_a_folder_of_another_run(
         (["data", "make", "--target", "TINY", "--out", "o", "--device", "cuda:x"], "--device cuda:x"),
         (["data", "make", "--target", "TINY", "--out", "o", "--shard-tokens", "0"], "--shard-tokens 0"),
         (["data", "make", "--target", "TINY", "--out", "o", "--max-length", "9"], "--max-length 9 is out"),
-        (
-            ["data", "make", "--target", "TINY", "--out", "o", "--temperatures", "0,hot"],
-            "--temperatures 0,hot",
-        ),
+        (["data", "make", "--target", "TINY", "--out", "o", "--temperatures", "0,hot"], "--temperatures 0,hot"),
     ],
 )
 def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> None:
@@ -92,30 +84,16 @@ def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> N
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--features", "99"), ("--features", "-7"), ("--width", "4096"), ("--init", "nowhere")],
+    ("flag", "value"), [("--features", "99"), ("--features", "-7"), ("--width", "4096"), ("--init", "nowhere")]
 )
 def test_a_head_that_does_not_fit_its_target_is_refused(
     tiny: Checkpoint, texts: Path, tmp_path: Path, flag: str, value: str
 ) -> None:
-    words = [
-        "train",
-        "eagle3",
-        "--target",
-        str(tiny.path),
-        "--data",
-        str(texts),
-        "--out",
-        str(tmp_path / "o"),
-    ]
+    words = ["train", "eagle3", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path / "o")]
     ended = CliRunner().invoke(app, [*words, "--holdout", "0.2", "--steps", "1", flag, value])
     assert ended.exit_code == 2, ended.output
     said = " ".join(ended.output.split())
-    assert (
-        "give the folder of a trained head" in said
-        if flag == "--init"
-        else f"{flag} {value} is out of" in said
-    )
+    assert "give the folder of a trained head" in said if flag == "--init" else f"{flag} {value} is out of" in said
 
 
 def test_lists_are_given_by_comma_and_by_repetition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

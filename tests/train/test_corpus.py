@@ -32,11 +32,7 @@ def test_an_epoch_shows_every_text_once_and_the_next_in_another_order(folder: Pa
         rows = []
         for i in range(len(batches)):
             batch = batches.at(epoch * len(batches) + i)
-            rows += [
-                row[:1].tolist()
-                for row, learnt in zip(batch.tokens, batch.learnt, strict=True)
-                if learnt.any()
-            ]
+            rows += [row[:1].tolist() for row, learnt in zip(batch.tokens, batch.learnt, strict=True) if learnt.any()]
             assert batch.tokens.numel() <= 256 or len(batch.tokens) == 1
         orders.append(rows)
     assert sorted(orders[0]) == sorted(orders[1])
@@ -49,8 +45,7 @@ def test_an_epoch_shows_every_text_once_and_the_next_in_another_order(folder: Pa
 def test_texts_are_held_back_by_their_prompt(folder: Path) -> None:
     corpus = Corpus(folder, max_length=64, holdout=0.2)
     prompts = [
-        {tuple(corpus.tokens[a : a + 3].tolist()) for a, *_ in spans}
-        for spans in (corpus.training, corpus.held_back)
+        {tuple(corpus.tokens[a : a + 3].tolist()) for a, *_ in spans} for spans in (corpus.training, corpus.held_back)
     ]
     assert prompts[0].isdisjoint(prompts[1])
     assert len(corpus.training) + len(corpus.held_back) == 120
@@ -137,13 +132,7 @@ def test_near_duplicates_are_noticed() -> None:
 def test_prompts_are_read_from_text_and_json(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"prompt": "three"}\n{"turns": ["four", "x"]}\n{"question": "five"}\n')
-    assert list(read_prompts([tmp_path / "a.txt", tmp_path / "b.jsonl"])) == [
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-    ]
+    assert list(read_prompts([tmp_path / "a.txt", tmp_path / "b.jsonl"])) == ["one", "two", "three", "four", "five"]
     (tmp_path / "c.jsonl").write_text('{"no": 1}\n')
     with pytest.raises(InvalidInput, match="line 1"):
         list(read_prompts([tmp_path / "c.jsonl"]))

@@ -19,12 +19,7 @@ def run_folder(folder: Path, acceptances: Sequence[float], tested: dict[int, tup
     rows = []
     for step, acceptance in enumerate(acceptances):
         chain, tree = tested.get(step, (None, None))
-        row = {
-            "step": step,
-            "acceptance": acceptance,
-            "tokens_per_round": chain,
-            "tree_tokens_per_round": tree,
-        }
+        row = {"step": step, "acceptance": acceptance, "tokens_per_round": chain, "tree_tokens_per_round": tree}
         rows.append(json.dumps(row))
     (folder / "log.jsonl").write_text("\n".join(rows) + "\n")
     return folder

@@ -129,13 +129,9 @@ def test_a_head_without_rows_needs_its_target(tmp_path: Path) -> None:
         export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", None)
 
 
-def test_a_head_that_reads_back_otherwise_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_reads_back_otherwise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        export,
-        "_engine_keys",
-        lambda values, config: {**values, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+        export, "_engine_keys", lambda values, config: {**values, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     )
     with pytest.raises(DamagedFile, match="reads back otherwise"):
         export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", rows)
@@ -167,17 +163,13 @@ def test_a_pickled_head_is_imported_when_asked(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     save_head("eagle3", tmp_path / "a", VOCAB)
-    run = CliRunner().invoke(
-        app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "eagle"]
-    )
+    run = CliRunner().invoke(app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "eagle"])
     assert run.exit_code == 0, run.output
     assert "--draft-model" in run.output
     run = CliRunner().invoke(app, ["drafters", "import", str(tmp_path / "b"), str(tmp_path / "c")])
     assert run.exit_code == 0, run.output
     assert kind_of_head(tmp_path / "c") == "eagle3"
-    run = CliRunner().invoke(
-        app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "d"), "--to", "tgi"]
-    )
+    run = CliRunner().invoke(app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "d"), "--to", "tgi"])
     assert run.exit_code == 2
     assert "vllm, sglang, speculators, eagle" in run.output
 
@@ -205,9 +197,7 @@ def test_the_published_model_of_speculators_has_every_weight(tmp_path: Path) -> 
     target = LlamaForCausalLM(shape)
     target.save_pretrained(tmp_path / "target")
     table = target.get_output_embeddings().weight.detach()
-    export_head(
-        head, tmp_path / "out", "speculators", lambda ids: table[ids], target_name=str(tmp_path / "target")
-    )
+    export_head(head, tmp_path / "out", "speculators", lambda ids: table[ids], target_name=str(tmp_path / "target"))
     model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "out"))
     found, (_, ours) = model.state_dict(), read_head(tmp_path / "out")
     assert torch.equal(found["lm_head.weight"], table[::2][: VOCAB // 2].to(found["lm_head.weight"].dtype))

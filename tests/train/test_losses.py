@@ -12,9 +12,7 @@ from forerun.train.recipes.base import learnt_rows, read_teacher
 from forerun.train.recipes.losses import LawLoss
 
 
-def plainly(
-    loss: LawLoss, rows: Tensor, head: Tensor, truth: Tensor, truth_head: Tensor, weights: Tensor
-) -> Tensor:
+def plainly(loss: LawLoss, rows: Tensor, head: Tensor, truth: Tensor, truth_head: Tensor, weights: Tensor) -> Tensor:
     """The definitions, with all logits in memory."""
     log_q = (rows @ head.t()).log_softmax(-1)
     p = (truth @ truth_head.t()).softmax(-1)
@@ -71,9 +69,7 @@ def test_only_rows_before_a_token_to_be_learnt_need_the_targets_argmax() -> None
     learnt = torch.zeros(3, 12, dtype=torch.bool)
     learnt[0, 4:9] = learnt[1, 1:] = learnt[2, 11:] = True
     batch = Batch(torch.zeros(3, 12, dtype=torch.long), learnt)
-    everywhere, asked = (
-        read_teacher(({}, last), head, vocabulary, one, chunk=5).inside for one in (None, batch)
-    )
+    everywhere, asked = (read_teacher(({}, last), head, vocabulary, one, chunk=5).inside for one in (None, batch))
     assert everywhere is not None
     assert asked is not None
     truth = torch.isin((last @ head.t()).argmax(-1), vocabulary.ids)

@@ -53,13 +53,7 @@ def scripted(orders: Iterable[Order]) -> Iterator[Written]:
 
 
 def options_for(folder: Path, **more: Any) -> DataOptions:
-    values = {
-        "own_prompts": 20,
-        "max_prompt": 100,
-        "max_length": 120,
-        "shard_tokens": 300,
-        "temperatures": (0.0, 1.0),
-    }
+    values = {"own_prompts": 20, "max_prompt": 100, "max_length": 120, "shard_tokens": 300, "temperatures": (0.0, 1.0)}
     return DataOptions(target="t", out=str(folder), **{**values, **more})
 
 
@@ -77,9 +71,7 @@ def test_prompts_come_from_an_empty_user_turn_without_repeats(tmp_path: Path) ->
     assert len(prompts) == 1 + 5
     assert all(Words().decode(order.prompt) == "<u>" for order in seen)
     assert around_user_turn(Words()) == ("<u>", "</u><a>")
-    again = write_prompts(
-        options, Words(), lambda orders: pytest.fail("written again"), tmp_path, lambda p: None
-    )
+    again = write_prompts(options, Words(), lambda orders: pytest.fail("written again"), tmp_path, lambda p: None)
     assert again == prompts
 
 
@@ -126,12 +118,8 @@ def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:
     assert text[answer - first :].startswith("Tell me")
 
 
-@pytest.mark.parametrize(
-    "other", [{"temperatures": (0.0,)}, {"own_prompts": 30}, {"seed": 1}, {"max_length": 130}]
-)
-def test_a_folder_is_resumed_with_the_settings_it_was_begun_with(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("other", [{"temperatures": (0.0,)}, {"own_prompts": 30}, {"seed": 1}, {"max_length": 130}])
+def test_a_folder_is_resumed_with_the_settings_it_was_begun_with(tmp_path: Path, other: dict[str, Any]) -> None:
     """Under other settings the same numbers mean other texts: nothing would be written, and nobody would notice."""
     options = options_for(tmp_path)
     keep_settings(tmp_path, options)
@@ -219,9 +207,7 @@ def rambling(orders: Iterable[Order]) -> Iterator[Written]:
 def test_a_run_that_leaves_no_prompt_says_why_and_keeps_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     options = options_for(tmp_path, own_prompts=6, max_prompt=40)
-    with pytest.raises(
-        InvalidInput, match=r"6 that did not end within --max-prompt 40 \(3 of it the template\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"6 that did not end within --max-prompt 40 \(3 of it the template\)"):
         write_prompts(options, Words(), rambling, tmp_path, lambda at: None, said.append)
     assert not (tmp_path / "prompts.jsonl").exists()  # else the next run would go on from it
     (tmp_path / "prompts.jsonl").write_text("")  # as earlier versions left it
@@ -243,9 +229,7 @@ def test_prompts_without_room_for_an_answer_are_counted(tmp_path: Path) -> None:
     said: list[str] = []
     options = options_for(tmp_path, max_prompt=40, max_length=60)
     short, long = "What is a fjord?", "why " * 20
-    texts, _ = write_answers(
-        options, Words(), scripted, tmp_path, [short, long], lambda at: None, said.append
-    )
+    texts, _ = write_answers(options, Words(), scripted, tmp_path, [short, long], lambda at: None, said.append)
     assert texts == 2  # at two temperatures
     assert said == [
         "1 of 2 prompts are used; dropped: 1 that leave less than 16 tokens of --max-length 60 for an answer"
@@ -260,9 +244,7 @@ def test_the_prompts_of_an_interrupted_run_may_be_damaged(tmp_path: Path) -> Non
         write_prompts(options_for(tmp_path), Words(), scripted, tmp_path, lambda at: None)
 
 
-def test_a_cpu_writes_with_the_engine_many_texts_a_pass(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_writes_with_the_engine_many_texts_a_pass(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Native kernels, a batch, and texts that do not depend on what is written beside them."""
     passes: list[int] = []
     score = Decoder.score

@@ -113,9 +113,7 @@ def test_a_joint_run_that_was_killed_goes_on(tiny: Checkpoint, texts: Path, tmp_
         if progress.step == 4:
             raise KeyboardInterrupt
 
-    whole, broken = (
-        joint(tiny, texts, tmp_path / run, steps=6, save_every=3, eval_batches=1) for run in "ab"
-    )
+    whole, broken = (joint(tiny, texts, tmp_path / run, steps=6, save_every=3, eval_batches=1) for run in "ab")
     train(whole)
     with pytest.raises(KeyboardInterrupt):
         train(broken, kill)

@@ -36,10 +36,7 @@ def test_a_matrix_moves_by_the_learning_rate_and_a_vector_as_with_adamw() -> Non
     made = torch.Generator().manual_seed(0)
     matrix, vector, same = (torch.nn.Parameter(torch.zeros(n)) for n in ((32, 48), (48,), (48,)))
     groups = [{"params": [matrix], "orthogonal": True}, {"params": [vector], "orthogonal": False}]
-    ours, theirs = (
-        Muon(groups, lr=0.01, weight_decay=0.0),
-        torch.optim.AdamW([same], lr=0.01, weight_decay=0.0),
-    )
+    ours, theirs = (Muon(groups, lr=0.01, weight_decay=0.0), torch.optim.AdamW([same], lr=0.01, weight_decay=0.0))
     matrix.grad = torch.randn(32, 48, generator=made)
     vector.grad = same.grad = torch.randn(48, generator=made)
     ours.step()
@@ -76,9 +73,7 @@ def test_a_run_with_muon_resumes_with_the_losses_of_one_that_was_not_stopped(
         train(replace(again, optimizer="adamw", steps=7))
 
 
-def test_a_packed_run_is_small_and_goes_on_from_its_step(
-    tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_a_packed_run_is_small_and_goes_on_from_its_step(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     options = options_for("mtp", tiny, texts, tmp_path / "run", steps=12, save_every=12)
     train(options, seen.append)

@@ -19,14 +19,10 @@ from tests.train.test_recipes import FOR_DECODERS, options_for
 
 
 @pytest.mark.parametrize("method", FOR_DECODERS)
-def test_every_recipe_steps_under_autocast(
-    method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_every_recipe_steps_under_autocast(method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     more = {"vocab": 40} if method == "eagle3" else {}
     extra = {"fc_norm": True, "norm_output": True} if method == "eagle3" else {}
-    options = options_for(
-        method, tiny, texts, tmp_path, steps=2, batch_tokens=96, eval_batches=1, **more, **extra
-    )
+    options = options_for(method, tiny, texts, tmp_path, steps=2, batch_tokens=96, eval_batches=1, **more, **extra)
     corpus = Corpus(texts, max_length=48, holdout=0.15)
 
     def trainer_with(dtype: torch.dtype) -> Trainer:

@@ -61,13 +61,9 @@ def tokens_per_round(tiny: Checkpoint, drafter: str, folder: Path, width: int = 
     target = lending(tiny)
     draft = lending(open_checkpoint(str(folder))) if drafter == "draft_model" else None
     plan = {"draft_layers" if drafter == "layer_skip" else "draft_model": str(folder)}
-    speculative = SpeculativeConfig(
-        drafter=drafter, budget=3 * width, width=width, controller="fixed", **plan
-    )
+    speculative = SpeculativeConfig(drafter=drafter, budget=3 * width, width=width, controller="fixed", **plan)
     engine = make_engine(target, frozenset({0}), speculative, draft_target=draft)
-    seqs = [
-        engine.find(engine.submit(Request((7, i, 5), SamplingParams(max_tokens=30)))) for i in range(3, 9)
-    ]
+    seqs = [engine.find(engine.submit(Request((7, i, 5), SamplingParams(max_tokens=30)))) for i in range(3, 9)]
     while engine.busy:
         engine.step()
     rounds = sum(seq.stats.rounds for seq in seqs if seq is not None)
@@ -134,9 +130,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tiny: Checkpoint, texts: Pat
         train(replace(options, lr=0.5, steps=3))
 
 
-def test_an_exit_adapter_starts_as_the_targets_own_exit(
-    tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_an_exit_adapter_starts_as_the_targets_own_exit(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """A step that learns nothing writes a plan that drafts as the bare exit does; a deeper exit drafts better."""
     found = {}
     for exit in (1, 2):

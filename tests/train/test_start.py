@@ -95,9 +95,7 @@ def test_a_run_starts_as_the_head_it_is_given(
     assert losses[1] < losses[0]  # four steps of learning were not lost
 
 
-def test_a_checkpoint_counts_more_than_the_head_it_began_with(
-    tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_counts_more_than_the_head_it_began_with(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     first = options_for("hydra", tiny, texts, tmp_path / "a", steps=2, eval_batches=1)
     train(first)
     second = replace(first, out=str(tmp_path / "b"), init=str(tmp_path / "a"))
@@ -133,9 +131,7 @@ def test_further_layers_say_the_same_at_first_and_then_learn(
 ) -> None:
     """To the bit: a new layer adds nothing until it has learnt something."""
     more = {"fc_norm": True, "norm_output": True, "inner": 512}  # wide enough for one byte per weight
-    first = options_for(
-        "eagle3", tiny, texts, tmp_path / "a", steps=4, eval_batches=1, one_byte=one_byte, **more
-    )
+    first = options_for("eagle3", tiny, texts, tmp_path / "a", steps=4, eval_batches=1, one_byte=one_byte, **more)
     train(first)
     same = replace(first, init=str(tmp_path / "a"), out=str(tmp_path / "b"), seed=3)
     recipes = [begun(replace(same, layers=layers), tiny, teacher) for layers in (1, 3)]
@@ -161,9 +157,7 @@ def test_further_layers_say_the_same_at_first_and_then_learn(
         begun(replace(first, init=str(tmp_path / "b"), layers=1), tiny, teacher)
 
 
-def test_another_kind_or_shape_is_refused(
-    tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
-) -> None:
+def test_another_kind_or_shape_is_refused(tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher) -> None:
     train(options_for("eagle3", tiny, texts, tmp_path / "a", steps=1, vocab=40, eval_batches=1))
     train(options_for("hydra", tiny, texts, tmp_path / "h", steps=1, eval_batches=1))
     wrong: list[tuple[Method, str, dict[str, object], str]] = [
@@ -220,9 +214,7 @@ def test_a_head_in_one_byte_is_trained_further_and_written_as_it_was(
     assert all(torch.equal(folded[name], written[name]) for name in folded)
     train(replace(again, out=str(tmp_path / "b")))
     train(replace(again, out=str(tmp_path / "c"), one_byte=False))
-    kinds = [
-        {name: (tuple(t.shape), t.dtype) for name, t in read_tensors(tmp_path / run).items()} for run in "abc"
-    ]
+    kinds = [{name: (tuple(t.shape), t.dtype) for name, t in read_tensors(tmp_path / run).items()} for run in "abc"]
     assert kinds[0] == kinds[1]
     assert any(dtype == torch.int8 for _, dtype in kinds[0].values())
     assert all(dtype != torch.int8 for _, dtype in kinds[2].values())

@@ -93,9 +93,7 @@ def test_every_process_takes_its_own_batches(tiny: Checkpoint, texts: Path, tmp_
     recipe.read = watched  # type: ignore[method-assign]
     trainer.one_step()
     trainer.one_step()
-    assert all(
-        torch.equal(batch.tokens, trainer.batches.at(i).tokens) for batch, i in zip(seen, (1, 3), strict=True)
-    )
+    assert all(torch.equal(batch.tokens, trainer.batches.at(i).tokens) for batch, i in zip(seen, (1, 3), strict=True))
     assert other.reduced == 2 * len(trainer.named)
     assert not trainer.is_main
 

@@ -110,9 +110,7 @@ def test_the_curve_of_a_run_is_written_as_json_and_survives_resumption(
     assert run["arguments"]["method"] == "hydra"
 
 
-def test_prompts_that_are_learnt_from_cannot_be_measured_on(
-    tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
+def test_prompts_that_are_learnt_from_cannot_be_measured_on(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="answer prompts that are learnt from"):
         train(options_for("hydra", tiny, texts, tmp_path / "a", measure_on=str(texts), steps=1))
     with pytest.raises(ModelNotFound, match="nowhere holds no shards"):

@@ -76,9 +76,7 @@ def earlier_run(
             texts.append(Text([*asked, *answer], len(asked), heat, 2 * i + j))
     random.Random(1).shuffle(texts)
     write_shard(folder / "shard-00000.safetensors", texts)
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps(question(i)) + "\n" for i in range(len(lengths)))
-    )
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(question(i)) + "\n" for i in range(len(lengths))))
     if record:
         (folder / "provenance.json").write_text(json.dumps({"arguments": {"temperatures": HEATS}}))
     return folder
@@ -189,9 +187,7 @@ def test_prompts_hold_passages_and_what_was_asked(tmp_path: Path) -> None:
 def program(number: int, lines: int = 8) -> str:
     """An answer with code in it, as a chat model writes it."""
     body = "\n".join(f"    step{i} = {speech(77 * number + i, 2).lower()!r}" for i in range(lines))
-    return (
-        f"{speech(number, 40)}\n\n```python\ndef work{number}(x):\n{body}\n```\n\n{speech(500 + number, 30)}"
-    )
+    return f"{speech(number, 40)}\n\n```python\ndef work{number}(x):\n{body}\n```\n\n{speech(500 + number, 30)}"
 
 
 def test_code_is_edited_and_the_prompt_holds_all_of_it() -> None:
@@ -296,11 +292,7 @@ def test_a_run_with_conversations_goes_on_where_it_was_killed(tmp_path: Path) ->
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    for wrong in (
-        {"wrapped": -1},
-        {"passages": (), "wrapped": 5, "own_prompts": 3},
-        {"passages": (str(tmp_path),)},
-    ):
+    for wrong in ({"wrapped": -1}, {"passages": (), "wrapped": 5, "own_prompts": 3}, {"passages": (str(tmp_path),)}):
         values: dict[str, Any] = {"target": "t", "out": str(tmp_path), "passages": ("x",), "own_prompts": 0}
         with pytest.raises(InvalidInput):
             DataOptions(**{**values, **wrong})

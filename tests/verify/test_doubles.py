@@ -24,9 +24,7 @@ class Leaky(TableLM):
 class ByIndex(TableLM):
     """Takes a tree for a chain: each node sees the nodes before it, not its ancestors."""
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         scores = super().score(seqs, trees, needs, prompts)
         assert scores.logits is not None
         for b, seq in enumerate(seqs):
@@ -39,9 +37,7 @@ class ByIndex(TableLM):
 class Mixing(TableLM):
     """Its scores depend on who is in the batch."""
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         scores = super().score(seqs, trees, needs, prompts)
         assert scores.logits is not None
         return replace(scores, logits=scores.logits + 0.01 * (len(seqs) > 1))
@@ -57,9 +53,7 @@ class Hasty(TableLM):
 class Inattentive(TableLM):
     """Leaves prompts for later."""
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         return super().score(seqs, trees, needs)
 
 
@@ -114,12 +108,8 @@ class Broken(LawDrafter):
             return trees
         changes = {
             "root": TreeBatch((trees.tokens + 1) % V, trees.parents, trees.starts, draws),
-            "law": TreeBatch(
-                trees.tokens, trees.parents, trees.starts, Draws(draws.laws * 2, draws.rows, True)
-            ),
-            "rows": TreeBatch(
-                trees.tokens, trees.parents, trees.starts, Draws(draws.laws, draws.rows + 1, True)
-            ),
+            "law": TreeBatch(trees.tokens, trees.parents, trees.starts, Draws(draws.laws * 2, draws.rows, True)),
+            "rows": TreeBatch(trees.tokens, trees.parents, trees.starts, Draws(draws.laws, draws.rows + 1, True)),
             "vocabulary": TreeBatch(
                 torch.where(trees.parents < 0, trees.tokens, V), trees.parents, trees.starts, draws
             ),
@@ -185,9 +175,5 @@ def test_room_is_counted_in_slots() -> None:
 def test_scripts_are_cut_to_the_budget() -> None:
     drafter = ScriptedDrafter(lambda seq, budget: ([seq.tokens[-1], 1, 2, 3, 4], [-1, 0, 1, 2, 0]))
     seq = FakeSeq(0, [9])
-    for budget, tokens in [
-        (Budget(9, 9), [9, 1, 2, 3, 4]),
-        (Budget(2, 9), [9, 1, 2]),
-        (Budget(9, 1), [9, 1, 4]),
-    ]:
+    for budget, tokens in [(Budget(9, 9), [9, 1, 2, 3, 4]), (Budget(2, 9), [9, 1, 2]), (Budget(9, 1), [9, 1, 4])]:
         assert drafter.propose([seq], [budget]).tokens.tolist() == tokens

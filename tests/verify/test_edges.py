@@ -40,11 +40,7 @@ class FixedNoise:
 
 
 def verify(
-    verifier: Verifier,
-    trees: TreeBatch,
-    rows: Sequence[Sequence[float]],
-    noise: FixedNoise,
-    greedy: bool = False,
+    verifier: Verifier, trees: TreeBatch, rows: Sequence[Sequence[float]], noise: FixedNoise, greedy: bool = False
 ) -> Verdict:
     laws = Laws(torch.tensor(rows).log(), (greedy,) * len(trees))
     return verifier.verify(trees, laws, noise)  # type: ignore[arg-type]
@@ -79,9 +75,7 @@ def test_nothing_left_falls_back_to_the_target() -> None:
 
 
 @pytest.mark.parametrize("verifier", SAMPLED, ids=["exact", "block"])
-def test_a_fallen_token_whose_residual_is_empty_by_rounding_never_gives_an_impossible_one(
-    verifier: Verifier,
-) -> None:
+def test_a_fallen_token_whose_residual_is_empty_by_rounding_never_gives_an_impossible_one(verifier: Verifier) -> None:
     # q claims a little more than p everywhere, so no residual is left, and the token falls at u near 1
     trees = chain([0, 1], [0.5 + 1e-6, 0.5 + 1e-6, 0.0])
     verdict = verify(verifier, trees, [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], FixedNoise(BELOW_ONE, BELOW_ONE))
@@ -93,9 +87,7 @@ def test_u_near_one_draws_the_last_possible_token() -> None:
     rows = [[0.3, 0.7, 0.0, 0.0]]
     verdict = verify(ExactVerifier(), TreeBatch.chains([[0]]), rows, FixedNoise(draw=BELOW_ONE))
     assert verdict.bonus.tolist() == [1]
-    verdict = verify(
-        ExactVerifier(), TreeBatch.chains([[0]]), [[0.3, 0.0, 0.0, 0.7]], FixedNoise(draw=BELOW_ONE)
-    )
+    verdict = verify(ExactVerifier(), TreeBatch.chains([[0]]), [[0.3, 0.0, 0.0, 0.7]], FixedNoise(draw=BELOW_ONE))
     assert verdict.bonus.tolist() == [3]
 
 

@@ -77,9 +77,7 @@ class TestWhoDecides:
     logits = torch.tensor([[0.0, 0.0, 9.0, 0.0], [9.0, 0.0, 0.0, 0.0], [0.0, 9.0, 0.0, 0.0]])
     wrong = Greedy(argmax=[1, 3, 3])  # not the argmax of the logits: shows who was asked
 
-    def verdict(
-        self, laws: Laws, known: Greedy | None, name: str = "exact"
-    ) -> tuple[list[list[int]], list[int]]:
+    def verdict(self, laws: Laws, known: Greedy | None, name: str = "exact") -> tuple[list[list[int]], list[int]]:
         pool = VerifierPool(lambda name: ExactVerifier() if name == "exact" else TypicalVerifier())
         seqs: Any = [_Sequence(name)]
         return pool.verify(seqs, self.trees, laws, known).to_host()

@@ -35,11 +35,7 @@ DRAFTERS: dict[str, Drafter] = {
     "distinct": LawDrafter(DRAFT.law, "distinct"),
     "random": ScriptedDrafter.random(V),
 }
-VERIFIERS: dict[str, Verifier] = {
-    "exact": ExactVerifier(),
-    "block": BlockVerifier(),
-    "coupled": CoupledVerifier(),
-}
+VERIFIERS: dict[str, Verifier] = {"exact": ExactVerifier(), "block": BlockVerifier(), "coupled": CoupledVerifier()}
 CHAIN, TREE = Budget(nodes=2, depth=2), Budget(nodes=5, depth=2, width=2)
 
 
@@ -98,9 +94,7 @@ def chi_square(seqs: list[FakeSeq]) -> float:
 @pytest.mark.parametrize("budget", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_numbers_are_used_once_and_texts_have_the_targets_law(
-    verifier: str, drafter: str, budget: Budget
-) -> None:
+def test_numbers_are_used_once_and_texts_have_the_targets_law(verifier: str, drafter: str, budget: Budget) -> None:
     seqs = seqs_of(250)
     asked = write(seqs, DRAFTERS[drafter], VERIFIERS[verifier], budget, LENGTH)
     assert max(asked.values()) == 1

@@ -66,9 +66,7 @@ def test_the_devices_numbers_are_the_hosts(device: str) -> None:
     for position in (0, 1, 4095, 2**20):
         at = torch.full_like(seeds, position)
         for purpose in (DRAW, ACCEPT):
-            assert device_uniform(seeds, at, purpose).tolist() == [
-                uniform(s, position, purpose) for s in SEEDS
-            ]
+            assert device_uniform(seeds, at, purpose).tolist() == [uniform(s, position, purpose) for s in SEEDS]
         tokens = torch.arange(300, dtype=torch.int32, device=device)
         found = device_uniforms(seeds, at, tokens).cpu()
         assert torch.equal(found, torch.stack([uniforms(seed, position, 300) for seed in SEEDS]))
@@ -84,9 +82,7 @@ def test_the_kernels_numbers_are_the_hosts() -> None:
     size = 2 * BLOCK + 7
     seeds = torch.tensor([mixed_seed(seed) for seed in SEEDS], device=device)[:, None]
     found = uniforms_by_kernel(
-        seeds,
-        torch.tensor([0, 5, 2**20], device=device),
-        torch.arange(size, dtype=torch.int32, device=device),
+        seeds, torch.tensor([0, 5, 2**20], device=device), torch.arange(size, dtype=torch.int32, device=device)
     )
     for seed, rows in zip(SEEDS, found.cpu(), strict=True):
         for position, row in zip((0, 5, 2**20), rows, strict=True):
@@ -96,20 +92,11 @@ def test_the_kernels_numbers_are_the_hosts() -> None:
 def test_numbers_of_other_seeds_positions_and_purposes_differ() -> None:
     seeds = torch.tensor([mixed_seed(seed) for seed in range(50)])[:, None]
     keys = device_keys(seeds, torch.arange(50), DRAW)
-    assert (
-        len({*keys.flatten().tolist(), *device_keys(seeds, torch.arange(50), ACCEPT).flatten().tolist()})
-        == 5000
-    )
+    assert len({*keys.flatten().tolist(), *device_keys(seeds, torch.arange(50), ACCEPT).flatten().tolist()}) == 5000
 
 
 def make_round(
-    rng: random.Random,
-    count: int,
-    nodes: int,
-    depth: int,
-    vocab: int,
-    device: str,
-    laws: list[dict[str, float]],
+    rng: random.Random, count: int, nodes: int, depth: int, vocab: int, device: str, laws: list[dict[str, float]]
 ) -> tuple[list[PlainSeq], list[Verifier], TreeBatch, Tensor]:
     trees = [make_tree(rng, nodes, depth, vocab) for _ in range(count)]
     seqs, verifiers = [], list[Verifier]()
@@ -124,9 +111,7 @@ def make_round(
     return seqs, verifiers, TreeBatch.trees(trees, device=device), logits.to(device)
 
 
-def by_host(
-    seqs: list[PlainSeq], verifiers: list[Verifier], trees: TreeBatch, logits: Tensor
-) -> list[object]:
+def by_host(seqs: list[PlainSeq], verifiers: list[Verifier], trees: TreeBatch, logits: Tensor) -> list[object]:
     """Each tree by its own verifier, alone."""
     found: list[object] = []
     for b, (seq, verifier) in enumerate(zip(seqs, verifiers, strict=True)):
@@ -171,9 +156,7 @@ def test_verdicts_are_those_of_the_verifiers(seed: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("coupled", [True, False])
-def test_verdicts_found_at_once_are_those_of_walks(
-    coupled: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdicts_found_at_once_are_those_of_walks(coupled: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of trees of any sizes and laws of any kind, greedy ones among them; rows are cut as memory wants it."""
     need(device)
     rng, verifier, longest = random.Random(4), CoupledVerifier() if coupled else ExactVerifier(), 0
@@ -226,9 +209,7 @@ def test_tokens_do_not_depend_on_company_or_on_how_rows_are_cut(monkeypatch: pyt
 SHAPES = [(-1,), (-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1), (-1, 0, 1, 1)]
 
 
-def committed_law(
-    seed: int, parents: tuple[int, ...], choose: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def committed_law(seed: int, parents: tuple[int, ...], choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """The law of the next two tokens, by taking every token after every node; and the target's own.
 
     A round that commits one token is completed with the target's law, which by induction the next round has.
@@ -241,10 +222,7 @@ def committed_law(
     taken = [sum(parents[i] == parents[node] for i in range(node)) for node in range(nodes)]
     tokens = [0, *((seed + taken[node]) % vocab for node in range(1, nodes))]
     laws = [[first[0], *then][1 + tokens[path[0]] if path else 0] for path in paths]
-    laws = [
-        law if len(path) < 2 else torch.ones(vocab).double() / vocab
-        for law, path in zip(laws, paths, strict=True)
-    ]
+    laws = [law if len(path) < 2 else torch.ones(vocab).double() / vocab for law, path in zip(laws, paths, strict=True)]
     branches = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
     weights = torch.stack([choose(law)[branches[:, node]] for node, law in enumerate(laws)]).prod(0)
     both = torch.tensor([tokens, list(parents)])[:, None].expand(2, len(branches), nodes).contiguous()

@@ -70,9 +70,7 @@ def transformers_scores(logits: Tensor, context: list[int], seq: FakeSeq) -> Ten
     return scores[0]
 
 
-def batch_of(
-    rng: random.Random, settings: list[dict[str, object]]
-) -> tuple[list[FakeSeq], TreeBatch, list[list[int]]]:
+def batch_of(rng: random.Random, settings: list[dict[str, object]]) -> tuple[list[FakeSeq], TreeBatch, list[list[int]]]:
     """Sequences, a tree for each, and the whole context of every node."""
     seqs, trees, contexts = [], [], []
     for i, setting in enumerate(settings):

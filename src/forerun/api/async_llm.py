@@ -89,9 +89,7 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
     ) -> None:
         await self.close()
 
-    async def _answer(
-        self, call: Callable[[], Call]
-    ) -> Completion | list[Completion] | list[list[Completion]]:
+    async def _answer(self, call: Callable[[], Call]) -> Completion | list[Completion] | list[list[Completion]]:
         asked = call()
         tasks = [asyncio.create_task(self._ended(request)) for request in asked.requests]
         try:
@@ -241,9 +239,7 @@ class _Coroutines:
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over  # nothing more will come: all are ready
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[
-            asyncio.Future[None], Callable[[], bool]
-        ] = {}  # changed by the loop's thread alone
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}  # changed by the loop's thread alone
         self._is_called = False  # and has not come yet: rounds may be quicker than the loop
 
     def is_ready(self) -> bool:

@@ -94,9 +94,7 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         first has the seed that was given, the i-th `noise.derived_seed(seed, i)`, and each says its own. A request
         that cannot go on raises its error once the others of the call have finished.
         """
-        return self._answer(
-            lambda: Call.of(*as_prompts(prompts), params, n, self._tokenized(options), self.encode)
-        )
+        return self._answer(lambda: Call.of(*as_prompts(prompts), params, n, self._tokenized(options), self.encode))
 
     @overload
     def chat(
@@ -149,9 +147,7 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
     ) -> Any:
         """Answer a chat, or several at once; a plain string is one user message. Options are `generate`'s."""
         return self._answer(
-            lambda: Call.of(
-                *as_conversations(messages, system), params, n, self._tokenized(options), self.encode
-            )
+            lambda: Call.of(*as_conversations(messages, system), params, n, self._tokenized(options), self.encode)
         )
 
     def stream(self, prompt: Prompt, params: Params | None = None, **options: Unpack[Options]) -> Streamed:
@@ -170,21 +166,13 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         asked = as_messages(messages, system)
         return self._stream(make_request(asked, params, self._tokenized(options), self.encode))
 
-    def encode(
-        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The token ids of a prompt in any of its forms; variables reach the chat template that writes messages."""
         if is_chat(prompt):
             return tuple(self.tokenizer.chat_ids(as_messages(prompt), **as_variables(chat_template_kwargs)))
         if chat_template_kwargs:
-            raise InvalidInput(
-                "chat_template_kwargs are for chats: give messages, or use chat() and stream_chat()"
-            )
-        return (
-            tuple(self.tokenizer.encode(check_text(prompt)))
-            if isinstance(prompt, str)
-            else as_token_list(prompt)
-        )
+            raise InvalidInput("chat_template_kwargs are for chats: give messages, or use chat() and stream_chat()")
+        return tuple(self.tokenizer.encode(check_text(prompt))) if isinstance(prompt, str) else as_token_list(prompt)
 
     def _tokenized(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options with token ids for the text of a prediction, or a list of them where there are several."""
@@ -241,9 +229,7 @@ class Options(SamplingOptions, total=False):
     cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
     request_id: str | None  # a name for `abort`
     chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
-    prediction: (
-        str | Sequence[int] | Sequence[str] | None
-    )  # what the text should be; of several prompts a list
+    prediction: str | Sequence[int] | Sequence[str] | None  # what the text should be; of several prompts a list
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -255,9 +241,7 @@ _ELSEWHERE = {  # what other libraries have as an option
 _OURS = Options.__annotations__.keys() - SamplingOptions.__annotations__.keys() - {"json_schema"}
 
 
-def make_request(
-    prompt: Prompt, params: Params | None, options: Mapping[str, Any], encode: Encode
-) -> Request:
+def make_request(prompt: Prompt, params: Params | None, options: Mapping[str, Any], encode: Encode) -> Request:
     """The request of a prompt and its options; keywords override `params`."""
     known = [*Options.__annotations__, *SPELLINGS]
     if strange := [name for name in options if name not in known]:
@@ -269,8 +253,7 @@ def make_request(
     if budget is not None and not isinstance(budget, Budget):
         budget = budget_of(as_whole("budget", budget, 0, 256), width=1)
     drafter, verifier = (
-        None if options.get(name) is None else as_name(name, options[name])
-        for name in ("drafter", "verifier")
+        None if options.get(name) is None else as_name(name, options[name]) for name in ("drafter", "verifier")
     )
     merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
     rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
@@ -297,9 +280,7 @@ class Call(NamedTuple):
         encode: Encode,
     ) -> Call:
         copies = None if n is None else as_whole("n", n, 1, MOST_COPIES)
-        of_each = zip(
-            prompts, _each(params, len(prompts)), _each_prediction(options, len(prompts)), strict=True
-        )
+        of_each = zip(prompts, _each(params, len(prompts)), _each_prediction(options, len(prompts)), strict=True)
         asked = [
             _copies(make_request(prompt, own, {**options, **predicted}, encode), copies)
             for prompt, own, predicted in of_each
@@ -316,9 +297,7 @@ class Call(NamedTuple):
         texts = [[next(left) for _ in requests] for requests in self.asked]
         if self.n is None:
             return [own[0] for own in texts] if self.several else texts[0][0]
-        whole = [
-            own if len(own) == self.n else own * self.n for own in texts
-        ]  # greedy texts are written once
+        whole = [own if len(own) == self.n else own * self.n for own in texts]  # greedy texts are written once
         return whole if self.several else whole[0]
 
 
@@ -327,9 +306,7 @@ def _each(params: Any, count: int) -> Sequence[Params | None]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
-        raise InvalidInput(
-            f"params={shown(params)} are no sampling parameters: give SamplingParams or a dict"
-        )
+        raise InvalidInput(f"params={shown(params)} are no sampling parameters: give SamplingParams or a dict")
     if len(params) != count:
         raise InvalidInput(f"{count} prompts came with {len(params)} sets of parameters; give one or as many")
     return params

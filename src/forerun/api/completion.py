@@ -87,10 +87,7 @@ class Ended(NamedTuple):
     queue_seconds: float
     cached_tokens: int
     error: str | None = None
-    prediction: tuple[int, int] = (
-        0,
-        0,
-    )  # predicted tokens that the text has, and those that it does not have
+    prediction: tuple[int, int] = (0, 0)  # predicted tokens that the text has, and those that it does not have
 
     def completion(self) -> Completion:
         stats = SequenceStats.of(self.rounds, self.prompt_seconds)

@@ -48,9 +48,7 @@ class LLM(Calls[Completion, list[Completion], list[list[Completion]], Stream]):
             name = name or str(model)
             model, tokenizer = load_engine(model, options)
         elif tokenizer is None or options:
-            raise InvalidInput(
-                "an engine comes with its tokenizer and without options: LLM(engine, tokenizer)"
-            )
+            raise InvalidInput("an engine comes with its tokenizer and without options: LLM(engine, tokenizer)")
         super().__init__(model, tokenizer, name, Driver(model))
 
     @classmethod

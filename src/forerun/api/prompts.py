@@ -99,9 +99,7 @@ def is_chat(prompt: Any) -> bool:
 def _as_message(message: Any) -> Message:
     """A message whose content is text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidInput(
-            f"{shown(message)} is no chat message: give {{'role': 'user', 'content': 'Hi'}} or the like"
-        )
+        raise InvalidInput(f"{shown(message)} is no chat message: give {{'role': 'user', 'content': 'Hi'}} or the like")
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}  # templates add it to other text

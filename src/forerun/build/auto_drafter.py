@@ -161,15 +161,12 @@ def prospect_of(name: str, offer: Offer, cost: CostModel, rates: Sequence[float]
     """What a head should gain: `rates` has how often a level is right if those before it are, `offer` what it costs."""
     survivals = tuple(accumulate(rates, mul))
     measured = [cost.pass_seconds(1 + depth) for depth in range(len(survivals) + 1)]
-    passes = tuple(accumulate(reversed(measured), min))[
-        ::-1
-    ]  # more nodes never cost less: that was a busy machine
+    passes = tuple(accumulate(reversed(measured), min))[::-1]  # more nodes never cost less: that was a busy machine
     levels = tuple(offer.until(depth) for depth in range(1, len(survivals) + 1))
     tokens = accumulate(survivals, initial=1.0)
     seconds = zip(passes, (0.0, *levels), strict=True)
     gains = [
-        written * passes[0] / (scored + drafted)
-        for written, (scored, drafted) in zip(tokens, seconds, strict=True)
+        written * passes[0] / (scored + drafted) for written, (scored, drafted) in zip(tokens, seconds, strict=True)
     ]
     best = max(range(1, len(gains)), key=gains.__getitem__)
     return Prospect(name, gains[best], best, passes, levels, survivals)
@@ -190,10 +187,7 @@ def time_levels(drafter: Drafter, target: Target) -> Offer:
         for token in tokens[:_DRAFTS]:
             drafter.propose([probe], [Budget(_DEPTH, _DEPTH, source="costly")])
             root = TreeBatch.chains([probe.tokens[-1:]], target.device)
-            verdict, scores = (
-                Verdict.of([[]], [token], target.device),
-                target.score([probe], root, drafter.needs),
-            )
+            verdict, scores = (Verdict.of([[]], [token], target.device), target.score([probe], root, drafter.needs))
             target.commit([probe], root, verdict)
             drafter.observe([probe], root, scores, verdict)
             probe.tokens.append(token)

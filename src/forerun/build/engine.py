@@ -170,9 +170,7 @@ def make_controller(
     return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
 
 
-def choose_drafter(
-    speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto"
-) -> SpeculativeConfig:
+def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto") -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
     A head that comes with the package is the default on a GPU, with n-gram beside it. Else it stays `auto`, and
@@ -310,7 +308,5 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name in ("gguf", "q8"):
         raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:
-        raise InvalidInput(
-            f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, int8, fp8, q8 or gguf"
-        )
+        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, int8, fp8, q8 or gguf")
     return _DTYPES[name]

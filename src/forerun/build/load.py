@@ -212,9 +212,7 @@ def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
 def _speculative(drafter: Any, draft_model: Any, given: Any) -> SpeculativeConfig:
     """The configuration given, with a drafter and a draft model of the caller's over it."""
     if isinstance(given, str):
-        raise InvalidInput(
-            f"speculative_config={shown(given)} is a name; pass drafter={shown(given)} instead"
-        )
+        raise InvalidInput(f"speculative_config={shown(given)} is a name; pass drafter={shown(given)} instead")
     if given is None:
         given = {}
     config = given if isinstance(given, SpeculativeConfig) else SpeculativeConfig.from_dict(given)

@@ -48,10 +48,6 @@ def as_out_of_memory(error: BaseException) -> OutOfMemory | None:
     if not lacks and not any(sign in str(error) for sign in _SIGNS):
         return None
     limit = address_limit()
-    allowed = (
-        "" if limit is None else f" with the limit of this process at {limit // 1_000_000} MB (ulimit -v)"
-    )
-    step = (
-        "use a smaller model or less kv_memory" if limit is None else "raise the limit or use a smaller model"
-    )
+    allowed = "" if limit is None else f" with the limit of this process at {limit // 1_000_000} MB (ulimit -v)"
+    step = "use a smaller model or less kv_memory" if limit is None else "raise the limit or use a smaller model"
     return OutOfMemory(f"out of memory{allowed}: {told or type(error).__name__}; {step}")

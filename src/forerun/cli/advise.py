@@ -60,8 +60,7 @@ def advise(
     device: Device = "auto",
     threads: Threads = None,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
+        bool, typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them.")
     ] = False,
     check_batches: Annotated[
         str, typer.Option(help="With --check: sequences at once to measure with, by comma.")
@@ -123,14 +122,11 @@ def _cell(found: Mapping[str, Any]) -> str:
 def diagnose(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
-    drafter: Annotated[
-        str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")
-    ] = "auto",
+    drafter: Annotated[str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")] = "auto",
     against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
     prompts: Prompts = "builtin",
     limit: Annotated[
-        int | None,
-        typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
+        int | None, typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours.")
     ] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
@@ -169,12 +165,8 @@ Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
 Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
 PlanModel = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
-Price = Annotated[
-    float | None, typer.Option(help="Of one machine or GPU for an hour; default: hours are shown.")
-]
-File = Annotated[
-    Path | None, typer.Option(help="A profile of --save, or the JSON of make bench-cpu or bench-gpu.")
-]
+Price = Annotated[float | None, typer.Option(help="Of one machine or GPU for an hour; default: hours are shown.")]
+File = Annotated[Path | None, typer.Option(help="A profile of --save, or the JSON of make bench-cpu or bench-gpu.")]
 
 
 def plan(
@@ -232,17 +224,7 @@ def _profile(
 
 def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
     unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
-    columns = (
-        "drafter",
-        "batch",
-        "replicas",
-        "tokens/s of one",
-        unit,
-        "at full load",
-        "TTFT p99",
-        "per token",
-        "used",
-    )
+    columns = ("drafter", "batch", "replicas", "tokens/s of one", unit, "at full load", "TTFT p99", "per token", "used")
     table = figure_table(f"{profile.model} on {profile.machine}", *columns)
     for choice in choices:
         note = "" if choice.reaches else " (too slow)"
@@ -267,8 +249,7 @@ def _verdict(choices: list[Choice], price: float | None) -> str:
     cost, without = ((price or 1.0) * c.gpu_hours.value for c in (best, plain))
     drafts = "no speculation" if best.setup == PLAIN else f"the drafter {best.setup}"
     said = (
-        f"Take {_replicas(best)} with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} "
-        "for a million tokens"
+        f"Take {_replicas(best)} with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} for a million tokens"
     )
     if best.setup == PLAIN:
         return f"{said}; no drafter serves this load with less, or as cheaply and sooner."

@@ -30,13 +30,7 @@ COMMANDS = {
     "bench": "bench", "compare": "bench", "verify": "verify", "advise": "advise", "diagnose": "advise",
     "quality": "bench", "plan": "advise", "doctor": "doctor",
 }  # fmt: skip
-_WITHOUT_TORCH = (
-    "models",
-    "drafters",
-    "compare",
-    "verify",
-    "doctor",
-)  # the last says what is wrong with torch
+_WITHOUT_TORCH = ("models", "drafters", "compare", "verify", "doctor")  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
 # what a user can change about a file or a disk; other errors of the system are ours, and keep their traceback
@@ -144,8 +138,7 @@ def _say_version(asked: bool) -> None:
 
 def _forerun(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Exactly a language model's own text, by speculative decoding: sooner where drafting pays."""

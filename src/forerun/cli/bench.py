@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
 Prompts = Annotated[
-    str,
-    typer.Option(
-        help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours."
-    ),
+    str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]
@@ -49,10 +46,7 @@ def bench(
     prompts: Prompts = "builtin",
     tasks: Tasks = "",
     drafters: Annotated[
-        str,
-        typer.Option(
-            help="By comma; auto is the default, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
-        ),
+        str, typer.Option(help="By comma; auto is the default, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head.")
     ] = "auto",
     verifiers: Annotated[str, typer.Option(help="By comma.")] = "auto",
     temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
@@ -172,9 +166,7 @@ def quality(
     dtypes: Annotated[
         str, typer.Option(help=f"Number formats, by comma: {', '.join(_FORMATS)}.")
     ] = "gguf,q8,bfloat16,float32",
-    text: Annotated[
-        Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
     threads: Threads = None,
     skip_memory: Annotated[

@@ -3,14 +3,18 @@
 Ctrl-C stops an answer, and what was written of it stays in the conversation. A message that cannot be answered
 (too long by itself) is refused in one line, and the conversation goes on. When the next message no longer fits the
 context, the oldest exchanges are dropped, and a line says so.
+
+Messages come from an editor with history on a terminal, else from lines. A message is a line. A line that ends with a backslash goes on in the next; three double quotes begin a message of
+several lines and end it; what is pasted into a terminal is one message, however many lines it has.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,13 +22,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli import loading
-from forerun.cli.chat_input import read_messages
 from forerun.cli.flags import Settings, in_chat, with_settings
 from forerun.cli.show import Screen, in_tokens, over_the_context, write_text
 from forerun.core import registry
 from forerun.core.errors import ForerunError, InvalidInput
+from forerun.models.load.catalog import cache_folder
 
 if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
     from forerun.api.llm import LLM
     from forerun.api.prompts import Message
     from forerun.cli.flags import Settings
@@ -82,9 +88,7 @@ def obey(conversation: Conversation, name: str, rest: str) -> bool:
     command = _COMMANDS.get(name)
     if command is None:
         known = " ".join(f"/{known}" for known in _COMMANDS)
-        conversation.screen.say(
-            f"unknown command '/{name}'; known: {known}; a space in front sends it as text"
-        )
+        conversation.screen.say(f"unknown command '/{name}'; known: {known}; a space in front sends it as text")
     else:
         command.run(conversation, rest)
     return True
@@ -94,9 +98,7 @@ def _help(conversation: Conversation, rest: str) -> None:
     width = max(len(f"/{name} {command.takes}".rstrip()) for name, command in _COMMANDS.items())
     for name, command in _COMMANDS.items():
         conversation.screen.say(f"{f'/{name} {command.takes}'.rstrip():<{width}}  {command.about}")
-    conversation.screen.say(
-        'A line that ends with \\ goes on in the next; """ begins and ends several lines.'
-    )
+    conversation.screen.say('A line that ends with \\ goes on in the next; """ begins and ends several lines.')
     conversation.screen.say("Ctrl-C stops an answer; twice at an empty prompt, or Ctrl-D, leaves.")
 
 
@@ -183,17 +185,13 @@ def _never(conversation: Conversation, rest: str) -> None:
 
 _COMMANDS: Mapping[str, _Command] = {
     "help": _Command("", "List the commands.", _help),
-    "system": _Command(
-        "TEXT", "Set the system message; /system none removes it, /system alone shows it.", _system
-    ),
+    "system": _Command("TEXT", "Set the system message; /system none removes it, /system alone shows it.", _system),
     "save": _Command("FILE", "Write the conversation to a file, as JSON.", _save),
     "load": _Command("FILE", "Go on with a saved conversation.", _load),
     "reset": _Command("", "Forget the conversation; the system message stays.", _reset),
     "undo": _Command("", "Take back the last message and its answer.", _undo),
     "drafter": _Command("NAME", "Draft with this one from now on; /drafter alone lists them.", _drafter),
-    "temperature": _Command(
-        "NUMBER", "Vary the answers: 0 is greedy; /temperature alone shows it.", _temperature
-    ),
+    "temperature": _Command("NUMBER", "Vary the answers: 0 is greedy; /temperature alone shows it.", _temperature),
     "stats": _Command("", "Count what was answered, and how fast.", _stats),
     "exit": _Command("", "Leave.", _never),
 }
@@ -259,10 +257,7 @@ class Conversation:
             return "nothing was answered yet"
         tokens, prompts = sum(one.tokens for one in done), sum(one.prompt_tokens for one in done)
         later = sum(one.tokens - one.first_tokens for one in done)
-        prompt_seconds, seconds = (
-            sum(one.prompt_seconds for one in done),
-            sum(one.text_seconds for one in done),
-        )
+        prompt_seconds, seconds = (sum(one.prompt_seconds for one in done), sum(one.text_seconds for one in done))
         context = len(self.llm.encode(self.prompt())) if self.turns else 0
         return (
             f"answers {len(done)}"
@@ -275,12 +270,7 @@ class Conversation:
         """Write the conversation as JSON; any other existing file is kept."""
         if file.exists() and not (file.is_file() and _is_chat(file)):  # a device may never end
             raise InvalidInput(f"{str(file)!r} exists and is no saved conversation; choose another name")
-        document = {
-            "format": _FORMAT,
-            "model": self.settings.model,
-            "system": self.system,
-            "messages": self.turns,
-        }
+        document = {"format": _FORMAT, "model": self.settings.model, "system": self.system, "messages": self.turns}
         try:
             file.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -346,7 +336,165 @@ def _checked(messages: Any, file: Path) -> list[dict[str, str]]:
         for turn in messages
     )
     if not fine:
-        raise InvalidInput(
-            f"{str(file)!r} holds no messages with role and content; /load takes what /save wrote"
-        )
+        raise InvalidInput(f"{str(file)!r} holds no messages with role and content; /load takes what /save wrote")
     return [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+
+
+Read = Callable[[], str]  # one message; EOFError at the end of input, KeyboardInterrupt for Ctrl-C
+_FIRST, _NEXT = "> ", ". "
+_QUOTES = '"""'
+
+
+def read_messages(say: Callable[[str], None]) -> Iterator[str]:
+    """Messages until the end of input; at a prompt the second Ctrl-C in a row leaves, too."""
+    read, pressed = _reader(), False
+    while True:
+        try:
+            message = read()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if pressed:
+                return
+            pressed = True
+            say("Ctrl-C once more leaves, as do Ctrl-D and /exit")
+            continue
+        pressed = False
+        yield message
+
+
+def is_open(text: str) -> bool:
+    """Does a message of this text go on in the next line?"""
+    begun = text.lstrip()
+    if begun.startswith(_QUOTES):
+        return not begun.rstrip().endswith(_QUOTES) or len(begun.rstrip()) < 2 * len(_QUOTES)
+    return text.endswith("\\")
+
+
+def next_line(text: str) -> str:
+    """An open message with its next line begun; a backslash that said so is no part of it."""
+    quoted = text.lstrip().startswith(_QUOTES)
+    return (text if quoted else text.removesuffix("\\")) + "\n"
+
+
+def unquoted(text: str) -> str:
+    """A message without the quotes around its lines."""
+    inner = text.strip()
+    if not inner.startswith(_QUOTES):
+        return text
+    return inner.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+
+
+def _reader() -> Read:
+    if sys.stdin is None or not sys.stdin.isatty():
+        return lambda: join_lines(lambda prompt: _line())
+    if not sys.stdout.isatty():
+        return lambda: join_lines(_line_asked_on_stderr)
+    if os.environ.get("TERM", "dumb") != "dumb":
+        try:
+            return _editor()
+        except ImportError:  # prompt_toolkit is not installed
+            pass
+    return _with_readline()
+
+
+def _editor() -> Read:
+    """History, several lines, pastes in one piece. Raises ImportError where prompt_toolkit is not installed."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+    history = _history_file()
+    kept: History = InMemoryHistory() if history is None else FileHistory(history)
+    session: PromptSession[str] = PromptSession(
+        _FIRST,
+        multiline=True,  # Enter is ours: it sends
+        prompt_continuation=_NEXT,
+        key_bindings=_keys(),
+        history=kept,
+        enable_history_search=True,
+    )
+    return lambda: unquoted(session.prompt())
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            longer = next_line(buffer.text)
+            buffer.set_document(Document(longer, len(longer)))
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")  # Alt-Enter
+    def break_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def clear_or_leave(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()  # as a shell does: the line is dropped, nothing is sent
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    return keys
+
+
+def join_lines(line: Callable[[str], str]) -> str:
+    """One message from lines that are asked for with a prompt; one that the end of input cuts short counts."""
+    text = line(_FIRST)
+    while is_open(text):
+        text = next_line(text)
+        try:
+            text += line(_NEXT)
+        except EOFError:
+            break
+    return unquoted(text)
+
+
+def _line() -> str:
+    line = "" if sys.stdin is None else sys.stdin.readline()  # None: it was closed
+    if not line:
+        raise EOFError
+    return line.rstrip("\r\n")
+
+
+def _line_asked_on_stderr(prompt: str) -> str:
+    """Prompt on stderr where stdout is a file: the prompt must not get into the answers."""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return _line()
+
+
+def _with_readline() -> Read:
+    """input() with what line editing the platform has; GNU readline can also take a paste as one piece."""
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        pass
+    else:
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+    def read() -> str:
+        try:
+            return join_lines(input)
+        except (EOFError, KeyboardInterrupt):
+            print()  # the cursor is still behind the prompt
+            raise
+
+    return read
+
+
+def _history_file() -> Path | None:
+    """The history file for the arrow keys, readable by this user only; None where nothing can be written."""
+    file = cache_folder() / "chat-history"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError:
+        return None
+    return file

@@ -66,9 +66,7 @@ def doctor(json_file: JsonFile = None) -> None:
 def examine() -> Iterator[Finding]:
     """All findings: machine, libraries, model, kernels, drafters."""
     yield Finding("forerun", __version__)
-    yield Finding(
-        "machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}"
-    )
+    yield Finding("machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}")
     yield Finding("python", platform.python_version())
     yield from _torch()
     for library in NEEDED:
@@ -100,9 +98,7 @@ def _show(findings: list[Finding], ready: bool) -> None:
     if ready:
         console.print("generating works")
     elif missing == [MODEL]:
-        console.print(
-            "generating works with a model of your own (--model); the default one is not here", style="red"
-        )
+        console.print("generating works with a model of your own (--model); the default one is not here", style="red")
     else:
         console.print("generating does not work yet: fix the lines marked no", style="red")
 
@@ -131,10 +127,7 @@ def _default_model() -> Finding:
     path = next((model.path for model in known_models() if model.name == DEFAULT_MODEL), None)
     if path is None:
         return Finding(
-            MODEL,
-            f"the default, {DEFAULT_MODEL}, is absent",
-            ok=False,
-            fix=f"forerun models pull {DEFAULT_MODEL}",
+            MODEL, f"the default, {DEFAULT_MODEL}, is absent", ok=False, fix=f"forerun models pull {DEFAULT_MODEL}"
         )
     return Finding(MODEL, f"{DEFAULT_MODEL}, {path}")
 
@@ -148,9 +141,7 @@ def _drafters() -> Iterator[Finding]:
         if spec.needs == "nothing" or heads:
             ready.append(f"{spec.name} (heads {heads})" if heads else spec.name)
         else:
-            wanting.setdefault("a second model" if spec.needs == "checkpoint" else "a head", []).append(
-                spec.name
-            )
+            wanting.setdefault("a second model" if spec.needs == "checkpoint" else "a head", []).append(spec.name)
     yield Finding("drafters", ", ".join(ready), needed=False)
     for need, names in wanting.items():
         yield Finding("drafters", f"with {need} (--draft-model): {', '.join(names)}", needed=False)
@@ -188,9 +179,7 @@ def _compiler() -> Finding:
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
-        return Finding(
-            "C compiler", "missing", ok=False, needed=False, fix="your system's gcc or clang package"
-        )
+        return Finding("C compiler", "missing", ok=False, needed=False, fix="your system's gcc or clang package")
     return Finding("C compiler", found, needed=False)
 
 

@@ -95,8 +95,7 @@ def export_drafter(
     target_name: Annotated[
         str,
         typer.Option(
-            help="What the other engine calls that model: a hub id, or a folder of safetensors.",
-            show_default=False,
+            help="What the other engine calls that model: a hub id, or a folder of safetensors.", show_default=False
         ),
     ] = "",
 ) -> None:
@@ -108,23 +107,15 @@ def export_drafter(
         flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=budget, target_name=target_name)
     print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
     if to == "speculators" and not target_name:
-        print(
-            "It loads the target too: say where from, a hub id or a folder of safetensors, with --target-name."
-        )
+        print("It loads the target too: say where from, a hub id or a folder of safetensors, with --target-name.")
 
 
 @drafters.command("import")
 def import_drafter(
-    folder: Annotated[
-        Path, typer.Argument(help="The folder of the other engine's head.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(help="The folder of the other engine's head.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    source: Annotated[
-        str, typer.Option("--from", help="Who wrote it: vllm, sglang, speculators or eagle.")
-    ] = "eagle",
-    pickle: Annotated[
-        bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")
-    ] = False,
+    source: Annotated[str, typer.Option("--from", help="Who wrote it: vllm, sglang, speculators or eagle.")] = "eagle",
+    pickle: Annotated[bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")] = False,
 ) -> None:
     """Take a head over from another engine, as safetensors that every command here reads."""
     from forerun.train.export import import_head
@@ -176,9 +167,7 @@ def search(
 
         plan = run_search(settings, seconds)
         write_plan(out, plan, count_layers(model))
-    left_out = (
-        f"{len(plan.layers.without_attention)} attentions and {len(plan.layers.without_mlp)} MLPs left out"
-    )
+    left_out = f"{len(plan.layers.without_attention)} attentions and {len(plan.layers.without_mlp)} MLPs left out"
     what = left_out if plan.layers.skips else "whole"
     print(f"{out}: the first {plan.layers.end} layers, {what}; {plan.notes['candidates']} candidates")
     print(_in_words(plan.notes))
@@ -186,9 +175,7 @@ def search(
 
 @layers.command()
 def measure(
-    draft_layers: Annotated[
-        str, typer.Argument(help="A plan, or a number of first layers.", show_default=False)
-    ],
+    draft_layers: Annotated[str, typer.Argument(help="A plan, or a number of first layers.", show_default=False)],
     prompts: Prompts = "builtin",
     model: Model = DEFAULT_MODEL,
     limit: Limit = 2,
@@ -240,8 +227,7 @@ def _corpus() -> None:
 @corpus.command()
 def build(
     files: Annotated[
-        list[Path],
-        typer.Argument(help="Texts: one per file, or one per line of a .jsonl.", show_default=False),
+        list[Path], typer.Argument(help="Texts: one per file, or one per line of a .jsonl.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the index goes.", show_default=False)],
     model: Annotated[str, typer.Option("--model", "-m", help=HELP["model"])] = DEFAULT_MODEL,

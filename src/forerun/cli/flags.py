@@ -48,9 +48,7 @@ def check_folder(flag: str, folder: Path) -> None:
     if not there.is_dir():
         raise InvalidInput(f"{flag} {str(folder)!r}: {str(there)!r} is a file; choose another folder")
     if not os.access(there, os.W_OK):
-        raise InvalidInput(
-            f"{flag} {str(folder)!r}: {str(there)!r} may not be written; choose another folder"
-        )
+        raise InvalidInput(f"{flag} {str(folder)!r}: {str(there)!r} may not be written; choose another folder")
 
 
 def write_file(flag: str, file: Path, text: str) -> None:
@@ -91,24 +89,16 @@ def interruption(folder: str | Path) -> Iterator[None]:
 
 DEFAULT_MODEL = "smollm2"
 TraceFile = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Write every round there, for ui.perfetto.dev or chrome://tracing."),
+    Path | None, typer.Option("--trace", help="Write every round there, for ui.perfetto.dev or chrome://tracing.")
 ]
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json",
-        metavar="FILE",
-        callback=check_json,
-        help="Write the result as JSON there; - is standard output.",
+        "--json", metavar="FILE", callback=check_json, help="Write the result as JSON there; - is standard output."
     ),
 ]
 
-PANELS: Mapping[str, type] = {
-    "Sampling": SamplingParams,
-    "Speculation": SpeculativeConfig,
-    "Machine": EngineConfig,
-}
+PANELS: Mapping[str, type] = {"Sampling": SamplingParams, "Speculation": SpeculativeConfig, "Machine": EngineConfig}
 HELP: Mapping[str, str] = {
     "model": "A known name (`forerun models`), a .gguf file, a Hugging Face folder, or a hub id.",
     "max_tokens": "Tokens to write at most.",
@@ -167,9 +157,7 @@ class Settings:
             for panel, owner in PANELS.items()
             if panel != "Speculation"
         }
-        return cls(
-            values.get("model", DEFAULT_MODEL), made["Sampling"], _speculative(values), made["Machine"]
-        )
+        return cls(values.get("model", DEFAULT_MODEL), made["Sampling"], _speculative(values), made["Machine"])
 
 
 def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
@@ -221,13 +209,7 @@ def spelt(name: str) -> str:
 
 
 def flag_of(
-    flag: str,
-    hint: Any,
-    words: str,
-    default: str | None,
-    *more: str,
-    panel: str | None = None,
-    needed: bool = False,
+    flag: str, hint: Any, words: str, default: str | None, *more: str, panel: str | None = None, needed: bool = False
 ) -> inspect.Parameter:
     """A flag as a command's parameter; None where it is not given."""
     words = words if default is None else f"{words.removesuffix('.')}; default: {default}."

@@ -16,25 +16,8 @@ from rich.text import Text
 
 from forerun.api.prompts import as_messages
 from forerun.cli import loading
-from forerun.cli.flags import (
-    DEFAULT_MODEL,
-    HELP,
-    STDOUT,
-    JsonFile,
-    Settings,
-    TraceFile,
-    with_settings,
-    write_document,
-)
-from forerun.cli.show import (
-    Screen,
-    Written,
-    as_document,
-    over_the_context,
-    room_for,
-    table_console,
-    write_text,
-)
+from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, Settings, TraceFile, with_settings, write_document
+from forerun.cli.show import Screen, Written, as_document, over_the_context, room_for, table_console, write_text
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 
@@ -51,12 +34,9 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from this file.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message in front of the prompt.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")] = False,
     prediction: Annotated[
-        Path | None,
-        typer.Option(help="A file with what the answer should be: drafted, it changes no text."),
+        Path | None, typer.Option(help="A file with what the answer should be: drafted, it changes no text.")
     ] = None,
     trace: TraceFile = None,
     json_file: JsonFile = None,
@@ -66,14 +46,8 @@ def generate(
     if not text.strip():
         raise InvalidInput("the prompt is empty; give it as an argument, with --file, or on standard input")
     if raw and system is not None:
-        raise InvalidInput(
-            "a system message needs the chat template, and --raw does without; drop one of them"
-        )
-    predicted = (
-        None
-        if prediction is None
-        else _text_of(_bytes_of(prediction, "prediction"), f"the file {prediction}")
-    )
+        raise InvalidInput("a system message needs the chat template, and --raw does without; drop one of them")
+    predicted = None if prediction is None else _text_of(_bytes_of(prediction, "prediction"), f"the file {prediction}")
     llm = loading.load_llm(settings)
     asked, screen = _in_template(llm, text, system, raw), Screen()
     prompt_tokens, params = len(llm.encode(asked)), settings.sampling
@@ -222,10 +196,7 @@ def _show(found: list[Compared], llm: LLM) -> None:
     console.print(f"\n{llm.name} on {device}, drafter {llm.engine.default_drafter}", style="bold")
     for compared, (about, why, _) in zip(found, PROMPTS, strict=True):
         console.print(Text(f"{about}: {why}"))
-        for shown, written, style in (
-            ("plain", compared.plain, "dim"),
-            ("drafted", compared.drafted, "green"),
-        ):
+        for shown, written, style in (("plain", compared.plain, "dim"), ("drafted", compared.drafted, "green")):
             line = Text(f"  {shown:<8}").append("█" * round(_BAR * _rate(written) / longest), style)
             line.append(f" {_rate(written):.0f} tokens/s")
             if written is compared.drafted:

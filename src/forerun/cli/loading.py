@@ -98,9 +98,7 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
     for name, (given, readers) in users.items():
         if given and not any(reader in drafter for reader in readers):
             flag = spelt(name)
-            return (
-                f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
-            )
+            return f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
     if asked.draft_model and registry.drafters.spec(drafter).needs == "nothing":
         return f"--draft-model does nothing with the drafter {drafter}; leave --drafter out to draft with it"
     return None

@@ -24,20 +24,12 @@ if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
 
 
-ClientSeconds = Annotated[
-    float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")
-]
-HangSeconds = Annotated[
-    float, typer.Option(help="Seconds without progress after which requests are given up.")
-]
-Restart = Annotated[
-    bool, typer.Option("--restart", help="Start the engine again if an error ends it or it hangs.")
-]
+ClientSeconds = Annotated[float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")]
+HangSeconds = Annotated[float, typer.Option(help="Seconds without progress after which requests are given up.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Start the engine again if an error ends it or it hangs.")]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
 Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
-Memory = Annotated[
-    str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")
-]
+Memory = Annotated[str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")]
 FrontFlag = Annotated[
     Front, typer.Option(help="Answer HTTP beside a process that has the engine, or on a thread of it.")
 ]
@@ -177,9 +169,7 @@ def serve_replicas(
 
     if config is not None:
         if server.api_keys and key_file is None:
-            raise InvalidInput(
-                "keys do not belong into a config file; give --api-key-file instead of --api-key"
-            )
+            raise InvalidInput("keys do not belong into a config file; give --api-key-file instead of --api-key")
         run.write_config(replace(settings, api_key_file=None if key_file is None else str(key_file)), config)
         typer.echo(f"wrote {config}; start it with `serve deploy {config}`")
         return

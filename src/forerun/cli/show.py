@@ -134,9 +134,7 @@ def closing_line(written: Written) -> str:
         parts.append(f"{written.tokens / written.rounds:.2f} tokens per round")
     if written.completion is None:
         return " · ".join(["stopped", *parts])
-    return " · ".join(
-        [*parts, f"drafter {written.completion.drafter}", f"verifier {written.completion.verifier}"]
-    )
+    return " · ".join([*parts, f"drafter {written.completion.drafter}", f"verifier {written.completion.verifier}"])
 
 
 def in_tokens(count: int, rate: float | None) -> str:
@@ -201,10 +199,7 @@ class WordWrap:
         word, self._word = self._word, []
         letters = "".join(letter for letter, _ in word)
         self._line += letters
-        needed, stays = (
-            cell_len(letters),
-            self._is_code or self._is_cut or self._line.lstrip().startswith("```"),
-        )
+        needed, stays = (cell_len(letters), self._is_code or self._is_cut or self._line.lstrip().startswith("```"))
         if self._column and needed and self._column + needed > width and not stays:
             self._column = 0
             word.insert(0, ("\n", False))

@@ -91,9 +91,7 @@ DATA_HELP: Mapping[str, str] = {
 }
 
 
-def with_options(
-    owner: type[Any], words: Mapping[str, str]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(owner: type[Any], words: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every field of an option class; they reach it as one mapping of what was given."""
     hints, defaults = get_type_hints(owner), {f.name: f.default for f in fields(owner)}
 
@@ -130,20 +128,14 @@ def train(
         with console.status(f"loading {short_name(given['target'])}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])
-        print(
-            _shown(
-                "refresh", given["target"], steps, console, lambda report, say: refresh(given, report, say)
-            )
-        )
+        print(_shown("refresh", given["target"], steps, console, lambda report, say: refresh(given, report, say)))
         return
     options = TrainOptions(method=as_method(method), **given)
     require_texts(options)
     with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.run import train as run
     with interruption(options.out):
-        measured = _shown(
-            method, options.target, options.steps, console, lambda report, say: run(options, report, say)
-        )
+        measured = _shown(method, options.target, options.steps, console, lambda report, say: run(options, report, say))
     print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
 
 
@@ -159,9 +151,7 @@ def _shown(
                 walked = at.walked_tokens_per_round
                 other = "" if walked is None else f"; {walked:.3f} through other texts"
                 progress.say(f"{said}; at most {at.tree_tokens_per_round:.2f} with trees{other}")
-            words = (
-                f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {at.tokens_per_second:,.0f} tokens/s"
-            )
+            words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {at.tokens_per_second:,.0f} tokens/s"
             progress.update(name, at.step, steps, words)
 
         return work(show, progress.say)

@@ -36,40 +36,32 @@ class _Verify(TyperGroup):
 
 
 verify = typer.Typer(
-    cls=_Verify,
-    no_args_is_help=True,
-    help="Check an engine's speculative decoding: forerun verify TARGET.",
+    cls=_Verify, no_args_is_help=True, help="Check an engine's speculative decoding: forerun verify TARGET."
 )
 Tokens = Annotated[int, typer.Option(help="Generated tokens at most, over all checks.")]
 Seconds = Annotated[float, typer.Option(help="Seconds at most, over all checks.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page.")]
 JunitFile = Annotated[Path | None, typer.Option("--junit", help="Write the report as JUnit XML, for CI.")]
 TargetName = Annotated[
-    str,
-    typer.Argument(help="http://HOST:PORT, a model's folder, or package.module:function.", metavar="TARGET"),
+    str, typer.Argument(help="http://HOST:PORT, a model's folder, or package.module:function.", metavar="TARGET")
 ]
 TableFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of `make-model`: the engine serves its target, and the law is known."),
+    Path | None, typer.Option(help="Folder of `make-model`: the engine serves its target, and the law is known.")
 ]
 EngineName = Annotated[str, typer.Option(help="For a model's folder: forerun or transformers.")]
 Drafter = Annotated[str | None, typer.Option(help="For a model's folder: Forerun's drafter.")]
-DraftModel = Annotated[
-    str | None, typer.Option(help="For a model's folder: a draft model, or the folder of a head.")
-]
+DraftModel = Annotated[str | None, typer.Option(help="For a model's folder: a draft model, or the folder of a head.")]
 DraftSettings = Annotated[
     str, typer.Option(help="For a model's folder: Forerun's other speculative settings, as JSON.")
 ]
 Plain = Annotated[str | None, typer.Option(help="URL of the same model without speculation.")]
 Off = Annotated[
-    str | None,
-    typer.Option(help='Fields of a request that switch speculation off: \'{"speculative": "off"}\'.'),
+    str | None, typer.Option(help='Fields of a request that switch speculation off: \'{"speculative": "off"}\'.')
 ]
 ModelName = Annotated[str | None, typer.Option(help="The model's name on the server; default: its first.")]
 Extra = Annotated[str, typer.Option(help="JSON fields to send with every request.")]
 Rename = Annotated[
-    str,
-    typer.Option(help='Other names of fields: \'{"repetition_penalty": "repeat_penalty"}\' for llama.cpp.'),
+    str, typer.Option(help='Other names of fields: \'{"repetition_penalty": "repeat_penalty"}\' for llama.cpp.')
 ]
 Names = Annotated[list[str] | None, typer.Option(help="Only checks whose names begin so; repeatable.")]
 Modules = Annotated[list[str] | None, typer.Option("--with", help="A module that registers more checks.")]
@@ -132,9 +124,7 @@ def make_model(
     out: Annotated[Path, typer.Argument(help="A folder to write: target/, draft/, eagle3/, table.json.")],
     seed: Annotated[int, typer.Option(help="Of the tables.")] = 0,
     half: Annotated[bool, typer.Option("--half", help="float16 weights; the law is the same.")] = False,
-    gguf: Annotated[
-        bool, typer.Option("--gguf", help="Also target.gguf and draft.gguf, for llama.cpp.")
-    ] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Also target.gguf and draft.gguf, for llama.cpp.")] = False,
 ) -> None:
     """Write a small Llama checkpoint whose law is known, with a draft model and an EAGLE-3 head."""
     from forerun.referee.checkpoint import make_model
@@ -193,9 +183,7 @@ def _pair(folder: Path) -> Pair:
 
     file = folder / "table.json"
     if not file.is_file():
-        raise InvalidInput(
-            f"--table {str(folder)!r} has no table.json; make one with `forerun verify make-model`"
-        )
+        raise InvalidInput(f"--table {str(folder)!r} has no table.json; make one with `forerun verify make-model`")
     return Pair.load(file)
 
 
@@ -220,9 +208,7 @@ def _target(
         return targets.CallableTarget(targets.load_function(name), ids, path=name)
     if engine not in ("forerun", "transformers"):
         raise InvalidInput(f"--engine {engine!r} is unknown; use forerun or transformers")
-    raise InvalidInput(
-        f"target {name!r} is no URL, no folder and no module:function; see forerun verify --help"
-    )
+    raise InvalidInput(f"target {name!r} is no URL, no folder and no module:function; see forerun verify --help")
 
 
 def _write(report: Report, html: Path | None, junit: Path | None, json_file: Path | None) -> None:

@@ -27,9 +27,7 @@ FIRST_RATE, FIRST_GAIN = (
     0.7,
     0.3,
 )  # the same: acceptance of a level, and tokens that a round gains, before any was seen
-LEAST_HOPE = (
-    0.1  # tokens that a round of a request's first draft is hoped to gain, whatever others have shown
-)
+LEAST_HOPE = 0.1  # tokens that a round of a request's first draft is hoped to gain, whatever others have shown
 LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far what is claimed is scaled down and up
 
 

@@ -28,10 +28,7 @@ from forerun.core.types import Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 MOST_ASKED = 8  # sequences: for so few look-ups are always made
-PANEL, SAMPLES = (
-    4,
-    32,
-)  # of more sequences, those that are looked up in turn, and the last look-ups that count
+PANEL, SAMPLES = (4, 32)  # of more sequences, those that are looked up in turn, and the last look-ups that count
 # plain rounds of a request with captured trees that no round shows: reading its prompt, a round dropped at its end
 RESERVE = 0.9
 CHEAP = 0.02  # of a plain round: look-ups that take less than this are made for all
@@ -55,9 +52,7 @@ class AdaptiveController:
         self.choices, self.host = Choices(self.times, nodes, width), HostTrees(self.times, nodes, width)
         self._drafters: dict[object, DrafterState] = {}
         self._requests: dict[int, Request] = {}
-        self._samples: dict[
-            int, deque[tuple[float, ...]]
-        ] = {}  # by drafter: what look-ups of a few have found
+        self._samples: dict[int, deque[tuple[float, ...]]] = {}  # by drafter: what look-ups of a few have found
         self._turn = 0  # whose look-up comes next
 
     @classmethod

@@ -70,10 +70,7 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     chosen for a sequence are its first ones.
     """
     ranked = sorted(
-        (-worth, depth, i)
-        for i, offer in enumerate(offers)
-        for depth, worth in enumerate(offer.worth())
-        if worth > 0.0
+        (-worth, depth, i) for i, offer in enumerate(offers) for depth, worth in enumerate(offer.worth()) if worth > 0.0
     )
     best, depths = 0, [0] * len(offers)  # how many levels are best
     nodes = gain = best_gain = 0.0
@@ -131,9 +128,7 @@ def share_chains(
 
 
 @lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
-def shortest_that_pays(
-    price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE
-) -> int:
+def shortest_that_pays(price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0
     for length in range(1, len(price)):

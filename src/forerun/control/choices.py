@@ -26,12 +26,8 @@ from forerun.core.types import Budget, Seq
 BETTER = 1.02  # times the tokens per second of the last shape, for another one: less is noise
 ROUNDS_TO_REGAIN = 8  # rounds in which trees must gain as much as is lost by switching to them
 LEAST_GAIN = 0.1  # tokens of a sequence that a look-up must gain: less is noise
-MOST_WAITED_FOR = (
-    2  # sequences for which a round of trees waits for look-ups: of more, one always has a match
-)
-WAITING_WORTH = (
-    8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for it
-)
+MOST_WAITED_FOR = 2  # sequences for which a round of trees waits for look-ups: of more, one always has a match
+WAITING_WORTH = 8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for it
 BURST, BURST_SHARE, BURST_ENDS = 3, 1 / 6, 1 / 16  # requests that wait, and shares of those that write
 MOST_ACCEPTED = 0.95  # of the levels of a tree: what is believed at most
 
@@ -94,10 +90,7 @@ class Choices:
 
     def _is_burst(self, batch: int) -> bool:
         """Do so many requests wait that whoever is read last waits for all? Until few do, nothing is drafted."""
-        waiting, least = (
-            self.prompts.requests,
-            BURST_ENDS * batch if self._burst else max(BURST, BURST_SHARE * batch),
-        )
+        waiting, least = (self.prompts.requests, BURST_ENDS * batch if self._burst else max(BURST, BURST_SHARE * batch))
         self._burst = waiting > 0 and waiting >= least
         return self._burst
 
@@ -127,9 +120,7 @@ class Choices:
             gap = times.gap(batch)
             holds, claims = self._behind(group, claims, unread)
             if unread.shape is None:
-                other = sum(
-                    [one.otherwise * request.lookups for one, request in zip(offers, requests, strict=True)]
-                )
+                other = sum([one.otherwise * request.lookups for one, request in zip(offers, requests, strict=True)])
         if not any(claims) and other <= LEAST_GAIN * batch:
             return None
         depths, accepted = self.chains(claims, requests, batch, rho, batch)
@@ -149,24 +140,15 @@ class Choices:
         if unread.shape is not None and group.menu is not None:
             factor = sum([one.trees for one in group.requests]) / len(group.requests)
             more = max(1, round(1.0 + factor * group.menu.expected(unread.shape)))
-        later = [
-            tuple([one / free[more - 1] for one in free[more:]]) if len(free) > more else ()
-            for free in claims
-        ]
+        later = [tuple([one / free[more - 1] for one in free[more:]]) if len(free) > more else () for free in claims]
         return 1.0 - prod([1.0 - free[more - 1] for free in claims if len(free) > more]), later
 
     def chains(
-        self,
-        claims: Sequence[Sequence[float]],
-        requests: Sequence[Request],
-        rows: int,
-        rho: float,
-        batch: int,
+        self, claims: Sequence[Sequence[float]], requests: Sequence[Request], rows: int, rho: float, batch: int
     ) -> tuple[list[int], float]:
         """How deep each chain is worth drafting in a pass of so many rows, and the tokens accepted of all."""
         likely = [
-            [min(0.98, request.lookups * one) for one in free]
-            for free, request in zip(claims, requests, strict=True)
+            [min(0.98, request.lookups * one) for one in free] for free, request in zip(claims, requests, strict=True)
         ]
         most = sum(map(len, likely))
         if not most:

@@ -217,10 +217,7 @@ class CostModel:
             for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
                     at = repeat * size % len(text)
-                    some, rows = (
-                        probes[: max(1, size // NODES_OF_ONE if size > 64 else 1)],
-                        text[at:] + text[:at],
-                    )
+                    some, rows = (probes[: max(1, size // NODES_OF_ONE if size > 64 else 1)], text[at:] + text[:at])
                     run = RUN_PASSES if in_runs and size <= RUN_ROWS else 1
                     times = [time_pass(target, some, size, rows) for _ in range(run)]
                     if repeat:  # the first round warms up

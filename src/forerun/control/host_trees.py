@@ -67,9 +67,7 @@ class HostTrees:
             return self._lookup(offers[0], requests[0], seqs[0])
         costly, rate = sum([offer.costs for offer in offers]), requests[0].drafter.pace
         listed = self._price(batch, rate, beside)
-        options = [
-            self._option(*one, batch, costly, listed) for one in zip(seqs, offers, requests, strict=True)
-        ]
+        options = [self._option(*one, batch, costly, listed) for one in zip(seqs, offers, requests, strict=True)]
         others = [beside] * len(seqs)
         if batch > 1:
             chains = [option.levels for option in options]
@@ -92,9 +90,7 @@ class HostTrees:
         kind: Kind = "trees" if "trees" in kinds else "lookup" if kinds else "plain"
         return Plan(kind, tuple(budgets), parts)
 
-    def _option(
-        self, seq: Seq, offer: Offer, request: Request, batch: int, costly: int, listed: Prices
-    ) -> Option:
+    def _option(self, seq: Seq, offer: Offer, request: Request, batch: int, costly: int, listed: Prices) -> Option:
         """What costs nothing, or what the drafter would gain: whichever gains more."""
         free = self._free(offer, request, batch)
         free_gain = best_depth(free, listed.price)[1]
@@ -130,20 +126,14 @@ class HostTrees:
 
     def _free(self, offer: Offer, request: Request, batch: int) -> Levels:
         factor, times = request.lookups, self.times
-        more = (
-            max(0.0, times.around("lookup", False, 1) - times.around("plain", False, 1))
-            if batch == 1
-            else 0.0
-        )
+        more = max(0.0, times.around("lookup", False, 1) - times.around("plain", False, 1)) if batch == 1 else 0.0
         free = offer.free if abs(factor - 1.0) < CLOSE else [min(0.98, factor * one) for one in offer.free]
         return Levels(free, (self._in_tokens(more, request.drafter.pace, 1, 1), 0.0))
 
     def _worst(self, offer: Offer, depth: int, batch: int) -> float:
         """Plain rounds that a draft so deep loses if nothing is accepted."""
         cost, plain = self.times.cost, self.times.plain(batch)
-        return (
-            cost.pass_seconds(batch + depth, batch) - cost.pass_seconds(batch, batch) + offer.until(depth)
-        ) / plain
+        return (cost.pass_seconds(batch + depth, batch) - cost.pass_seconds(batch, batch) + offer.until(depth)) / plain
 
     def _budget(self, option: Option, request: Request, batch: int, costly: int, others: int) -> Budget:
         offer, rate = option.offer, request.drafter.pace
@@ -192,9 +182,7 @@ class HostTrees:
         faded = KAPPA * over / under
         return max(0, min(LONGEST_REST, int(log(faded) / log(RECORD_IDLE)) - 1)) if faded < 1.0 else 0
 
-    def observe(
-        self, outcome: Round, plan: Plan, requests: Mapping[int, Request], offers: Mapping[int, Offer]
-    ) -> None:
+    def observe(self, outcome: Round, plan: Plan, requests: Mapping[int, Request], offers: Mapping[int, Offer]) -> None:
         """A round of drafters on the host, or of look-ups where nothing overlaps."""
         batch, nodes, times = len(outcome.seqs), sum(outcome.drafted), self.times
         self._age += 1
@@ -203,11 +191,7 @@ class HostTrees:
             self._prices.clear()
         plain, taken = times.cost.pass_seconds(batch, batch), times.cost.pass_seconds(batch + nodes, batch)
         asked = [seq.id for seq in outcome.seqs if plan.part(seq.id).kind == "trees"]
-        host = (
-            max(0.0, times.around(plan.kind, False, batch) - times.around("plain", False, batch))
-            if nodes
-            else 0.0
-        )
+        host = max(0.0, times.around(plan.kind, False, batch) - times.around("plain", False, batch)) if nodes else 0.0
         drafting = outcome.seconds.get("draft", 0.0) / plain if asked else 0.0
         each = max(0.0, taken - plain) / plain / max(1, nodes)
         states = dict[int, tuple[DrafterState, list[int]]]()

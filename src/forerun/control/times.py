@@ -19,9 +19,7 @@ MOST_TIMES = 3.0  # of what is expected: a pause of the machine counts for no mo
 PRESUMED_GAP = 5e-4  # seconds that reading a round first takes, before any was seen
 MOST_PRESUMED = 0.25  # of a plain pass: the same at most
 LOOKUP_SECONDS = 3e-5  # of one look-up before any was timed
-DRAFTED_SECONDS = (
-    1e-4  # that a round of look-ups takes the host longer than a plain one, before any was timed
-)
+DRAFTED_SECONDS = 1e-4  # that a round of look-ups takes the host longer than a plain one, before any was timed
 
 
 KINDS: tuple[Kind, ...] = ("trees", "lookup")
@@ -125,11 +123,7 @@ class RoundTimes:
         known = self._around.setdefault((kind, followed, bucket(batch)), Average())
         known.add(seconds, self.around(kind, followed, batch))
 
-    def observe_draft(
-        self, drafter: DrafterState, menu: Menu, shape: Form, drafting: int, seconds: float
-    ) -> None:
+    def observe_draft(self, drafter: DrafterState, menu: Menu, shape: Form, drafting: int, seconds: float) -> None:
         said = menu.seconds(shape, drafting)
         if 0.0 < said < float("inf"):
-            self._drafts.setdefault((id(drafter), shape, bucket(drafting)), Average()).add(
-                seconds / said, 1.0
-            )
+            self._drafts.setdefault((id(drafter), shape, bucket(drafting)), Average()).add(seconds / said, 1.0)

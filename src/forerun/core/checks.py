@@ -52,9 +52,7 @@ def as_whole(name: str, value: Any, low: int | None = None, high: int | None = N
     return number
 
 
-def as_real(
-    name: str, value: Any, low: float = -math.inf, high: float = math.inf, limit: str | None = None
-) -> float:
+def as_real(name: str, value: Any, low: float = -math.inf, high: float = math.inf, limit: str | None = None) -> float:
     """A finite number within limits; booleans and text are none."""
     try:
         number = math.nan if _is_bool(value) or isinstance(value, str | bytes | bytearray) else float(value)
@@ -153,9 +151,7 @@ def refuse_special(path: Path) -> None:
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
             kind = kinds.get(stat.S_IFMT(mode), "a device")
-            raise ModelNotFound(
-                f"{each} is {kind}, and models are read from files; give a file or a folder of files"
-            )
+            raise ModelNotFound(f"{each} is {kind}, and models are read from files; give a file or a folder of files")
 
 
 def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: str) -> dict[str, Any]:
@@ -200,9 +196,7 @@ def _is_bool(value: object) -> bool:
 
 
 def _limits(low: float | None, high: float | None) -> str:
-    least, most = (
-        None if value is None or value in (-math.inf, math.inf) else value for value in (low, high)
-    )
+    least, most = (None if value is None or value in (-math.inf, math.inf) else value for value in (low, high))
     if least is not None and most is not None:
         return f"{_number(least)} to {_number(most)}"
     if least is not None:

@@ -118,6 +118,10 @@ class Plan:
     def plain(cls, count: int, asked: int = 0) -> Plan:
         return cls("plain", (NOTHING,) * count, asked=asked)
 
+    def goes_on(self, last: Plan, trees: bool) -> bool:
+        """Is it what the last round does, which has trees of its plan's shape or is plain?"""
+        return (self.kind == "trees" and self.shape == last.shape) if trees else self.kind == "plain"
+
     def part(self, seq_id: int) -> Part:
         return self.parts.get(seq_id, PLAIN)
 

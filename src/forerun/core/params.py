@@ -115,12 +115,8 @@ class SamplingParams:
     logprobs: int | None = None  # None = off, 0 = the chosen token only, n = and the n likeliest
     processors: Sequence[LawProcessor] = ()  # change the law, node by node
     response_format: Mapping[str, Any] | None = None  # what the answer must match, as the OpenAI API has it
-    structured_outputs: Mapping[str, Any] | None = (
-        None  # how, as vLLM has it: {"disable_any_whitespace": False}
-    )
-    max_thinking_tokens: int | None = (
-        None  # of a model that thinks before it answers; None = as many as it takes
-    )
+    structured_outputs: Mapping[str, Any] | None = None  # how, as vLLM has it: {"disable_any_whitespace": False}
+    max_thinking_tokens: int | None = None  # of a model that thinks before it answers; None = as many as it takes
 
     def __post_init__(self) -> None:
         penalties, functions = (1 / LARGEST_PENALTY, LARGEST_PENALTY), "functions of (prefix, logits)"
@@ -177,19 +173,14 @@ class SamplingParams:
             values["response_format"] = for_schema(schema)
         for name in [*_GUIDED] if isinstance(values, dict) else ():
             if (asked := values.pop(name, None)) is not None:
-                values["structured_outputs"] = {
-                    **(values.get("structured_outputs") or {}),
-                    _GUIDED[name]: asked,
-                }
+                values["structured_outputs"] = {**(values.get("structured_outputs") or {}), _GUIDED[name]: asked}
         if isinstance(values, dict) and isinstance(values.get("logprobs"), bool):  # as OpenAI's chats have it
             most = values.pop("top_logprobs", None) or 0
             values["logprobs"] = most if values["logprobs"] else None
         given = as_given(cls, values, SPELLINGS, "sampling parameter")
         if over is None:
             return cls(**given)
-        return (
-            cls(**({each.name: getattr(over, each.name) for each in fields(cls)} | given)) if given else over
-        )
+        return cls(**({each.name: getattr(over, each.name) for each in fields(cls)} | given)) if given else over
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -449,9 +440,7 @@ def _asked_by_format(response_format: Any) -> tuple[StructureKind, str] | None:
 
 def _asked_by_vllm(structured_outputs: Any) -> tuple[StructureKind, str] | None:
     given = structured_outputs or {}
-    asked = {
-        name: given[name] for name in _OUTPUTS if name not in _HOW and given.get(name) not in (None, False)
-    }
+    asked = {name: given[name] for name in _OUTPUTS if name not in _HOW and given.get(name) not in (None, False)}
     if len(asked) > 1:
         raise InvalidInput(f"structured_outputs says {' and '.join(asked)}; give one of them")
     for name, value in asked.items():
@@ -506,9 +495,7 @@ def _tags(value: Any) -> str:
 
 def _not_too_long(name: str, text: str) -> str:
     if len(text) > LONGEST_STRUCTURE:
-        raise InvalidInput(
-            f"{name} has {len(text)} characters; at most {LONGEST_STRUCTURE} are taken: shorten it"
-        )
+        raise InvalidInput(f"{name} has {len(text)} characters; at most {LONGEST_STRUCTURE} are taken: shorten it")
     return text
 
 

@@ -156,9 +156,7 @@ class DrafterRegistry:
         heads = [set(spec.formats) for spec in (first, second) if spec.needs == "head"]
         formats = sorted(set.intersection(*heads)) if heads else []
         if len(needs) > 1 or (heads and not formats):
-            raise InvalidInput(
-                f"{name!r} cannot be composed: draft_model names one checkpoint or one head, not two"
-            )
+            raise InvalidInput(f"{name!r} cannot be composed: draft_model names one checkpoint or one head, not two")
         costlier = second if second.needs != "nothing" else first  # other engines have no compositions
         return DrafterSpec(
             name,
@@ -301,8 +299,5 @@ verifiers = Registry(
 )
 controllers = Registry(
     "controller",
-    {
-        "fixed": "forerun.control.fixed:FixedController",
-        "adaptive": "forerun.control.adaptive:AdaptiveController",
-    },
+    {"fixed": "forerun.control.fixed:FixedController", "adaptive": "forerun.control.adaptive:AdaptiveController"},
 )

@@ -32,13 +32,8 @@ class ThinkingMarks(NamedTuple):
 
 
 HARMONY_FINAL = "<|channel|>final<|message|>"
-HARMONY = ThinkingMarks(
-    "<|start|>assistant", HARMONY_FINAL, f"<|end|><|start|>assistant{HARMONY_FINAL}", "harmony"
-)
-_TAGS = (
-    ThinkingMarks("<think>", "</think>", "</think>"),
-    ThinkingMarks("[THINK]", "[/THINK]", "[/THINK]"),
-)
+HARMONY = ThinkingMarks("<|start|>assistant", HARMONY_FINAL, f"<|end|><|start|>assistant{HARMONY_FINAL}", "harmony")
+_TAGS = (ThinkingMarks("<think>", "</think>", "</think>"), ThinkingMarks("[THINK]", "[/THINK]", "[/THINK]"))
 
 
 def marks_of(chat_template: str | None) -> ThinkingMarks | None:

@@ -84,8 +84,7 @@ class TreeBatch:
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
         draft_seconds: float = 0.0,  # that the device takes to grow them; 0 = not known
-        follows: tuple[int, ...]
-        | None = None,  # [B] behind an unread round: each tree's place in it; -1 = new
+        follows: tuple[int, ...] | None = None,  # [B] behind an unread round: each tree's place in it; -1 = new
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
         self.draft_seconds, self.follows = draft_seconds, follows

@@ -108,9 +108,7 @@ class Needs:
         one, two = self.match_length, other.match_length
         shorter = None if one is None or two is None else min(one, two) or max(one, two)
         both = self.largest_only and other.largest_only, self.encoded or other.encoded
-        return Needs(
-            layers, *both, shorter, self.may_run or other.may_run, last_row=last_row and bool(layers)
-        )
+        return Needs(layers, *both, shorter, self.may_run or other.may_run, last_row=last_row and bool(layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +167,7 @@ class Scores:
     greedy: Greedy | None = None
     # Of the prompts in the same pass, as `Target.prefill` returns them.
     read: tuple[TreeBatch, Scores] | None = None
-    seconds: Callable[[], float | None] | None = (
-        None  # of the pass on a device; called after its verdict is read
-    )
+    seconds: Callable[[], float | None] | None = None  # of the pass on a device; called after its verdict is read
     encoded: Sequence[Tensor] | None = None  # of a prefill with `Needs.encoded`: [S, D] of each sequence
     # Passes of later rounds that the same call has run; -1 = this pass was run by an earlier call.
     ahead: int = 0

@@ -34,9 +34,7 @@ class Parts:
     more_drafts: tuple[Target, ...] = ()  # of a cascade: further checkpoints, for which `draft` drafts
     by_host: bool = False  # it is part of a cascade, so the host runs it step by step
     opening: tuple[int, ...] = ()  # on a GPU: what the chat template writes before an answer; () = not known
-    cost_file: Path | None = (
-        None  # where t(n) of the target is kept; what else is read of it may lie beside it
-    )
+    cost_file: Path | None = None  # where t(n) of the target is kept; what else is read of it may lie beside it
 
     def head_folder(self, drafter: str) -> Path:
         """The folder of the trained head that this drafter runs."""

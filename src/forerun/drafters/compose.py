@@ -230,9 +230,7 @@ class HybridDrafter:
         if self._is_crowded and known:  # then nothing of the first's was drafted
             self.second.observe(seqs, trees, scores, verdict)
             return
-        verified = [
-            b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted
-        ]
+        verified = [b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted]
         for b in verified:
             state, path = self._sequences[seqs[b].id], verdict.path(b)
             _count(state, trees.topology()[b].deepest, len(path))

@@ -68,9 +68,7 @@ class RoundClock:
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
             waited = self.move(taken, "verdict", "pass")
-            waited += self.move(
-                taken - waited, "host", "pass"
-            )  # the device was at work before the host waited
+            waited += self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
             self._owed.append((taken - waited, "pass"))
         elif _waits(scores):
             self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed

@@ -275,10 +275,8 @@ class Engine:
         scheduler.start(starters)
         seqs = [*seqs, *starters]
         scores = self._score(seqs, trees, readers, share)
-        change, may_draft = Change([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
-        return LaunchedRound(
-            change, seqs, readers, trees, scores, last.clock, plan.decided, plan.repeats, may_draft
-        )
+        stands = plan.decided, plan.repeats, last.may_draft if plan.other is None else plan.drafts
+        return LaunchedRound(Change([*seqs, *readers]), seqs, readers, trees, scores, last.clock, *stands)
 
     def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> NextPlan | None:
         """The plan of the next round, if it is known before the last one is read."""
@@ -299,10 +297,8 @@ class Engine:
             last.clock.lap("host")
             decided = controller.follow(seqs, last.plan) if all_planned else None
             last.clock.lap("draft")  # look-ups are made beside the device
-        if decided is None:
-            return None
-        if (decided.shape == last.plan.shape) if drafts else decided.kind == "plain":
-            return same._replace(decided=decided)
+        if decided is None or decided.goes_on(last.plan, drafts):
+            return None if decided is None else same._replace(decided=decided)
         device = self.drafters.device(seqs) if all_planned else None
         if device is None or not device.menu.switches:
             return None

@@ -13,9 +13,7 @@ from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.engine.stats import RoundCounts
 
-LogprobsOf = Callable[
-    [Laws, Sequence[int], Sequence[int], int], tuple[TokenLogprob, ...]
-]  # Verifiers.logprobs
+LogprobsOf = Callable[[Laws, Sequence[int], Sequence[int], int], tuple[TokenLogprob, ...]]  # Verifiers.logprobs
 
 
 def outcome_of(
@@ -39,8 +37,8 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        none = nothing, nothing, nothing
-        done = Round(tuple(seqs), *none, clock, prompt_rows, followed, 0, ahead, started, plan)
+        rest = clock, prompt_rows, followed, 0, ahead, started, plan
+        done = Round(tuple(seqs), nothing, nothing, nothing, *rest)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
@@ -65,20 +63,18 @@ def outcome_of(
         alike = taken, size - 1, depth, kept
         if (counts := counted.get(alike)) is None:
             counts = counted[alike] = RoundCounts(*alike, seconds)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if seq.params.logprobs is not None:
-            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of)
+        wanted = seq.params.logprobs is not None
+        logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of) if wanted else ()
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1 and b < drafted_for:
             own = slice(first, first + size)
-            branches = rejected_branches(tokens[own], parents[own], path, kept)
-            event = replace(event, rejected=branches)
+            event = replace(event, rejected=rejected_branches(tokens[own], parents[own], path, kept))
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
+    drafted = tuple([size - 1 for size in sizes])
     rows = 0 if trees.form is None else trees.form.rows
-    done = Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started, plan)
-    return advances, done
+    rest = clock, prompt_rows, followed, rows, ahead, started, plan
+    return advances, Round(tuple(seqs), drafted, tuple(deepest), tuple(accepted), *rest)
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:
@@ -87,11 +83,7 @@ def _nodes(first: int, path: Sequence[int]) -> list[int]:
 
 
 def _plain_advances(
-    seqs: Sequence[SequenceState],
-    laws: Laws,
-    bonus: Sequence[int],
-    logprobs_of: LogprobsOf,
-    seconds: float,
+    seqs: Sequence[SequenceState], laws: Laws, bonus: Sequence[int], logprobs_of: LogprobsOf, seconds: float
 ) -> list[Advance]:
     """One token for each, in few steps: with many sequences, most rounds are plain."""
     counts, advances = RoundCounts(1, 0, 0, 0, seconds), list[Advance]()

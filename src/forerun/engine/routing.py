@@ -67,9 +67,7 @@ class DrafterPool:
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
-        self._retired: dict[
-            str, set[int]
-        ] = {}  # drafters with a former head, and the sequences that have them
+        self._retired: dict[str, set[int]] = {}  # drafters with a former head, and the sequences that have them
 
     def has(self, name: str) -> bool:
         """Is it made?"""
@@ -134,14 +132,11 @@ class DrafterPool:
             return self._propose(name, seqs, budgets)
         groups = _groups([seq.drafting for seq in seqs])
         parts = [
-            self._propose(name, [seqs[b] for b in which], [budgets[b] for b in which])
-            for name, which in groups.items()
+            self._propose(name, [seqs[b] for b in which], [budgets[b] for b in which]) for name, which in groups.items()
         ]
         return TreeBatch.join(parts, [b for which in groups.values() for b in which])
 
-    def observe(
-        self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict
-    ) -> None:
+    def observe(self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         shared = _shared_drafter(seqs)
         if shared is not None:
             try:

@@ -190,9 +190,7 @@ def check_request(
             f"the prediction has {len(request.prediction)} tokens; the context holds {longest}: shorten it"
         )
     if request.prediction and not 0 <= min(request.prediction) <= max(request.prediction) < vocab:
-        raise InvalidInput(
-            f"a token of the prediction lies outside the vocabulary of {vocab}; check the tokenizer"
-        )
+        raise InvalidInput(f"a token of the prediction lies outside the vocabulary of {vocab}; check the tokenizer")
     params = request.params
     named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]
     if not all(0 <= token < vocab for token in named):

@@ -84,9 +84,7 @@ class Trace:
         try:
             self._file: TextIO | None = file.open("w", encoding="utf-8")
         except OSError as error:
-            raise InvalidInput(
-                f"cannot write the trace {str(file)!r}: {error.strerror}; choose another file"
-            ) from None
+            raise InvalidInput(f"cannot write the trace {str(file)!r}: {error.strerror}; choose another file") from None
         self._first: float | None = None
         self._ended = float("-inf")  # the last round
         self._rounds = 0

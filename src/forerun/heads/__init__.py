@@ -47,9 +47,7 @@ class HeadFolder:
         """The default drafter for it."""
         running = registry.drafters.running(self.kind)
         if not running:
-            raise InvalidInput(
-                f"{self.path} holds a head of the kind {self.kind!r}, which no drafter here runs"
-            )
+            raise InvalidInput(f"{self.path} holds a head of the kind {self.kind!r}, which no drafter here runs")
         return running[0].best
 
     def serves(self, drafter: str) -> bool:
@@ -58,11 +56,7 @@ class HeadFolder:
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         """Has a model with this configuration the width, vocabulary and layers of its target?"""
-        known = (
-            ("hidden_size", self.width),
-            ("vocab_size", self.vocab_size),
-            ("num_hidden_layers", self.layers),
-        )
+        known = (("hidden_size", self.width), ("vocab_size", self.vocab_size), ("num_hidden_layers", self.layers))
         return all(value is None or config.get(key) == value for key, value in known)
 
     def is_for(self, names: Iterable[str]) -> bool:
@@ -132,9 +126,7 @@ def _first_rates(table: Any) -> tuple[float, ...]:
     rows = table if isinstance(table, list) else []
     firsts = [row[0] if isinstance(row, list) and row else None for row in rows]
     return (
-        tuple(rate for rate in firsts if isinstance(rate, float) and 0.0 <= rate <= 1.0)
-        if None not in firsts
-        else ()
+        tuple(rate for rate in firsts if isinstance(rate, float) and 0.0 <= rate <= 1.0) if None not in firsts else ()
     )
 
 

@@ -106,9 +106,7 @@ def measure(llm: LLM, folder: str, items: Sequence[Item], plan: Plan) -> list[di
         llm.engine.max_batch = batch_for(plan.batch, budget.nodes, llm.engine.target.pass_rows)
         llm.engine.controller = always(budget)
         params = SamplingParams(max_tokens=plan.tokens, temperature=heat, seed=SEED if heat else None)
-        made = [
-            make_request(list(item.messages), params, {"verifier": verifier}, llm.encode) for item in in_turn
-        ]
+        made = [make_request(list(item.messages), params, {"verifier": verifier}, llm.encode) for item in in_turn]
         started = perf_counter()
         seqs = write(llm, made, plan.seconds)
         row = {
@@ -157,9 +155,7 @@ def write(llm: LLM, requests: Sequence[Request], seconds: float | None) -> list[
     until = math.inf if seconds is None else perf_counter() + seconds
     handles = [llm.driver.submit(request) for request in requests]
     try:
-        llm.driver.wait(
-            Waiter(lambda: perf_counter() > until or all(handle.is_finished for handle in handles))
-        )
+        llm.driver.wait(Waiter(lambda: perf_counter() > until or all(handle.is_finished for handle in handles)))
     finally:
         for handle in handles:
             llm.driver.abort(handle)
@@ -197,9 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="prompts per task")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument(
-        "--batch", type=int, default=32, help="at most; fewer where trees would not fit a pass"
-    )
+    parser.add_argument("--batch", type=int, default=32, help="at most; fewer where trees would not fit a pass")
     parser.add_argument("--nodes", type=int, default=60, help="of a tree at most")
     parser.add_argument("--length", type=int, default=5, help="of a chain")
     parser.add_argument("--only", choices=["chain"], default="", help="no trees")

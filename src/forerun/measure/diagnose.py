@@ -166,17 +166,13 @@ def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
         yield Finding("acceptance", "look", f"only {trees} trees were drafted: too few to tell", step)
     elif shares[0] < USELESS:
         step = "check that the drafter was made for this target: template, layers, vocabulary"
-        yield Finding(
-            "acceptance", "bad", f"{shares[0]:.2f} at the first position: nearly all is rejected", step
-        )
+        yield Finding("acceptance", "bad", f"{shares[0]:.2f} at the first position: nearly all is rejected", step)
     elif shares[0] < LOW:
         step = "run `forerun advise` to see whether it pays at all on these prompts"
         yield Finding("acceptance", "look", f"{shares[0]:.2f} at the first position", step)
     else:
         per_round = figures.tokens_per_round(name) or 1.0
-        yield Finding(
-            "acceptance", "fine", f"{shares[0]:.2f} at the first position, {per_round:.2f} tokens per round"
-        )
+        yield Finding("acceptance", "fine", f"{shares[0]:.2f} at the first position, {per_round:.2f} tokens per round")
 
 
 def _temperature(
@@ -204,9 +200,7 @@ def _templates(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     twice = [prompt.id for prompt in prompts if start is not None and prompt.ids[:2] == (start, start)]
     if twice:
         step = "give messages, or the raw text without the beginning-of-sequence token"
-        yield Finding(
-            "template", "bad", f"{len(twice)} prompts hold the first token twice, such as {twice[0]}", step
-        )
+        yield Finding("template", "bad", f"{len(twice)} prompts hold the first token twice, such as {twice[0]}", step)
     elif not llm.tokenizer.has_chat_template:
         step = "a drafter made for chats will not fit raw text: use the model's own template"
         yield Finding("template", "look", "the model has no chat template: prompts are raw text", step)
@@ -219,9 +213,7 @@ def marks_in(items: Sequence[Item]) -> Iterator[Finding]:
     marked = [item.id for item in items if any(mark in m["content"] for m in item.messages for mark in MARKS)]
     if marked:
         step = "give the messages without the marks: the model's template is put around them"
-        yield Finding(
-            "template", "bad", f"{len(marked)} prompts hold a template's marks, such as {marked[0]}", step
-        )
+        yield Finding("template", "bad", f"{len(marked)} prompts hold a template's marks, such as {marked[0]}", step)
 
 
 def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Asked) -> Iterator[Finding]:
@@ -235,9 +227,7 @@ def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Aske
         yield Finding("context", "bad", f"{longest} tokens, and the drafter takes {limit}", step)
         return
     if _trees(figures, asked.setup.name) < ENOUGH:
-        yield Finding(
-            "context", "fine", f"up to {longest} tokens; too few trees to compare short and long ones"
-        )
+        yield Finding("context", "fine", f"up to {longest} tokens; too few trees to compare short and long ones")
         return
     near, far = _by_context(figures.of(asked.setup.name), ids)
     words = f"up to {longest} tokens; acceptance {near:.2f} in the shorter half, {far:.2f} in the longer"
@@ -289,9 +279,7 @@ def _read(read: int, total: int, settings: Settings) -> Finding:
     name = "our own" if str(settings.suite) == BUILT_IN else str(settings.suite)
     if read == total:
         return Finding("prompts", "fine", f"all {total} of {name}")
-    return Finding(
-        "prompts", "fine", f"{read} of {total} of {name}, {settings.limit} per task", "--limit 0 reads all"
-    )
+    return Finding("prompts", "fine", f"{read} of {total} of {name}, {settings.limit} per task", "--limit 0 reads all")
 
 
 def _checkpoints(settings: Settings) -> Iterator[Finding]:

@@ -23,14 +23,7 @@ TOKENS = 64  # written before the last reading
 
 def resident(model: str, dtype: str, threads: int | None = None) -> dict[str, float]:
     """Megabytes of a fresh process that loads a model and writes a text; see `read_stages`."""
-    command = [
-        sys.executable,
-        "-m",
-        "forerun.measure.memory",
-        model,
-        dtype,
-        *([str(threads)] if threads else []),
-    ]
+    command = [sys.executable, "-m", "forerun.measure.memory", model, dtype, *([str(threads)] if threads else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("forerun: ")

@@ -116,9 +116,7 @@ def cut(ids: Sequence[int], window: int) -> Iterator[list[int]]:
 def laws_of(target: Target, piece: Sequence[int]) -> Tensor:
     """[N-1, V] log-probabilities of what follows each token of a piece but its last."""
     if len(piece) > target.max_length:
-        raise InvalidInput(
-            f"window={len(piece)} is beyond the model's {target.max_length} tokens; use a smaller one"
-        )
+        raise InvalidInput(f"window={len(piece)} is beyond the model's {target.max_length} tokens; use a smaller one")
     probe = PlainSeq(-1, [piece[0]], max_length=len(piece))  # its chain is the rest of the window
     target.prefill([probe], Needs())
     try:

@@ -37,9 +37,7 @@ class PrefillPace:
 class Abilities:
     """What a target can do, stated once by the target: rounds, drafters and controllers never ask for its device."""
 
-    overlap: (
-        int  # rounds that may be under way behind one that is not finished: see forerun.engine.round.Timeline
-    )
+    overlap: int  # rounds that may be under way behind one that is not finished: see forerun.engine.round.Timeline
     prefill: PrefillPace
     captures: bool  # work beside its passes, such as heads, is captured as graphs
     # it decides about chosen drafts on the device, also above temperature 0: drawn drafts would wait for the host
@@ -135,9 +133,7 @@ class Target(Protocol):
         """
         ...
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """One pass over every node of every tree; positions by depth, each node sees its own ancestors only.
 
         `prompts` are prefilled by the same pass where that can be, and `Scores.read` has what prefill would return.
@@ -266,12 +262,7 @@ class SharedWeights:
         """From whole tables [V, D]."""
         size, width = embedding.shape
         return cls(
-            lambda ids: F.embedding(ids, embedding),
-            lambda ids: head[ids],
-            size,
-            width,
-            embedding.dtype,
-            embedding,
+            lambda ids: F.embedding(ids, embedding), lambda ids: head[ids], size, width, embedding.dtype, embedding
         )
 
     def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
@@ -296,9 +287,7 @@ class LayerSubset:
 
     def __post_init__(self) -> None:
         inside = range(self.first, self.end)
-        if self.first > self.end or any(
-            i not in inside for i in (*self.without_attention, *self.without_mlp)
-        ):
+        if self.first > self.end or any(i not in inside for i in (*self.without_attention, *self.without_mlp)):
             raise InvalidInput(f"a skipped layer is not one of layers {self.first} to {self.end}")
 
     @property

@@ -53,9 +53,7 @@ class Checkpoint:
     def head(self, embedding: Tensor) -> Tensor:
         if self.config.tied:
             return embedding
-        name = next(
-            (n for n in ("lm_head.weight", "language_model.lm_head.weight") if n in self.weights), None
-        )
+        name = next((n for n in ("lm_head.weight", "language_model.lm_head.weight") if n in self.weights), None)
         return self._read(name or "lm_head.weight", (self.config.vocab_size, self.config.width))
 
     def final_norm(self) -> Tensor:
@@ -95,9 +93,7 @@ class Checkpoint:
             names = zip(("q", "k", "v"), sizes, strict=True)
             parts = (self._get(f"{at}{name}_proj.{kind}", (size, *columns)) for name, size in names)
         for name, into, part in zip("qkv", torch.split(fused, sizes), parts, strict=True):
-            into.copy_(
-                part if name == "v" or not rotary_dims else pair_up(part, config.head_dim, rotary_dims)
-            )
+            into.copy_(part if name == "v" or not rotary_dims else pair_up(part, config.head_dim, rotary_dims))
         return fused
 
     def _qk_norm(self, at: str, rotary_dims: int) -> Tensor:

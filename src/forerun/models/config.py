@@ -170,17 +170,11 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         family, config = "gemma3_text", {**nested, **_text_settings(config)}
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModel(
-            f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend"
-        )
+        raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
     if config.get("quantization_config"):
-        raise UnsupportedModel(
-            f"a quantized {family} checkpoint: use the transformers backend or full weights"
-        )
+        raise UnsupportedModel(f"a quantized {family} checkpoint: use the transformers backend or full weights")
     if config.get("use_bidirectional_attention"):
-        raise UnsupportedModel(
-            f"{family} with use_bidirectional_attention=True cannot be decoded left to right"
-        )
+        raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
@@ -237,10 +231,7 @@ def _ropes(
         nested = dict(values.get("rope_parameters") or {})
         full = {"rope_theta": values["rope_theta"], **(nested.get("full_attention") or {})}
         full.update(values.get("rope_scaling") or {})
-        local = {
-            "rope_theta": values.get("rope_local_base_freq", 10_000.0),
-            **(nested.get("sliding_attention") or {}),
-        }
+        local = {"rope_theta": values.get("rope_local_base_freq", 10_000.0), **(nested.get("sliding_attention") or {})}
         both = (RopeConfig.from_hf(full, values, head_dim), RopeConfig.from_hf(local, values, head_dim))
         return both, tuple(int(kind == "sliding_attention") for kind in kinds)
     rope = RopeConfig.from_hf(given, values, head_dim)
@@ -261,9 +252,7 @@ def _max_length(family: str, longest: int, ropes: tuple[RopeConfig, ...]) -> int
 
 def _activation(name: object) -> Activation:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise UnsupportedModel(
-            f"hidden_act={name!r:.60} is not one of {', '.join(_ACTIVATIONS)}: use transformers"
-        )
+        raise UnsupportedModel(f"hidden_act={name!r:.60} is not one of {', '.join(_ACTIVATIONS)}: use transformers")
     return _ACTIVATIONS[name]
 
 

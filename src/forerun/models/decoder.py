@@ -52,9 +52,7 @@ class Decoder(SlotTarget):
         kv_slots: int | None,
         kv_memory: int | None = None,
     ) -> None:
-        super().__init__(
-            config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory
-        )
+        super().__init__(config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory)
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = Checkpoint(weights, config, dtype, self.device)
             self._embedding = checkpoint.embedding()
@@ -118,9 +116,7 @@ class Decoder(SlotTarget):
         chains, found = self._with_found(seqs, fresh, hidden)
         return TreeBatch.chains(chains, self.device), Scores(None, found)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """One pass over every node, and over prompts behind them; keys and values go behind the committed ones."""
         tokens, shapes, nodes = trees.to_host()[0], trees.topology(), trees.nodes
         spans: list[Span] = []

@@ -99,10 +99,7 @@ class Rotations:
         """[M] positions -> [M, 1, R] complex: what each pair of dimensions is multiplied by."""
         if regime not in self._tables:
             rates, scale = frequencies(self.rope, regime)
-            self._tables[regime] = (
-                rates.unsqueeze(0).to(self.device),
-                torch.full((1, 1), scale, device=self.device),
-            )
+            self._tables[regime] = (rates.unsqueeze(0).to(self.device), torch.full((1, 1), scale, device=self.device))
         rates, magnitude = self._tables[regime]
         angles = positions.to(torch.float32).unsqueeze(1) * rates
         return torch.polar(magnitude.expand_as(angles), angles).unsqueeze(1)

@@ -27,18 +27,7 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class Extent:
     """One sequence's positions: on which pages they lie, and how many of them, from the start, are committed."""
 
-    __slots__ = (
-        "coming",
-        "digests",
-        "found",
-        "id",
-        "layers",
-        "length",
-        "pool",
-        "reused",
-        "start",
-        "writable",
-    )
+    __slots__ = ("coming", "digests", "found", "id", "layers", "length", "pool", "reused", "start", "writable")
 
     def __init__(self, seq_id: int, pool: PagePool, start: bytes | None, layers: Iterable[int]) -> None:
         self.id, self.pool, self.start = seq_id, pool, start  # start None = its pages are not shared
@@ -243,9 +232,7 @@ class PagedKV:
         """[S + 1, width] where the rows of a hidden layer are kept; behind the last slot, what belongs nowhere."""
         if layer not in self.hidden:
             with torch.inference_mode(False):
-                self.hidden[layer] = torch.zeros(
-                    self.capacity + 1, width, dtype=dtype, device=self.data.device
-                )
+                self.hidden[layer] = torch.zeros(self.capacity + 1, width, dtype=dtype, device=self.data.device)
         return self.hidden[layer]
 
     def _own(self, extent: Extent, index: int) -> None:

@@ -291,6 +291,4 @@ class PagePool:
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens at the start of both are the same."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -70,18 +70,14 @@ class PartialTarget(BaseTarget):
         self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
         self.slots, self.pass_rows = whole.slots, whole.pass_rows
         self._leave = leave or whole.final_norm_of
-        self._chains: dict[
-            int, EarlyExitChain
-        ] = {}  # what was drafted behind the committed tokens, by sequence
+        self._chains: dict[int, EarlyExitChain] = {}  # what was drafted behind the committed tokens, by sequence
         self._scored: dict[int, tuple[list[int], Tensor]] = {}  # the last trees: tokens, and rows [M, D]
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """The whole target has read them."""
         return TreeBatch.chains([[] for _ in seqs], self.device), Scores(None)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """A pass over trees whose roots follow what was drafted before."""
         tokens, shapes, spans = trees.to_host()[0], trees.topology(), list[Span]()
         for b, seq in enumerate(seqs):

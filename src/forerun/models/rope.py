@@ -53,9 +53,7 @@ class RopeConfig:
         name = given.get("rope_type") or given.get("type") or "default"
         if name not in _KINDS:
             known = ", ".join(_KINDS)
-            raise UnsupportedModel(
-                f"rope type {name!r:.60} is not one of {known}: use the transformers backend"
-            )
+            raise UnsupportedModel(f"rope type {name!r:.60} is not one of {known}: use the transformers backend")
         longest = context = int(values["max_position_embeddings"])
         if _KINDS[name] in ("llama3", "yarn", "longrope"):
             key = "original_max_position_embeddings"
@@ -79,10 +77,7 @@ class RopeConfig:
             betas=(float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)),
             mscales=(float(mscales[0]), float(mscales[1])) if mscales[0] and mscales[1] else None,
             truncate=bool(given.get("truncate", True)),
-            frequency_factors=(
-                float(given.get("low_freq_factor", 1)),
-                float(given.get("high_freq_factor", 4)),
-            ),
+            frequency_factors=(float(given.get("low_freq_factor", 1)), float(given.get("high_freq_factor", 4))),
             short_factors=tuple(map(float, given.get("short_factor") or ())),
             long_factors=tuple(map(float, given.get("long_factor") or ())),
         )

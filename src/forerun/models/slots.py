@@ -89,9 +89,7 @@ class SlotTarget(BaseTarget):
             if extent.length + rows[0] <= extent.writable:
                 return True
         extents = zip(self.kv.extents([seq.id for seq in seqs]), rows, strict=True)
-        lacking = [
-            (one.id, one.length + count) for one, count in extents if one.length + count > one.writable
-        ]
+        lacking = [(one.id, one.length + count) for one, count in extents if one.length + count > one.writable]
         if not lacking:
             return True
         if not self.kv.has_pages(sum(self.kv.lacking(*one) for one in lacking)):
@@ -154,9 +152,7 @@ class SlotTarget(BaseTarget):
             return list(fresh), dict(hidden)
         chains = [seq.tokens[:count] + some for seq, count, some in zip(seqs, counts, fresh, strict=True)]
         sizes = [len(some) for some in fresh]
-        slots = [
-            slot for extent, count in zip(extents, counts, strict=True) for slot in extent.slots(0, count)
-        ]
+        slots = [slot for extent, count in zip(extents, counts, strict=True) for slot in extent.slots(0, count)]
         places, joined = ints_of(slots, self.device), {}
         for layer, rows in hidden.items():
             found = torch.split(self.kv.hidden[layer].index_select(0, places), counts)
@@ -164,9 +160,7 @@ class SlotTarget(BaseTarget):
             joined[layer] = torch.cat([part for pair in pairs for part in pair])
         return chains, joined
 
-    def _passes(
-        self, seqs: Sequence[Seq], fresh: Sequence[list[int]], size: int
-    ) -> Iterator[tuple[int, list[Piece]]]:
+    def _passes(self, seqs: Sequence[Seq], fresh: Sequence[list[int]], size: int) -> Iterator[tuple[int, list[Piece]]]:
         """Prompts in passes of at most `size` rows: the first row of each, and its pieces, cached once it was run."""
         starts = offsets([len(tokens) for tokens in fresh])
         for first in range(0, starts[-1], size):
@@ -179,9 +173,7 @@ class SlotTarget(BaseTarget):
 
     def _pieces(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> list[Piece]:
         """Prompts as pieces of one pass; `_keep_pieces` counts them as cached once it was run."""
-        return [
-            Piece(seq, self.kv.extent(seq.id), some) for seq, some in zip(seqs, fresh, strict=True) if some
-        ]
+        return [Piece(seq, self.kv.extent(seq.id), some) for seq, some in zip(seqs, fresh, strict=True) if some]
 
     def _keep_pieces(self, pieces: Sequence[Piece]) -> None:
         """Others that start alike may find them from now on."""
@@ -192,9 +184,7 @@ class SlotTarget(BaseTarget):
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
         """A sequence's pages, with room for a tree of `nodes` nodes."""
         if nodes > TREE_MARGIN:
-            raise InvalidInput(
-                f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
-            )
+            raise InvalidInput(f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included")
         extent = self.kv.extent(seq.id)
         end = extent.length + extent.coming + nodes
         return extent if end <= extent.writable else self.kv.grow(seq.id, end)

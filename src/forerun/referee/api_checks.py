@@ -54,9 +54,7 @@ def logprobs(court: Court) -> Finding:
             wrong = [(entry.text, entry.logprob, due)]
             for text, value in entry.top.items():
                 if len(text) == 1 and text in table.alphabet:
-                    wrong.append(
-                        (text, value, math.log(max(float(laws[place][table.alphabet.index(text)]), 1e-30)))
-                    )
+                    wrong.append((text, value, math.log(max(float(laws[place][table.alphabet.index(text)]), 1e-30))))
             for text, value, right in wrong:
                 if abs(value - right) > LOGPROB_ERROR:
                     said = f"place {place + 1}, {text!r}: {value:.4f}"
@@ -77,9 +75,7 @@ def stop_strings(court: Court) -> Finding:
                 answer = court.ask([cut])[0]
                 due, count = whole[: whole.index(stop)], count + 1
                 if answer.text != due and not court.is_tie(cut, answer.text, due):
-                    return court.fail(
-                        f"the stop string {stop!r} does not end the text", cut, answer.text, due
-                    )
+                    return court.fail(f"the stop string {stop!r} does not end the text", cut, answer.text, due)
                 if answer.finish not in (None, "stop"):
                     return court.fail("the finish reason of a stop string", cut, answer.finish, "stop")
         if count >= 60:
@@ -122,9 +118,7 @@ def structure(court: Court) -> Finding:
     asks = [Ask(prompt, 120, Rules(), schema=SCHEMA) for prompt in court.prompts(24, salt=26)]
     for ask, answer in zip(asks, court.ask(asks), strict=True):
         if answer.finish == "length":
-            return court.fail(
-                "the answer does not come to its end", ask, answer.text, "an object of the schema"
-            )
+            return court.fail("the answer does not come to its end", ask, answer.text, "an object of the schema")
         try:
             if fault := _fault(json.loads(answer.text)):
                 return court.fail(fault, ask, answer.text, "an object of the schema")
@@ -139,12 +133,7 @@ def _fault(value: object) -> str | None:
     if not isinstance(value, dict) or sorted(value) != sorted(fields):
         return "not the fields of the schema"
     return next(
-        (
-            f"field {name!r} has no allowed value"
-            for name in fields
-            if value[name] not in fields[name]["enum"]
-        ),
-        None,
+        (f"field {name!r} has no allowed value" for name in fields if value[name] not in fields[name]["enum"]), None
     )
 
 
@@ -158,13 +147,8 @@ def usage(court: Court) -> Finding:
         length = len(answer.text)
         allowed = (length, length + 1) if answer.ended else (length,)
         if answer.completion_tokens not in allowed:
-            return court.fail(
-                "completion_tokens is not the length of the text", ask, answer.completion_tokens, allowed
-            )
-        if (
-            answer.total_tokens is not None
-            and answer.total_tokens != answer.prompt_tokens + answer.completion_tokens
-        ):
+            return court.fail("completion_tokens is not the length of the text", ask, answer.completion_tokens, allowed)
+        if answer.total_tokens is not None and answer.total_tokens != answer.prompt_tokens + answer.completion_tokens:
             due = answer.prompt_tokens + answer.completion_tokens
             return court.fail("total_tokens is not the sum", ask, answer.total_tokens, due)
         added.add(answer.prompt_tokens - len(ask.prompt))
@@ -192,9 +176,7 @@ def acceptance(court: Court) -> Finding:
             return court.fail("more accepted than generated", ask, answer.accepted, f"at most {tokens}")
         if answer.rounds is not None and not -1 <= answer.accepted + answer.rounds - tokens <= _MOST_DRAFTED:
             said = f"{answer.accepted} accepted and {answer.rounds} rounds"
-            return court.fail(
-                "accepted tokens and rounds do not come to the text", ask, said, f"{tokens} tokens"
-            )
+            return court.fail("accepted tokens and rounds do not come to the text", ask, said, f"{tokens} tokens")
     if drafted >= 200 and accepted < _FEW * drafted:
         said = f"{accepted} of {drafted} drafted tokens were accepted: does the drafter fit the target?"
         return court.fail(said, asks[0], accepted, f"at least {_FEW:.0%}")
@@ -202,13 +184,7 @@ def acceptance(court: Court) -> Finding:
     return court.passed(f"{accepted} of {drafted} drafted tokens accepted ({rate})")
 
 
-@check(
-    "speed.load",
-    "drafting is not much slower than plain decoding, alone and with 8 requests",
-    ("off",),
-    0.2,
-    True,
-)
+@check("speed.load", "drafting is not much slower than plain decoding, alone and with 8 requests", ("off",), 0.2, True)
 def load(court: Court) -> Finding:
     ratios = []
     for at_once in (1, 8):

@@ -46,14 +46,7 @@ class Ask:
             "temperature": rules.temperature,
         }
         plain = Rules()
-        for name in (
-            "top_k",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-        ):
+        for name in ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if getattr(rules, name) != getattr(plain, name):
                 values[name] = getattr(rules, name)
         if rules.bias:
@@ -161,9 +154,7 @@ def _logprobs(found: Any) -> list[TokenLogprob] | None:
     if "content" in found:  # the shape of chats, which llama.cpp uses for completions too
         return [
             TokenLogprob(
-                each["token"],
-                each["logprob"],
-                {one["token"]: one["logprob"] for one in each.get("top_logprobs") or ()},
+                each["token"], each["logprob"], {one["token"]: one["logprob"] for one in each.get("top_logprobs") or ()}
             )
             for each in found["content"] or ()
         ]

@@ -93,10 +93,7 @@ def target_weights(table: Table, layers: int = LAYERS) -> Weights:
     embedding = np.zeros((VOCAB, WIDTH), np.float32)
     embedding[np.arange(VOCAB), _PLACES[0] + symbol] = _ONE
     embedding[:, _CONSTANT : _CONSTANT + 3] = _ONE
-    weights: Weights = {
-        "model.embed_tokens.weight": embedding,
-        "model.norm.weight": np.ones(WIDTH, np.float32),
-    }
+    weights: Weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": np.ones(WIDTH, np.float32)}
     for layer in range(layers):
         weights |= _layer(f"model.layers.{layer}.", WIDTH)
     first = "model.layers.0.self_attn."
@@ -123,13 +120,8 @@ def target_weights(table: Table, layers: int = LAYERS) -> Weights:
 
 def head_weights(table: Table) -> Weights:
     """An EAGLE-3 head, by its authors' names, whose law is this table's, of the last token alone."""
-    symbols, carried = (
-        np.arange(table.size + 1),
-        2 * _ONE,
-    )  # what the carried lane holds: a root mean square of 1
-    weights: Weights = {
-        name.replace("layer.", "midlayer."): each for name, each in _layer("layer.", 2 * WIDTH).items()
-    }
+    symbols, carried = (np.arange(table.size + 1), 2 * _ONE)  # what the carried lane holds: a root mean square of 1
+    weights: Weights = {name.replace("layer.", "midlayer."): each for name, each in _layer("layer.", 2 * WIDTH).items()}
     weights["midlayer.hidden_norm.weight"] = np.ones(WIDTH, np.float32)
     weights["midlayer.input_layernorm.weight"] = np.ones(WIDTH, np.float32)
     weights["norm.weight"] = np.ones(WIDTH, np.float32)
@@ -163,9 +155,7 @@ def _layer(prefix: str, width_in: int) -> Weights:
         "mlp.up_proj": (INNER, WIDTH),
         "mlp.down_proj": (WIDTH, INNER),
     }
-    weights: Weights = {
-        f"{prefix}{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()
-    }
+    weights: Weights = {f"{prefix}{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
     for name in ("input_layernorm", "post_attention_layernorm"):
         weights[f"{prefix}{name}.weight"] = np.ones(WIDTH, np.float32)
     return weights

@@ -71,16 +71,10 @@ def prefix(court: Court) -> Finding:
     return failed or court.passed(f"{2 * len(first) + len(family) + len(longer)} texts as due")
 
 
-@check(
-    "greedy.lengths",
-    "greedy texts of prompts whose lengths lie around block and chunk sizes",
-    needs=("table",),
-)
+@check("greedy.lengths", "greedy texts of prompts whose lengths lie around block and chunk sizes", needs=("table",))
 def lengths(court: Court) -> Finding:
     asks = [Ask(court.table.prompts(1, 77 + n, n, n)[0], 16) for n in LENGTHS]
     if failed := court.compare(asks, court.alone(asks), "alone"):
         return failed
     failed = court.compare(asks, court.ask(asks), "together")
-    return failed or court.passed(
-        f"{2 * len(asks)} texts as due, prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens"
-    )
+    return failed or court.passed(f"{2 * len(asks)} texts as due, prompts of {LENGTHS[0]} to {LENGTHS[-1]} tokens")

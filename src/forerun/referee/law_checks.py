@@ -9,16 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.referee.ask import Answer, Ask
-from forerun.referee.evidence import (
-    Bettor,
-    Drawn,
-    Evidence,
-    Law,
-    Rival,
-    TwoSamples,
-    smallest_found,
-    usual_bettors,
-)
+from forerun.referee.evidence import Bettor, Drawn, Evidence, Law, Rival, TwoSamples, smallest_found, usual_bettors
 from forerun.referee.suite import Court, Finding, check
 from forerun.referee.tables import Contexts, Floats, Pair, Rules, Table
 
@@ -34,9 +25,7 @@ def drawn_from(pair: Pair, asks: Sequence[Ask], answers: Sequence[Answer]) -> tu
         contexts = table.contexts(table.encode(ask.prompt), output).take(slice(0, len(output)))
         parts.append((contexts, np.array(output, dtype=np.int64)))
         texts += [i] * len(output)
-    contexts = Contexts(
-        *(np.concatenate([getattr(c, name) for c, _ in parts]) for name in ("last", "used", "seen"))
-    )
+    contexts = Contexts(*(np.concatenate([getattr(c, name) for c, _ in parts]) for name in ("last", "used", "seen")))
     tokens = np.concatenate([output for _, output in parts])
     position = np.concatenate([np.arange(len(output)) for _, output in parts])
     rules = asks[0].rules
@@ -136,13 +125,9 @@ def _counting_prompt(court: Court, rules: Rules) -> Law:
 
 def _rivals(court: Court, rules: Rules) -> list[Bettor]:
     plain = Rules(rules.temperature)
-    found: list[Bettor] = [
-        Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)
-    ]
+    found: list[Bettor] = [Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)]
     if rules.temperature != 1:
-        found.append(
-            Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0)))
-        )
+        found.append(Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0))))
     if rules.presence_penalty:
         found.append(Rival("the penalty counts the prompt as well", _counting_prompt(court, rules)))
     return found
@@ -182,9 +167,7 @@ def on_off(court: Court) -> Finding:
             worst = min(tests, key=lambda test: test.p_value)
             ask = Ask(prompts[tests.index(worst)], 2, Rules())
             most_on, most_off = (max(counts, key=lambda text: counts[text]) for counts in worst.counts)
-            return court.fail(
-                f"the laws differ after {worst.pairs} pairs", ask, most_on, most_off, p_value=p_value
-            )
+            return court.fail(f"the laws differ after {worst.pairs} pairs", ask, most_on, most_off, p_value=p_value)
     pairs = sum(test.pairs for test in tests)
     if pairs < 64:
         return Finding("skip", f"{pairs} pairs are too few; give --tokens or --seconds more")
@@ -208,9 +191,7 @@ def differ(court: Court) -> Finding:
     p_value = min(1.0, math.exp(-max(0.0, wealth)))
     if p_value <= court.alarms:
         how = "without seeds" if worst[4][0] is None else f"with seeds {worst[4][0]} and {worst[4][1]}"
-        return court.fail(
-            f"two texts {how} repeat each other", worst[1], worst[2], "another text", p_value=p_value
-        )
+        return court.fail(f"two texts {how} repeat each other", worst[1], worst[2], "another text", p_value=p_value)
     return court.passed("12 pairs of texts part as they should", p_value=p_value)
 
 

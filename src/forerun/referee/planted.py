@@ -189,9 +189,7 @@ class Planted:
             if "top_p_one_side" in bugs:
                 tested = self._table_law(self.pair.draft, (last,) * 3, replace(rules, top_p=1.0))
             if "argmax_as_drawn" in bugs or "accepts_nothing" in bugs:
-                drawn = np.eye(len(tested))[
-                    int(drawn.argmin() if "accepts_nothing" in bugs else drawn.argmax())
-                ]
+                drawn = np.eye(len(tested))[int(drawn.argmin() if "accepts_nothing" in bugs else drawn.argmax())]
             if "accepts_nothing" in bugs:
                 tested = drawn
             drafts.append(self._draw(state, drawn))
@@ -216,9 +214,7 @@ class Planted:
         counted = root if "penalties_from_root" in bugs else len(state.tokens)
         return self._law(state, (), rules, counted, back)
 
-    def _law(
-        self, state: _State, _: Sequence[int], rules: Rules, counted: int | None = None, back: int = 0
-    ) -> Floats:
+    def _law(self, state: _State, _: Sequence[int], rules: Rules, counted: int | None = None, back: int = 0) -> Floats:
         at = len(state.tokens) - 1 - back
         last = (state.tokens[at], state.cache[at - 1], state.cache[at - FAR])
         table = self.pair.target

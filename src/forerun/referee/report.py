@@ -50,13 +50,9 @@ def as_junit(report: Report) -> str:
     suite = xml.SubElement(suites, "testsuite", {"name": f"forerun verify {report.target}", **numbers})
     for each in report.results:
         group, _, name = each.name.partition(".")
-        case = xml.SubElement(
-            suite, "testcase", {"classname": group, "name": name, "time": f"{each.seconds:.3f}"}
-        )
+        case = xml.SubElement(suite, "testcase", {"classname": group, "name": name, "time": f"{each.seconds:.3f}"})
         if each.status == "fail":
-            xml.SubElement(case, "failure", {"message": _clean(each.finding.detail)}).text = _clean(
-                told(each)
-            )
+            xml.SubElement(case, "failure", {"message": _clean(each.finding.detail)}).text = _clean(told(each))
         elif each.status == "skip":
             xml.SubElement(case, "skipped", {"message": _clean(each.finding.detail)})
     xml.indent(suites)
@@ -65,9 +61,7 @@ def as_junit(report: Report) -> str:
 
 def _clean(text: str) -> str:
     """Without characters that XML cannot hold."""
-    return "".join(
-        c if c in "\t\n" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" else "?" for c in text
-    )
+    return "".join(c if c in "\t\n" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" else "?" for c in text)
 
 
 def told(each: Result) -> str:
@@ -99,9 +93,7 @@ def as_html(report: Report) -> str:
     failed = report.failed
     rows = "".join(_row(each) for each in report.results)
     failures = "".join(f"<pre>{html.escape(told(each))}</pre>" for each in failed)
-    limit = -math.log10(
-        report.false_alarms / max(1, sum(bool(each.finding.trace) for each in report.results))
-    )
+    limit = -math.log10(report.false_alarms / max(1, sum(bool(each.finding.trace) for each in report.results)))
     plots = "".join(_plots(each, limit) for each in report.results if each.finding.bars)
     parts = [
         f"<h1>forerun verify: {html.escape(report.target)}</h1>",

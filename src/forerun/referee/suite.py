@@ -209,9 +209,7 @@ class Court:
             self._alone[key] = self.alone([ask])[0].text
         return self._alone[key]
 
-    def compare(
-        self, asks: Sequence[Ask], answers: Sequence[Answer], how: str, mode: Mode = "on"
-    ) -> Finding | None:
+    def compare(self, asks: Sequence[Ask], answers: Sequence[Answer], how: str, mode: Mode = "on") -> Finding | None:
         """A failure where a greedy text is not the one due; ties that rounding may decide are not failures."""
         for ask, answer in zip(asks, answers, strict=True):
             due = self.reference(ask)
@@ -223,9 +221,7 @@ class Court:
         """Do two greedy texts part where two symbols are equally likely, up to rounding?"""
         if self.pair is None:
             return False
-        place = next(
-            (i for i, (a, b) in enumerate(zip(got, due, strict=False)) if a != b), min(len(got), len(due))
-        )
+        place = next((i for i, (a, b) in enumerate(zip(got, due, strict=False)) if a != b), min(len(got), len(due)))
         table, common = self.table, self.table.encode(due[:place])
         logits = table.logits(table.contexts(table.encode(ask.prompt), common).last)[-1]
         pick = [table.encode(text[place])[0] if place < len(text) else table.end for text in (got, due)]
@@ -235,13 +231,7 @@ class Court:
         return Finding("pass", detail, **more)
 
     def fail(
-        self,
-        detail: str,
-        ask: Ask | None = None,
-        got: Any = None,
-        due: Any = None,
-        mode: Mode = "on",
-        **more: Any,
+        self, detail: str, ask: Ask | None = None, got: Any = None, due: Any = None, mode: Mode = "on", **more: Any
     ) -> Finding:
         """A failure with what was asked, what came, what was due, and the command that asks again."""
         example = {} if ask is None else {"prompt": ask.prompt, "got": got, "due": due}

@@ -34,9 +34,7 @@ class UrlTarget:
     plain: str | None = None
     off: Mapping[str, Any] | None = None
     key: str | None = None
-    extra: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # sent with every request, unless a check says otherwise
+    extra: Mapping[str, Any] = field(default_factory=dict)  # sent with every request, unless a check says otherwise
     names: Mapping[str, str] = field(default_factory=dict)  # what this server calls a field
     width: int = 16  # requests under way at once
     timeout: float = 120.0
@@ -247,10 +245,7 @@ class TransformersTarget:
         def load(folder: str) -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-        self._model, self._tokenizer = (
-            load(self.model),
-            transformers.AutoTokenizer.from_pretrained(self.model),
-        )
+        self._model, self._tokenizer = (load(self.model), transformers.AutoTokenizer.from_pretrained(self.model))
         self._assistant = None if self.assistant is None else load(self.assistant)
         if self._assistant is not None:
             self._assistant.generation_config.num_assistant_tokens = self.tokens

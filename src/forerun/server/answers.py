@@ -176,9 +176,7 @@ class Answer:
             **_error_of(done),
         }
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | str | None = None
-    ) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | str | None = None) -> dict[str, Any]:
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,8 +217,7 @@ SLICE = 8  # tokens whose log-probabilities are written at once: with 64 others 
 def for_chat(entries: Sequence[TokenLogprob], tokenizer: Spells) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
     content = [
-        {**_entry(each), "top_logprobs": [_entry(one) for one in each.top]}
-        for each in spelt(entries, tokenizer)
+        {**_entry(each), "top_logprobs": [_entry(one) for one in each.top]} for each in spelt(entries, tokenizer)
     ]
     return {"content": content, "refusal": None}
 

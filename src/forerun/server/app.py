@@ -72,9 +72,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     )  # fmt: skip
     app.state.service = service
     add_error_handlers(app)
-    app.add_middleware(
-        Guard, max_body=settings.max_body, patience=settings.client_seconds, metrics=service.metrics
-    )
+    app.add_middleware(Guard, max_body=settings.max_body, patience=settings.client_seconds, metrics=service.metrics)
     allowed = [Depends(_check_key(gate))]
     _add_operator_routes(app, service)
     _add_text_routes(app, service, allowed)
@@ -159,12 +157,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return _page_file(name)
 
 
-_PAGE = {
-    "index.html": "text/html",
-    "style.css": "text/css",
-    "app.js": "text/javascript",
-    "plots.js": "text/javascript",
-}
+_PAGE = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript", "plots.js": "text/javascript"}
 
 
 def _page_file(name: str) -> Response:

@@ -41,10 +41,7 @@ class ErrorBody(BaseModel):
 # for the OpenAPI schema; a range in place of the framework's own 422, which is not used
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "the request is wrong, or cannot be taken now"},
-    "5XX": {
-        "model": ErrorBody,
-        "description": "the server failed, is shutting down, or ran past the deadline",
-    },
+    "5XX": {"model": ErrorBody, "description": "the server failed, is shutting down, or ran past the deadline"},
 }
 
 

@@ -16,14 +16,7 @@ from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.request import Budget, Event
 from forerun.core.seeds import derived_seed
 from forerun.server.errors import ApiError
-from forerun.server.schemas import (
-    MOST_LOGPROBS,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    Speculative,
-    TreeBudget,
-)
+from forerun.server.schemas import MOST_LOGPROBS, ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
@@ -33,12 +26,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freq
              "max_thinking_tokens")  # fmt: skip
 
 
-_GUIDED = (
-    "json",
-    "regex",
-    "choice",
-    "grammar",
-)  # vLLM's older names of structured_outputs, with guided_ before
+_GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's older names of structured_outputs, with guided_ before
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +62,7 @@ def make_jobs(
     copies = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != copies:
         raise ApiError(
-            400,
-            f"best_of={body.best_of} is not supported: ask for as many with n and choose",
-            param="best_of",
+            400, f"best_of={body.best_of} is not supported: ask for as many with n and choose", param="best_of"
         )
     asked, how = (
         None if each is None else each.model_dump(by_alias=True, exclude_none=True)

@@ -120,9 +120,7 @@ class _Bucket:
 class Gate:
     """Lets callers in by key and within their rate."""
 
-    def __init__(
-        self, keys: Sequence[str], per_minute: int | None, now: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, keys: Sequence[str], per_minute: int | None, now: Callable[[], float] = monotonic) -> None:
         self._keys, self._per_minute, self._now = [key.encode() for key in keys], per_minute, now
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
@@ -160,11 +158,7 @@ class Gate:
             wait = max(1, round((1.0 - bucket.left) / rate))
             message = f"more than {self._per_minute} requests a minute; try again in {wait} s"
             raise ApiError(
-                429,
-                message,
-                "rate_limit_error",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(wait)},
+                429, message, "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(wait)}
             )
         bucket.left -= 1.0
 

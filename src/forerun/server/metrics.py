@@ -40,9 +40,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _SECONDS)
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds", "Per token after the first", _PER_TOKEN
-        )
+        self._per_token = self._histogram("time_per_output_token_seconds", "Per token after the first", _PER_TOKEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to its end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Until its prompt was read", _SECONDS)
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
@@ -81,9 +79,7 @@ class Metrics:
         return made.labels(self._model)
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
-        made = Histogram(
-            f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry
-        )
+        made = Histogram(f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry)
         return made.labels(self._model)
 
 

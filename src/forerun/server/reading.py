@@ -32,13 +32,7 @@ from forerun.server.backends.child import take_channel
 from forerun.server.backends.start import start_child
 from forerun.server.errors import ApiError, as_api_error, from_validation
 from forerun.server.generation import Job, check_number, make_jobs
-from forerun.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generation,
-    TokenizeRequest,
-)
+from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from forerun.server.settings import LOG_FORMAT
 from forerun.server.tools import must_call, schema_of_calls
 
@@ -106,9 +100,7 @@ class RequestReader:
         if not forced:
             return self._jobs(body, [ids], context)
         if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(
-                400, "a text cannot both call a tool and have a response_format", param="tool_choice"
-            )
+            raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
         return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
 
     def _with_effort(self, body: ChatRequest, effort: str, variables: dict[str, Any]) -> ChatRequest:
@@ -176,9 +168,7 @@ class RequestReader:
     def _check_count(self, count: int, of_what: str, context: int) -> None:
         """Refuse more parts than the context has tokens: each takes one at least."""
         if count > context and not self.facts.has_encoder:
-            said = (
-                f"the request has {count} {of_what}; the context holds at most {context} tokens; shorten it"
-            )
+            said = f"the request has {count} {of_what}; the context holds at most {context} tokens; shorten it"
             raise PromptTooLong(said)
 
     def _jobs(

@@ -49,9 +49,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         taken.close()
         place = f"{settings.host}:{settings.port}"
-        raise InvalidInput(
-            f"cannot listen on {place}: {error.strerror}; choose another --host or --port"
-        ) from None
+        raise InvalidInput(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from None
     return taken
 
 
@@ -134,10 +132,7 @@ def import_application() -> None:
 
 
 async def _answer(
-    make_backend: MakeBackend,
-    settings: ServerSettings,
-    listener: socket.socket,
-    announce: Callable[[Backend], object],
+    make_backend: MakeBackend, settings: ServerSettings, listener: socket.socket, announce: Callable[[Backend], object]
 ) -> int | None:
     """Returns the signal that ended it, or REPLACE."""
     backend = make_backend()

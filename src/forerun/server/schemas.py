@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from forerun.core.checks import unknown
 from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
@@ -109,9 +101,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_speculative: bool = Field(
-        False, description="drafted and own tokens of every chunk, and figures last"
-    )
+    include_speculative: bool = Field(False, description="drafted and own tokens of every chunk, and figures last")
     include_rejected: bool = Field(False, description="also what was drafted in vain; needs the field above")
 
 
@@ -146,9 +136,7 @@ class TagStructure(_Body):
 
 
 class ResponseFormat(_Body):
-    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"] = (
-        "text"
-    )
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"] = "text"
     json_schema: JsonSchema | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -167,8 +155,7 @@ class StructuredOutputs(_Body):
     grammar: str | None = None
     structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool | None = Field(
-        None,
-        description="false = any whitespace in JSON, true = none; left out: a space behind , and : at most",
+        None, description="false = any whitespace in JSON, true = none; left out: a space behind , and : at most"
     )
 
 
@@ -220,9 +207,7 @@ class Generation(_Body):
         ]
         | None
     ) = None
-    stop: Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)] | None = (
-        None
-    )
+    stop: Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Whole | None = _between(0)
     max_thinking_tokens: Whole | None = _between(0, description="of a model that thinks before it answers")
@@ -249,10 +234,7 @@ class Generation(_Body):
 
 class CompletionRequest(Generation):
     prompt: (
-        str
-        | Annotated[list[str], Field(fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True)]
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     echo: bool | None = False
     suffix: str | None = None

@@ -40,11 +40,7 @@ class Service:
         self.model = settings.model_names[0]
         self.metrics = Metrics(backend, self.model)
         facts = ReaderFacts(
-            backend.vocab_size,
-            backend.has_encoder,
-            settings.model_names,
-            settings.max_choices,
-            settings.log_prompts,
+            backend.vocab_size, backend.has_encoder, settings.model_names, settings.max_choices, settings.log_prompts
         )
         self.reader = RequestReader(backend.tokenizer, facts)
         self.reader_process = ReaderProcess(backend.tokenizer, facts)
@@ -87,9 +83,7 @@ class Service:
         if self.draining:
             raise _leaving()
         if self.active + texts > room:
-            message = (
-                f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
-            )
+            message = f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
             raise ApiError(429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
         self.active += texts
         try:
@@ -133,14 +127,9 @@ class Service:
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield as_line(answer.figures([done[job.index] for job in jobs]))
 
-    async def _counted(
-        self, jobs: list[Job], answer: Answer
-    ) -> AsyncGenerator[tuple[int, Event | Completion]]:
+    async def _counted(self, jobs: list[Job], answer: Answer) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
-        timings, prompts = (
-            {job.index: Timing(answer.arrived) for job in jobs},
-            {job.index: job for job in jobs},
-        )
+        timings, prompts = ({job.index: Timing(answer.arrived) for job in jobs}, {job.index: job for job in jobs})
         left = set(timings)
         try:
             async with aclosing(self._texts(jobs)) as items:

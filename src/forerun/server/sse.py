@@ -31,9 +31,7 @@ PLACE = f"\0 {secrets.token_hex(8)} \0"  # no text that anybody knows
 class EventStream(StreamingResponse):
     """Streams messages, the first of which is known. A client that leaves ends their generator; `ends` comes last."""
 
-    def __init__(
-        self, first: bytes, rest: AsyncGenerator[bytes], ends: ExitStack, headers: dict[str, str]
-    ) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], ends: ExitStack, headers: dict[str, str]) -> None:
         self._rest, self._ends = rest, ends
         self._lines = _to_the_end(first, rest)
         self._connection: OwnConnection | None = None

@@ -24,9 +24,7 @@ def must_call(body: ChatRequest) -> list[FunctionSpec]:
     name = inner.get("name") if isinstance(inner, dict) else None
     chosen = [tool for tool in known if tool.name == name]
     if not chosen:
-        raise ApiError(
-            400, f"tool_choice names no tool that was offered: {str(name)[:80]!r}", param="tool_choice"
-        )
+        raise ApiError(400, f"tool_choice names no tool that was offered: {str(name)[:80]!r}", param="tool_choice")
     return chosen
 
 

@@ -108,9 +108,7 @@ def _check_siblings(trees: TreeBatch, b: int, rows: Sequence[int]) -> None:
         if drawn is not None and row != -1:
             assert 0 <= row < len(drawn.laws), f"tree {b}: there is no law {row}"
             possible = all(drawn.laws[row, tokens[i]] > 0 for i in children)
-            assert possible, (
-                f"tree {b}: a child of node {parent} is impossible under the law it was drawn from"
-            )
+            assert possible, f"tree {b}: a child of node {parent} is impossible under the law it was drawn from"
 
 
 def _varied_seq(rng: random.Random, id: int, vocab_size: int) -> FakeSeq:

@@ -17,18 +17,7 @@ from torch import Tensor
 
 from forerun.core.noise import DRAFT, draw, uniform
 from forerun.core.offer import Offer
-from forerun.core.types import (
-    Budget,
-    Draws,
-    Needs,
-    PlainSeq,
-    Prompts,
-    Scores,
-    Seq,
-    TreeBatch,
-    Verdict,
-    first_rows,
-)
+from forerun.core.types import Budget, Draws, Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.models.base import SharedWeights
 from forerun.models.slots import UnpagedTarget
 
@@ -86,9 +75,7 @@ class TableLM(UnpagedTarget):
         self._check_use([token for chain in chains for token in chain])
         return TreeBatch.chains(chains, self.device), Scores(None, self._hidden(contexts, needs))
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         assert len(seqs) == len(trees), f"{len(seqs)} sequences and {len(trees)} trees"
         read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         contexts: list[list[int]] = []
@@ -110,9 +97,7 @@ class TableLM(UnpagedTarget):
         self._promised = 0
         for b, seq in enumerate(seqs):
             tokens, parents = tree_of(trees, b)
-            assert self._scored.pop(seq.id, None) == (tokens, parents), (
-                f"sequence {seq.id}: tree was not scored"
-            )
+            assert self._scored.pop(seq.id, None) == (tokens, parents), f"sequence {seq.id}: tree was not scored"
             path = verdict.path(b)
             assert not path or path == path_to(parents, path[-1]), f"sequence {seq.id}: {path} is no path"
             self._cached[seq.id] += [tokens[i] for i in [0, *path]]
@@ -135,9 +120,7 @@ class TableLM(UnpagedTarget):
     def _check_use(self, tokens: Iterable[int]) -> None:
         """A network would read past its embedding, or write past its cache."""
         assert all(0 <= token < self.vocab_size for token in tokens), "a token lies outside the vocabulary"
-        assert self.slots is None or self.used_slots <= self.slots, (
-            "more tokens are cached than there are slots"
-        )
+        assert self.slots is None or self.used_slots <= self.slots, "more tokens are cached than there are slots"
 
     def _hidden(self, contexts: Sequence[Sequence[int]], needs: Needs) -> dict[int, Tensor]:
         empty = torch.zeros(0, self.width)
@@ -226,9 +209,7 @@ class LawDrafter:
     def forget(self, seq: Seq) -> None:
         """Nothing is held."""
 
-    def _grow(
-        self, seq: Seq, budget: Budget, laws: list[Tensor], rows: list[int]
-    ) -> tuple[list[int], list[int]]:
+    def _grow(self, seq: Seq, budget: Budget, laws: list[Tensor], rows: list[int]) -> tuple[list[int], list[int]]:
         tokens, parents = [seq.tokens[-1]], [-1]
         rows.append(-1)
         for parent in range(1 + budget.nodes):

@@ -44,25 +44,18 @@ def check_target(
     for n in range(rounds):
         seqs = rng.sample(live, rng.randint(1, len(live))) if n else live
         trees = TreeBatch.trees(
-            [random_tree(rng, seq.tokens[-1], vocab_size, rng.randint(0, nodes)) for seq in seqs],
-            device=target.device,
+            [random_tree(rng, seq.tokens[-1], vocab_size, rng.randint(0, nodes)) for seq in seqs], device=target.device
         )
         if n % 2:  # a tree that was scored and not committed must leave no trace
             target.score(seqs, TreeBatch.chains([[seq.tokens[-1], 0] for seq in seqs], target.device), needs)
-        joins = (
-            [_new_seq(rng, next(ids), vocab_size, 9), _new_seq(rng, next(ids), vocab_size, 1)]
-            if n % 2
-            else []
-        )
+        joins = [_new_seq(rng, next(ids), vocab_size, 9), _new_seq(rng, next(ids), vocab_size, 1)] if n % 2 else []
         _compare(plain, seqs, trees, _score_beside(target, seqs, trees, joins, needs, rng), needs, ids, atol)
         verdict = random_verdict(rng, trees, vocab_size)
         target.commit(seqs, trees, verdict)
         extend(seqs, trees, verdict)
         _join(target, plain, joins, needs, ids, atol)
         held = [target.cached_tokens(seq) for seq in live]
-        assert held == [len(seq.tokens) - 1 for seq in live], (
-            f"cached_tokens says {held}, not all but the last"
-        )
+        assert held == [len(seq.tokens) - 1 for seq in live], f"cached_tokens says {held}, not all but the last"
         if n % 3 == 1:  # one drops some of its last tokens and continues with others
             _rewrite(rng, target, rng.choice(live), needs)
         if n % 3 == 2:  # one leaves, another comes
@@ -81,12 +74,7 @@ def check_target(
 
 
 def _score_beside(
-    target: Target,
-    seqs: Sequence[Seq],
-    trees: TreeBatch,
-    joins: Sequence[FakeSeq],
-    needs: Needs,
-    rng: random.Random,
+    target: Target, seqs: Sequence[Seq], trees: TreeBatch, joins: Sequence[FakeSeq], needs: Needs, rng: random.Random
 ) -> Scores:
     """Score trees while the first few tokens of other sequences' prompts are cached."""
     if not joins:
@@ -103,9 +91,7 @@ def _score_beside(
     return scores
 
 
-def _join(
-    target: Target, plain: Target, joins: Sequence[Seq], needs: Needs, ids: count[int], atol: float
-) -> None:
+def _join(target: Target, plain: Target, joins: Sequence[Seq], needs: Needs, ids: count[int], atol: float) -> None:
     """Cache the rest of their prompts, in a chunk of its own: they score as if it had been one."""
     if joins:
         _prefill(target, joins, needs, [target.cached_tokens(seq) for seq in joins])
@@ -150,9 +136,7 @@ def _prefill(target: Target, seqs: Sequence[Seq], needs: Needs, cached: Sequence
     trees, scores = target.prefill(seqs, needs)
     fresh = [seq.tokens[have:-1] for seq, have in zip(seqs, cached or [0] * len(seqs), strict=True)]
     wanted = [token for tokens in fresh for token in tokens]
-    assert trees.tokens.tolist() == wanted, (
-        "prefill returns the tokens it cached: all that were not, but the last"
-    )
+    assert trees.tokens.tolist() == wanted, "prefill returns the tokens it cached: all that were not, but the last"
     assert trees.sizes() == [len(tokens) for tokens in fresh], "prefill returns one chain per sequence"
     _check_rows(scores, needs, len(trees.tokens))
 
@@ -165,13 +149,7 @@ def _check_rows(scores: Scores, needs: Needs, nodes: int) -> None:
 
 
 def _compare(
-    plain: Target,
-    seqs: Sequence[Seq],
-    trees: TreeBatch,
-    scores: Scores,
-    needs: Needs,
-    ids: count[int],
-    atol: float,
+    plain: Target, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, needs: Needs, ids: count[int], atol: float
 ) -> None:
     """Every node against a new sequence, alone, that was prefilled with the node's own path."""
     assert scores.logits is not None, "score returned no logits"

@@ -43,9 +43,7 @@ def _attend_rows(queries, keys, values, places, out, scale, row_stride, head_str
     tl.store(out + mine, (found / total[:, None]).to(out.dtype.element_ty), mask=(r < GROUP)[:, None])
 
 
-def attend_rows(
-    queries: torch.Tensor, cache: torch.Tensor, places: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend_rows(queries: torch.Tensor, cache: torch.Tensor, places: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries [B, Hkv, G, Dh] over slots 0..places[b] of cache [2, B, Hkv, S, Dh]; the last two dims are dense."""
     queries = queries.contiguous()
     out = torch.empty_like(queries)

@@ -64,9 +64,7 @@ def kind_of_head(folder: Path, *, pickle: bool = False) -> str:
     return read_head(folder, pickle=pickle)[0].kind if found is None else found.kind
 
 
-def check_head(
-    folder: Path, model: str, config: EngineConfig | None = None, *, tokens: int = 64
-) -> HeadReport:
+def check_head(folder: Path, model: str, config: EngineConfig | None = None, *, tokens: int = 64) -> HeadReport:
     """Check a head with a target; raises with the reason where the two cannot work together."""
     kind = kind_of_head(folder)
     checkpoint = open_checkpoint(model)
@@ -96,9 +94,7 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
     config, _ = read_mtp(folder) if kind == "mtp" else read_head(folder)
     _check_vocabulary(config.vocab_size, target, config.target)
     _check_layers(config.layers, target, config.target)
-    layers = (
-        "the last row" if kind != "eagle3" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
-    )
+    layers = "the last row" if kind != "eagle3" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
     depth = f"{config.depth} layers, " if config.depth > 1 else ""
     size = f"{depth}{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
     return f"{NAMES[config.kind]}, {size}, reads {layers}", config.target
@@ -123,9 +119,7 @@ def _check_vocabulary(size: int, target: Target, trained_for: str) -> None:
         )
 
 
-def _accepted(
-    folder: Path, kind: str, target: Target, tokenizer: Tokenizer, tokens: int
-) -> tuple[float, list[float]]:
+def _accepted(folder: Path, kind: str, target: Target, tokenizer: Tokenizer, tokens: int) -> tuple[float, list[float]]:
     """Tokens per round of greedy chains, and how often they were accepted to each depth."""
     speculative = SpeculativeConfig(drafter=kind, draft_model=str(folder), budget=5, controller="fixed")
     engine = make_engine(target, tokenizer.eos_ids, speculative, EngineConfig(max_batch=len(PROMPTS)))

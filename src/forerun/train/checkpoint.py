@@ -49,11 +49,7 @@ class Saved:
 
 
 def write_checkpoint(
-    folder: Path,
-    step: int,
-    options: TrainOptions,
-    named: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    folder: Path, step: int, options: TrainOptions, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     """Into `checkpoint` of a run's folder, in place of the one before."""
     part, kept = folder / "checkpoint.part", folder / "checkpoint"
@@ -111,9 +107,7 @@ def _must_be_ours(folder: Path, theirs: Mapping[str, Any], options: TrainOptions
 
 
 def _damaged(kept: Path, why: str) -> DamagedFile:
-    return DamagedFile(
-        f"the checkpoint in {kept} is damaged ({why}); remove that folder to begin the run again"
-    )
+    return DamagedFile(f"the checkpoint in {kept} is damaged ({why}); remove that folder to begin the run again")
 
 
 log = logging.getLogger("forerun.train")

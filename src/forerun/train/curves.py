@@ -36,9 +36,7 @@ def draw(folders: Sequence[Path], file: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise MissingDependency(
-            "plots need matplotlib; install it with: pip install 'forerun[bench]'"
-        ) from error
+        raise MissingDependency("plots need matplotlib; install it with: pip install 'forerun[bench]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -54,14 +52,9 @@ def draw(folders: Sequence[Path], file: Path) -> None:
         walked = [(s["step"], value) for s in tested if (value := s.get("walked_tokens_per_round"))]
         if walked:
             right.plot(
-                *zip(*walked, strict=True),
-                f"C{i}s--",
-                markersize=4,
-                label=f"{folder.name}, through other texts",
+                *zip(*walked, strict=True), f"C{i}s--", markersize=4, label=f"{folder.name}, through other texts"
             )
-    left.set(
-        xlabel="step", ylabel="overlap of the laws at the first level", title="While training (smoothed)"
-    )
+    left.set(xlabel="step", ylabel="overlap of the laws at the first level", title="While training (smoothed)")
     right.set(xlabel="step", ylabel="tokens per round", title="Simulated on held-back text")
     for axes in (left, right):
         axes.grid(alpha=0.3)

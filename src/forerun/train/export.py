@@ -66,9 +66,7 @@ READERS = {
         deep=False,
         lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     ),
-    "speculators": Reader(
-        "speculators", 'speculators.SpeculatorModel.from_pretrained("{folder}")', kinds=("eagle3",)
-    ),
+    "speculators": Reader("speculators", 'speculators.SpeculatorModel.from_pretrained("{folder}")', kinds=("eagle3",)),
     "eagle": Reader(
         "eagle",
         "forerun generate --drafter {method} --draft-model {folder}",
@@ -175,9 +173,7 @@ def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
             f"{config.width} wide; export it to vllm, or train one without --width"
         )
     if config.depth > 1 and not reader.deep:
-        raise InvalidInput(
-            f"{name} reads heads of one layer and this one has {config.depth}; export it to vllm"
-        )
+        raise InvalidInput(f"{name} reads heads of one layer and this one has {config.depth}; export it to vllm")
     ignored = [setting for setting in reader.lacks if getattr(config, setting)]
     if ignored:
         raise InvalidInput(
@@ -203,9 +199,7 @@ def _with_own_embedding(
 ) -> dict[str, Tensor]:
     """The map from the target's embedding to the head's width, written out for every token: others do not map."""
     if embed_rows is None:
-        raise InvalidInput(
-            f"{name} needs the embedding that this head maps from its target's; name it with --target"
-        )
+        raise InvalidInput(f"{name} needs the embedding that this head maps from its target's; name it with --target")
     into = weights["embed_proj.weight"]
     table = (embed_rows(torch.arange(config.vocab_size)).float() @ into.float().t()).to(into.dtype)
     kept = {key: weight for key, weight in weights.items() if key != "embed_proj.weight"}
@@ -234,11 +228,7 @@ def _engine_keys(values: dict[str, Any], config: EagleConfig) -> dict[str, Any]:
 
 def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> None:
     found, tensors = read_head(out)
-    same = {
-        name
-        for name, weight in weights.items()
-        if name in tensors and torch.equal(weight.cpu(), tensors[name])
-    }
+    same = {name for name, weight in weights.items() if name in tensors and torch.equal(weight.cpu(), tensors[name])}
     wrong = sorted((weights.keys() | tensors.keys()) - same)
     left_out = {"calibration": config.calibration, "rates": config.rates, "target": config.target}
     if wrong or replace(found, **left_out) != config:  # type: ignore[arg-type]
@@ -305,10 +295,6 @@ def _block_keys(values: dict[str, Any], config: BlockConfig) -> dict[str, Any]:
 
 def _read_block_back(out: Path, weights: Mapping[str, Tensor]) -> None:
     _, found = read_block(out)
-    wrong = [
-        name for name, weight in weights.items() if name not in found or not torch.equal(weight, found[name])
-    ]
+    wrong = [name for name, weight in weights.items() if name not in found or not torch.equal(weight, found[name])]
     if wrong or found.keys() != weights.keys():
-        raise DamagedFile(
-            f"{out} was written, but reads back otherwise ({', '.join(wrong)}); is the disk full?"
-        )
+        raise DamagedFile(f"{out} was written, but reads back otherwise ({', '.join(wrong)}); is the disk full?")

@@ -81,9 +81,9 @@ class Layer(nn.Module):
         else:
             found = attend_cached(q, k, v, cache, positions, config)
         x = x + F.linear(found.reshape(batch, length, -1), self.o, self.o_bias)
-        gate, up = F.linear(
-            F.rms_norm(x, x.shape[-1:], self.mlp_norm, eps), self.gate_up, self.gate_up_bias
-        ).chunk(2, -1)
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.mlp_norm, eps), self.gate_up, self.gate_up_bias).chunk(
+            2, -1
+        )
         return x + F.linear(F.silu(gate) * up, self.down, self.down_bias)
 
 
@@ -168,9 +168,7 @@ def turn(x: Tensor, rotations: Tensor) -> Tensor:
     return turned if count == x.shape[-1] else torch.cat((turned, x[..., count:]), -1)
 
 
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, positions: Tensor, config: DecoderConfig
-) -> Tensor:
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, positions: Tensor, config: DecoderConfig) -> Tensor:
     """One query each over a static cache [2, B, Hkv, S, Dh]; a kv head's queries go as rows of one call."""
     batch = len(positions)
     rows = torch.arange(batch, device=positions.device)
@@ -183,9 +181,7 @@ def attend_cached(
         return attend_rows(grouped, cache, positions, config.attention_scale).view(q.shape)
     seen = torch.arange(cache.shape[3], device=positions.device) <= positions[:, None]
     mask = seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
-    found = F.scaled_dot_product_attention(
-        grouped, cache[0], cache[1], attn_mask=mask, scale=config.attention_scale
-    )
+    found = F.scaled_dot_product_attention(grouped, cache[0], cache[1], attn_mask=mask, scale=config.attention_scale)
     return found.reshape(batch, 1, -1, config.head_dim)
 
 
@@ -225,18 +221,14 @@ def split_layer(layer: Layer) -> dict[str, Tensor]:
         named |= {f"{part}.bias": bias for part, bias in biases.items()}
     if layer.qk_norm is not None:
         heads = {"q_norm": layer.qk_norm[0], "k_norm": layer.qk_norm[-1]}
-        named |= {
-            f"self_attn.{name}.weight": unpair(row, config.head_dim, dims) for name, row in heads.items()
-        }
+        named |= {f"self_attn.{name}.weight": unpair(row, config.head_dim, dims) for name, row in heads.items()}
     return {name: weight.detach().contiguous() for name, weight in named.items()}
 
 
 def require_separate_matrices(names: Container[str]) -> None:
     """Raise where a checkpoint fuses what an adapter names one by one, as Phi 3 does."""
     if "model.layers.0.self_attn.q_proj.weight" not in names:
-        raise InvalidInput(
-            "a LoRA needs a target whose files name q_proj, k_proj and v_proj; train without --joint"
-        )
+        raise InvalidInput("a LoRA needs a target whose files name q_proj, k_proj and v_proj; train without --joint")
 
 
 class LoraNet(nn.Module):

@@ -135,9 +135,7 @@ class TrainOptions:
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")
-        _check(
-            not self.width or self.train_head, "width", self.width, "with an LM head of its own: --train-head"
-        )
+        _check(not self.width or self.train_head, "width", self.width, "with an LM head of its own: --train-head")
         _check(not self.one_byte or self.method == "eagle3", "one_byte", self.one_byte, "only for eagle3")
 
     @property

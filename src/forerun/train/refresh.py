@@ -157,9 +157,7 @@ def count_rounds(
         drafter=kind_of_head(head), draft_model=str(head), budget=BUDGET, controller="fixed"
     )
     engine = make_engine(target, stops, speculative, EngineConfig(max_batch=8))
-    requests = [
-        Request(prompt, SamplingParams(max_tokens=length, temperature=0)) for prompt, length in prompts
-    ]
+    requests = [Request(prompt, SamplingParams(max_tokens=length, temperature=0)) for prompt, length in prompts]
     return [(seq.stats.tokens, seq.stats.rounds) for seq in Driver(engine).write(requests)]
 
 
@@ -236,9 +234,7 @@ def _text_of(line: Any, number: int, max_length: int) -> Text | None:
     if not (_are_ids(prompt) and _are_ids(tokens) and tokens) or len(prompt) >= max_length:
         return None
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    return Text(
-        [*prompt, *tokens][:max_length], len(prompt), float(temperature) if is_number else 1.0, number
-    )
+    return Text([*prompt, *tokens][:max_length], len(prompt), float(temperature) if is_number else 1.0, number)
 
 
 def _are_ids(value: Any) -> bool:

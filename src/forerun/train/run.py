@@ -86,9 +86,7 @@ def train(
     except KeyboardInterrupt:
         if trainer.is_main and trainer.resume():  # a step may be half made: the last that was saved is whole
             _write(trainer, trainer.measure(), start, perf_counter() - started)
-            say(
-                f"stopped: {folder} holds the drafter of step {trainer.step}; the same command goes on from there"
-            )
+            say(f"stopped: {folder} holds the drafter of step {trainer.step}; the same command goes on from there")
         raise
     if trainer.is_main:
         _write(trainer, measured, start, perf_counter() - started)
@@ -114,9 +112,7 @@ def _load_teacher(options: TrainOptions, checkpoint: Checkpoint, device: torch.d
     return teacher
 
 
-def _specdec_recipe(
-    options: TrainOptions, checkpoint: Checkpoint, corpus: Corpus, device: torch.device
-) -> Recipe:
+def _specdec_recipe(options: TrainOptions, checkpoint: Checkpoint, corpus: Corpus, device: torch.device) -> Recipe:
     """Its target has an encoder, so its teacher is another."""
     teacher = load_source_teacher(checkpoint, device)
     corpus.must_fit(len(teacher.head))
@@ -124,11 +120,7 @@ def _specdec_recipe(
 
 
 def make_recipe(
-    options: TrainOptions,
-    checkpoint: Checkpoint,
-    teacher: Teacher,
-    corpus: Corpus,
-    start: Start | None = None,
+    options: TrainOptions, checkpoint: Checkpoint, teacher: Teacher, corpus: Corpus, start: Start | None = None
 ) -> Recipe:
     """The recipe of a method, at its beginning or with the weights of a finished head."""
     _check_shape(options, teacher)
@@ -159,9 +151,7 @@ def make_recipe(
         options = replace(options, one_byte=start.one_byte)
     theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
     layers = options.features or (() if theirs is None else theirs.layers)
-    config = eagle_config(
-        options, checkpoint.config, layers or default_layers(teacher.layer_count), len(vocabulary)
-    )
+    config = eagle_config(options, checkpoint.config, layers or default_layers(teacher.layer_count), len(vocabulary))
     if theirs is not None:
         config = replace(config, inner=options.inner or theirs.inner)
         if config.kind == "eagle3" and not options.layers:

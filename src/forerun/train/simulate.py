@@ -37,9 +37,7 @@ def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chun
 
 
 @torch.no_grad()
-def walk(
-    recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096
-) -> tuple[int, int] | None:
+def walk(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096) -> tuple[int, int] | None:
     """Tokens and rounds of chains of 5, or of whole blocks, through greedy texts; None where rows were left out."""
     tokens = rounds = 0
     for batch in batches:
@@ -51,9 +49,7 @@ def walk(
     return tokens, rounds
 
 
-def walk_rows(
-    learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int, chain: int = CHAIN
-) -> tuple[int, int]:
+def walk_rows(learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int, chain: int = CHAIN) -> tuple[int, int]:
     """Tokens and rounds through sequences [B, T], each round from where the one before ended.
 
     `learnt` are the answers' tokens, `usable` the rows that have ranks [N, levels]; the first level of row t predicts

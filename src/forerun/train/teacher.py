@@ -167,9 +167,7 @@ class SourceTeacher:
         self.head: Tensor = model.get_output_embeddings().weight.detach()  # [V, D]
         bias = self.weights.get("final_logits_bias")
         # [V] of the law that is drafted for: tokens that the model's own settings ban are not to be learnt
-        self.bias: Tensor = (
-            torch.zeros(len(self.head), device=device) if bias is None else bias.flatten().clone()
-        )
+        self.bias: Tensor = torch.zeros(len(self.head), device=device) if bias is None else bias.flatten().clone()
         laws = config.source_rules.laws
         self.bias[[word[0] for word in (() if laws is None else laws.bad_words) if len(word) == 1]] = _BANNED
         self.start = config.source_rules.start
@@ -207,13 +205,9 @@ class SourceTeacher:
 def load_source_teacher(checkpoint: Checkpoint, device: torch.device) -> SourceTeacher:
     """The teacher of an encoder-decoder's folder."""
     if not has_encoder(checkpoint.config):
-        raise InvalidInput(
-            "specdec drafts for encoder-decoders (T5, Marian); for a decoder use dflash or eagle3"
-        )
+        raise InvalidInput("specdec drafts for encoder-decoders (T5, Marian); for a decoder use dflash or eagle3")
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_pretrained(str(checkpoint.path), dtype=torch.float32)
-    config = EncoderDecoderConfig.from_hf(
-        checkpoint.config, read_json(checkpoint.path / "generation_config.json")
-    )
+    config = EncoderDecoderConfig.from_hf(checkpoint.config, read_json(checkpoint.path / "generation_config.json"))
     return SourceTeacher(model, config, device)

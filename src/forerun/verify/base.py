@@ -74,9 +74,7 @@ class Verifiers(Protocol):
 
     def is_exact(self, name: str) -> bool: ...
 
-    def traits(
-        self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool
-    ) -> Traits:
+    def traits(self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool) -> Traits:
         """The constants of a new sequence."""
         ...
 
@@ -84,9 +82,7 @@ class Verifiers(Protocol):
         """Do their laws depend on the largest logit alone, and on what the model's own rules force or ban?"""
         ...
 
-    def logprobs(
-        self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int
-    ) -> tuple[TokenLogprob, ...]:
+    def logprobs(self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
         """Of tokens[i] under the law after nodes[i], and of the `top` likeliest there."""
         ...
 

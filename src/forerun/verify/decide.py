@@ -33,9 +33,7 @@ class VerifierPool:
         if known is not None and known.sampled and trees.drawn_from is None and self.decide_alike(seqs):
             greedy = tuple(seq.params.is_greedy for seq in seqs)
             wanted = any(seq.params.logprobs is not None for seq in seqs)
-            laws = (
-                warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
-            )
+            laws = warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
             return laws, greedy_verdict(trees, known)
         if known is not None:
             for one in traits_of(seqs):  # a loop, and no list: every round asks
@@ -59,9 +57,7 @@ class VerifierPool:
         """Is this verifier exact? All that are come to one verdict where laws are point masses."""
         return (self._made.get(name) or self.get(name)).exact
 
-    def verify(
-        self, seqs: Sequence[DecidedSeq], trees: TreeBatch, laws: Laws, known: Greedy | None = None
-    ) -> Verdict:
+    def verify(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, laws: Laws, known: Greedy | None = None) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
         if known is not None and laws.plain_greedy and all(self.is_exact(seq.verifier) for seq in seqs):
             return greedy_verdict(trees, known)
@@ -80,17 +76,13 @@ class VerifierPool:
                 paths[b], bonus[b] = path, token
         return Verdict.of(paths, bonus, trees.device)
 
-    def traits(
-        self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool
-    ) -> Traits:
+    def traits(self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool) -> Traits:
         return _traits(verifier, keeps_argmax(params, rules), params.logprobs is not None, has_budget)
 
     def reads_largest_only(self, seqs: Sequence[Seq]) -> bool:
         return all(map(reads_largest_only, seqs))
 
-    def logprobs(
-        self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int
-    ) -> tuple[TokenLogprob, ...]:
+    def logprobs(self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
         return token_logprobs(laws, nodes, tokens, top)
 
 

@@ -37,18 +37,7 @@ def coupled_by_kernels(logits, positions, table, coupled: int):
         C=chunks, C_UP=up, LIBRARY=by_library, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     settle[(count,)](
-        peaks,
-        spots,
-        leasts,
-        places,
-        table,
-        found,
-        table.stride(0),
-        nodes,
-        coupled,
-        C=chunks,
-        C_UP=up,
-        num_warps=1,
+        peaks, spots, leasts, places, table, found, table.stride(0), nodes, coupled, C=chunks, C_UP=up, num_warps=1
     )
     return found
 
@@ -78,9 +67,7 @@ def rarest(logits, peaks, positions, table, leasts, places, stride, nodes, vocab
         n = c * CHUNK + tl.arange(0, CHUNK)
         here = n < vocab
         law = tl.load(logits + row.to(tl.int64) * vocab + n, mask=here, other=float("-inf")) * factor
-        key = tl.load(table + b).to(tl.uint64, bitcast=True) ^ (tl.load(positions + row).to(tl.int64) + 1).to(
-            tl.uint64
-        )
+        key = tl.load(table + b).to(tl.uint64, bitcast=True) ^ (tl.load(positions + row).to(tl.int64) + 1).to(tl.uint64)
         key = mix(mix(key) ^ 4)  # noise.COUPLE
         low, high = (key & 0x7FFFFFFF).to(tl.uint32), (key >> 33).to(tl.uint32)
         h = hash32(hash32(n.to(tl.uint32) ^ low) ^ high) & 0x7FFFFFFF
@@ -97,9 +84,7 @@ def rarest(logits, peaks, positions, table, leasts, places, stride, nodes, vocab
 
 
 @triton.jit(do_not_specialize=["stride", "nodes", "coupled"])
-def settle(
-    peaks, spots, leasts, places, table, found, stride, nodes, coupled, C: tl.constexpr, C_UP: tl.constexpr
-):
+def settle(peaks, spots, leasts, places, table, found, stride, nodes, coupled, C: tl.constexpr, C_UP: tl.constexpr):
     row, k = tl.program_id(0), tl.arange(0, C_UP)
     inside, at = k < C, row * C + k
     if tl.load(table + stride + row // nodes) == coupled:

@@ -102,9 +102,7 @@ class SampledTokens:
         trees, nodes, vocab = logits.shape
         step = max(1, CHUNK_ENTRIES // (nodes * vocab))
         parts = [
-            _tokens(
-                logits[b : b + step], positions[b : b + step].long(), table[:, b : b + step], kinds, depth
-            )
+            _tokens(logits[b : b + step], positions[b : b + step].long(), table[:, b : b + step], kinds, depth)
             for b in range(0, trees, step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

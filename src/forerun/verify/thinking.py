@@ -119,12 +119,7 @@ class ThinkingLaw:
     """Implements forerun.core.params.LawProcessor, for one text: `inner` holds behind the end of its thinking."""
 
     def __init__(
-        self,
-        thinking: Thinking,
-        start: str,
-        budget: int | None,
-        inner: LawProcessor | None,
-        ends: frozenset[int],
+        self, thinking: Thinking, start: str, budget: int | None, inner: LawProcessor | None, ends: frozenset[int]
     ) -> None:
         self._thinking, self._inner, self._ends = thinking, inner, sorted(ends)
         first = _State(thinking, "thinking" if start == "open" else "may", budget=budget)

@@ -30,9 +30,7 @@ from forerun.core.types import Laws, Seq, TokenLogprob, TreeBatch
 from forerun.verify.processors import process_block
 
 _BANNED = -math.inf
-NOTHING_LEFT = (
-    "no token can follow: logit_bias, bad_words, min_tokens and processors leave none; loosen one of them"
-)
+NOTHING_LEFT = "no token can follow: logit_bias, bad_words, min_tokens and processors leave none; loosen one of them"
 _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change nothing
 
 
@@ -58,10 +56,7 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
 
 
 def warp_rows(
-    logits: Tensor,
-    seqs: Sequence[Seq],
-    paths: Sequence[Sequence[int]],
-    failures: dict[int, CannotSample] | None = None,
+    logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]], failures: dict[int, CannotSample] | None = None
 ) -> Tensor:
     """Log-weights [N, V] from logits [N, V]: row n is what follows the tokens of seqs[n] and then paths[n].
 
@@ -105,9 +100,7 @@ def argmax_rows(rows: Tensor) -> list[int]:
     return found
 
 
-def token_logprobs(
-    laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int
-) -> tuple[TokenLogprob, ...]:
+def token_logprobs(laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
     """Of tokens[i] under the law after nodes[i] (of the M of the batch); and of the `top` likeliest there.
 
     Greedy rows were not truncated: theirs are plain log-probabilities after penalties and bans.
@@ -162,9 +155,7 @@ def _bans(seq: Seq) -> bool:
     return bool(given) or seq.rules is not None
 
 
-def _impossible(
-    log_weights: Tensor, rows: list[int], failures: Mapping[int, CannotSample]
-) -> dict[int, CannotSample]:
+def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, CannotSample]) -> dict[int, CannotSample]:
     """Those of these rows that hold no possible token, and why."""
     if not rows:
         return {}

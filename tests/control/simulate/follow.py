@@ -175,9 +175,7 @@ class FollowSimulation:
         written = at - seq.prompt_length
         form = Form(budget.nodes, budget.depth, budget.width)
         rate = self.rate(seq.id % len(self.texts.texts), written)
-        accepted = draw_accepted(
-            form, rate, min(budget.depth, most), lambda level: self._draw(written + level)
-        )
+        accepted = draw_accepted(form, rate, min(budget.depth, most), lambda level: self._draw(written + level))
         return accepted, budget.nodes, budget.depth
 
     def _draw(self, place: int) -> float:

@@ -59,9 +59,7 @@ class LookupSimulation:
         """`gated`: the controller knows that the drafter makes look-ups; else every sequence is always asked."""
         self.cost, self.host, self.drafter, self.texts = cost, host, drafter, KnownTexts(texts)
         looks_up = lambda seq: gated  # noqa: E731
-        self.controller = AdaptiveController(
-            CostModel(cost.seconds), 60, 10, self._offer, looks_up, launches_ahead
-        )
+        self.controller = AdaptiveController(CostModel(cost.seconds), 60, 10, self._offer, looks_up, launches_ahead)
         self.launches_ahead = launches_ahead
         self.look_ups, self.history = 0, History()
         self._next: Plan | None = None  # of the next round, where it follows
@@ -102,9 +100,7 @@ class LookupSimulation:
         accepted = tuple(len(path) for path in verdict.to_host()[0])
         for seq, tokens in zip(seqs, committed_tokens(trees, verdict), strict=True):
             seq.tokens += tokens
-        self.controller.observe(
-            Round(tuple(seqs), nodes, depths, accepted, seconds, followed=followed, plan=plan)
-        )
+        self.controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, followed=followed, plan=plan))
         made = SimulatedRound(batch, drafted, sum(accepted) + batch, spent, self.plain_seconds(batch))
         self.history.rounds.append(made)
         self.seqs = [self._follow(seq) for seq in seqs]

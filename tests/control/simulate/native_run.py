@@ -21,14 +21,10 @@ from forerun.drafters.lookup.ngram import NgramDrafter
 from tests.control.simulate.history import KnownTexts, Text
 
 MOST = 7  # passes behind the first of a call
-X86 = CostModel(
-    {1: 4.4e-3, 2: 4.7e-3, 3: 4.9e-3, 4: 5e-3, 8: 6.2e-3, 16: 11e-3, 24: 16e-3, 32: 21e-3, 64: 41e-3}
-)
+X86 = CostModel({1: 4.4e-3, 2: 4.7e-3, 3: 4.9e-3, 4: 5e-3, 8: 6.2e-3, 16: 11e-3, 24: 16e-3, 32: 21e-3, 64: 41e-3})
 ARM = CostModel({1: 5.1e-3, 2: 6.7e-3, 4: 9.9e-3, 8: 16.3e-3, 16: 31e-3, 24: 46e-3, 32: 62e-3, 64: 120e-3})
 # the default model on x86 as its drafted rounds were, and not as passes were measured by themselves
-DEARER = CostModel(
-    {1: 4.4e-3, 2: 6e-3, 3: 6.5e-3, 4: 7e-3, 8: 9.3e-3, 16: 15.5e-3, 24: 22e-3, 32: 29e-3, 64: 55e-3}
-)
+DEARER = CostModel({1: 4.4e-3, 2: 6e-3, 3: 6.5e-3, 4: 7e-3, 8: 9.3e-3, 16: 15.5e-3, 24: 22e-3, 32: 29e-3, 64: 55e-3})
 
 
 @dataclass(frozen=True, slots=True)

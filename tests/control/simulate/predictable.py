@@ -180,9 +180,7 @@ class _Tree:
         return made
 
     def _cut(self, budget: Budget) -> list[int]:
-        order = sorted(range(1, len(self.claims)), key=lambda node: (-self.claims[node], node))[
-            : budget.nodes
-        ]
+        order = sorted(range(1, len(self.claims)), key=lambda node: (-self.claims[node], node))[: budget.nodes]
         return order[: best_count([self.claims[node] for node in order], budget.price)]
 
     def _walk(self, kept: set[int]) -> int:

@@ -38,17 +38,11 @@ def every_head(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     box = tmp_path_factory.mktemp("heads")
     for kind in ("eagle3", "eagle"):
         config = replace(
-            eagle_config(kind, VOCAB, WIDTH),
-            layers=(0, 1, -1) if kind == "eagle3" else (-1,),
-            max_length=1024,
+            eagle_config(kind, VOCAB, WIDTH), layers=(0, 1, -1) if kind == "eagle3" else (-1,), max_length=1024
         )  # type: ignore[arg-type]
         write_head(box / kind, config, eagle_weights(config))
     layer = replace(eagle_config("mtp", VOCAB, WIDTH), max_length=1024)
-    plain = {
-        name: weight
-        for name, weight in mtp_weights(layer).items()
-        if "self_attn" not in name or "proj" in name
-    }
+    plain = {name: weight for name, weight in mtp_weights(layer).items() if "self_attn" not in name or "proj" in name}
     mtp.write_mtp(box / "mtp", layer, plain)
     for family in ("medusa", "hydra"):
         heads = heads_config(family, VOCAB, WIDTH)  # type: ignore[arg-type]

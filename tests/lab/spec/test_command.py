@@ -32,18 +32,7 @@ def spec(
 
     def run(*words: str) -> tuple[int, dict[str, Any], str]:
         file = tmp_path / "found" / "spec.json"
-        common = [
-            "--model",
-            tiny_folder,
-            "--suite",
-            suite,
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            "--context",
-            "256",
-        ]
+        common = ["--model", tiny_folder, "--suite", suite, "--device", "cpu", "--threads", "1", "--context", "256"]
         code = main(["spec", *common, "--max-tokens", "8", "--json", str(file), *words])
         return code, json.loads(file.read_text()), capsys.readouterr().out
 
@@ -60,16 +49,7 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
     failed = {name for name, facts in document["methods"].items() if facts["error"]}
     assert failed == {"draft_model", "draft_text", "specdec"}
     heads = {"eagle3", "eagle2", "eagle", "mtp", "medusa", "hydra", "dflash", "dspark", "ngram+eagle3"}
-    wanted = {
-        "ngram",
-        "suffix",
-        "recycling",
-        "lookahead",
-        "layer_skip",
-        "ngram>layer_skip",
-        "ngram+medusa",
-        *heads,
-    }
+    wanted = {"ngram", "suffix", "recycling", "lookahead", "layer_skip", "ngram>layer_skip", "ngram+medusa", *heads}
     assert [(cell["temperature"], cell["verifier"]) for cell in document["cells"]] == [
         (0.0, "auto"), (1.0, "exact"), (1.0, "coupled"),
     ]  # fmt: skip
@@ -87,9 +67,7 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
     assert "- `draft_model`: no second model was given" in printed
 
 
-def test_a_text_that_differs_is_counted_and_the_exit_code_is_1(
-    spec: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_differs_is_counted_and_the_exit_code_is_1(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     true = measuring.measure_once
 
     def wrong(contender: Any, one: Any, *more: Any) -> Any:
@@ -176,10 +154,7 @@ def test_a_run_resumes_and_can_be_shown_again(
     monkeypatch.setattr(measuring, "measure_once", forbidden)
     assert spec(*words)[1]["cells"] == first["cells"]
     monkeypatch.setattr(load, "load_llm", forbidden)
-    assert (
-        main(["spec", "--show", str(tmp_path / "found" / "spec.json"), "--plot", str(tmp_path / "again.png")])
-        == 0
-    )
+    assert main(["spec", "--show", str(tmp_path / "found" / "spec.json"), "--plot", str(tmp_path / "again.png")]) == 0
     assert "| `ngram` (auto) |" in capsys.readouterr().out
     assert (tmp_path / "again.png").is_file()
 

@@ -28,9 +28,7 @@ def built(tmp_path: Path) -> tuple[Builder, OnDevice[HeadDraft]]:
     target = make_target("llama", "cpu", kernels="torch")
     device, plain = both_drafters(target)
     drawing = OnDevice(device.draft, lambda: plain, sampled=True)
-    engine = make_engine(
-        target, frozenset(), SpeculativeConfig("ngram", controller="fixed"), EngineConfig(max_batch=1)
-    )
+    engine = make_engine(target, frozenset(), SpeculativeConfig("ngram", controller="fixed"), EngineConfig(max_batch=1))
     builder = Builder(LLM(engine, Letters(), "tiny"), Shape(), tmp_path)  # type: ignore[arg-type]
     builder._kept["eagle3", "head", False] = drawing
     return builder, drawing

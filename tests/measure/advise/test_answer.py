@@ -37,9 +37,7 @@ SETUP = Setup("m", "ngram")
 def evidence(cost: CostModel, *texts: Text, draft_model: bool = False) -> Evidence:
     rounds = tuple(((4, 4, 3),) * (len(text.tokens) // 4) for text in texts)
     draftings = {"draft_model": Drafting(rounds, level=0.1)} if draft_model else {}
-    return complete(
-        Evidence(list(texts), Costs(cost, 0.0), 1000.0, draftings, ("ngram",), 8, SpeculativeConfig())
-    )
+    return complete(Evidence(list(texts), Costs(cost, 0.0), 1000.0, draftings, ("ngram",), 8, SpeculativeConfig()))
 
 
 def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
@@ -78,9 +76,7 @@ def test_the_load_from_which_on_it_stops_paying() -> None:
 
 
 def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
-    found = document(
-        evidence(FLAT, FRESH, FRESH, draft_model=True), replace(SETUP, draft_model="small"), TableLM(8)
-    )
+    found = document(evidence(FLAT, FRESH, FRESH, draft_model=True), replace(SETUP, draft_model="small"), TableLM(8))
     assert found["recommended"]["drafter"] == "draft_model"
     assert found["recommended"]["budget"] in (3, 4)
     budget = found["recommended"]["budget"]
@@ -186,19 +182,7 @@ def test_the_command_answers_and_checks_itself(
             assert "Checked on 8 prompts held back: " in printed
             assert "Checked on 8 prompts held back, 3 at once" in printed
             assert "Predicted speed-up by batch size" in printed
-    words = [
-        "advise",
-        "--max-tokens",
-        "4",
-        "--tasks",
-        "qa,rag",
-        "--limit",
-        "1",
-        "--drafters",
-        "ngram",
-        "--json",
-        "-",
-    ]
+    words = ["advise", "--max-tokens", "4", "--tasks", "qa,rag", "--limit", "1", "--drafters", "ngram", "--json", "-"]
     monkeypatch.setattr("sys.argv", ["forerun", *words])
     with pytest.raises(SystemExit):
         app.main()
@@ -231,9 +215,7 @@ def test_one_prompt_is_said_to_be_one() -> None:
     said = " ".join(in_words(document(evidence(FLAT, COPYING), SETUP, TableLM(8))))
     assert "(one prompt, no interval)" in said
     assert "This rests on one prompt" in said
-    assert "one prompt" not in " ".join(
-        in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8)))
-    )
+    assert "one prompt" not in " ".join(in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8))))
 
 
 def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:

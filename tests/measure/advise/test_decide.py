@@ -43,9 +43,7 @@ def run(contender: str, place: int, accepted: float, rng: random.Random, slow: f
         written += 1 + kept
     spent = sum(sum(one.values()) for one in passes)
     texts = (tuple(range(TOKENS)),)
-    return Run(
-        contender, str(place), "qa", 0, texts, spent, len(passes), spent, tuple(passes), (tuple(drafts),)
-    )
+    return Run(contender, str(place), "qa", 0, texts, spent, len(passes), spent, tuple(passes), (tuple(drafts),))
 
 
 def measured(gains: Mapping[str, tuple[float, float]], prompts: int, seed: int) -> Evidence:

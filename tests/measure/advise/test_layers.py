@@ -76,9 +76,7 @@ def test_windows_count_what_a_round_would_accept(target: Decoder) -> None:
             drafter="layer_skip", draft_layers="2", budget=DEPTH, width=1, controller="fixed"
         )
         engine = make_engine(target, frozenset(), speculative)
-        engine.submit(
-            Request(tuple(window.seq.tokens), SamplingParams(max_tokens=DEPTH + 1, ignore_eos=True))
-        )
+        engine.submit(Request(tuple(window.seq.tokens), SamplingParams(max_tokens=DEPTH + 1, ignore_eos=True)))
         event = engine.step()[0]
         accepted.append(event.accepted)
         while engine.busy:
@@ -177,9 +175,7 @@ def test_a_plan_with_an_adapter_is_measured_with_it(target: Decoder) -> None:
     norm = target.shared().final_norm
     assert norm is not None
     silent = ExitAdapter(torch.ones(32), torch.zeros(4, 32), torch.zeros(32, 4), norm, target.config.norm_eps)
-    flipped = ExitAdapter(
-        torch.ones(32), torch.zeros(4, 32), torch.zeros(32, 4), -norm, target.config.norm_eps
-    )
+    flipped = ExitAdapter(torch.ones(32), torch.zeros(4, 32), torch.zeros(32, 4), -norm, target.config.norm_eps)
     bare, same, worse = (
         judge.measure(LayerPlan(LayerSubset(2), adapter)).survivals for adapter in (None, silent, flipped)
     )

@@ -92,18 +92,7 @@ def test_drafters_that_do_not_exist_yet() -> None:
 
 def test_the_curve_is_brought_to_the_level_of_real_rounds() -> None:
     plain = Run("p", "a", "qa", 0, ((1, 2),), 5.0, 2, 4.2, ({"pass": 2.0, "host": 0.1},) * 2)
-    drafted = Run(
-        "d",
-        "a",
-        "qa",
-        0,
-        ((1, 2),),
-        5.0,
-        2,
-        4.0,
-        ({"pass": 3.3}, {"pass": 9.0}),
-        (((1, 1, 0), (0, 0, 0)),),
-    )
+    drafted = Run("d", "a", "qa", 0, ((1, 2),), 5.0, 2, 4.0, ({"pass": 3.3}, {"pass": 9.0}), (((1, 1, 0), (0, 0, 0)),))
     costs = calibrate(LINE, [plain], [drafted])
     assert costs.host == pytest.approx(0.1)
     assert costs.target.pass_seconds(1) == pytest.approx(2.0)
@@ -131,6 +120,4 @@ def test_passes_that_take_longer_than_t_of_n_count_as_they_took() -> None:
     assert estimate(slower, [text], COSTS, 1) == pytest.approx(6.0 / (1.5 * (1.3 + 1.0 + 1.1) + 0.4))
     assert estimate(slower.cut(3), [text], COSTS, 1) == estimate(slower, [text], COSTS, 1)
     even = Drafting(rounds, passes=1.5)
-    assert estimate(even, [text], COSTS, 4) == pytest.approx(
-        estimate(Drafting(rounds), [text], COSTS, 4) / 1.5
-    )
+    assert estimate(even, [text], COSTS, 4) == pytest.approx(estimate(Drafting(rounds), [text], COSTS, 4) / 1.5)

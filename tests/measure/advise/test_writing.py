@@ -42,11 +42,7 @@ def test_all_write_in_turn_and_only_those_asked_for_go_on(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, logger="forerun.progress"):
         runs = write_in_turn(contender("plain"), some, groups, 9, goes_on)
     assert asked == {"good": FEW, "bad": FEW}
-    assert {name: len(found) for name, found in runs.items()} == {
-        "plain": FEW + 3,
-        "good": FEW + 3,
-        "bad": FEW,
-    }
+    assert {name: len(found) for name, found in runs.items()} == {"plain": FEW + 3, "good": FEW + 3, "bad": FEW}
     assert order[:3] == ["plain", "good", "bad"], "all warm up"
     assert [sorted(order[i : i + 3]) for i in range(3, 12, 3)] == [["bad", "good", "plain"]] * 3
     assert len({order[i] for i in range(3, 12, 3)}) == 3, "each goes first in its turn"
@@ -54,9 +50,7 @@ def test_all_write_in_turn_and_only_those_asked_for_go_on(caplog: pytest.LogCapt
 
 
 def drafted(rounds: Drafts, draft: float) -> Run:
-    passes = tuple(
-        {"pass": FLAT.pass_seconds(1 + nodes), "draft": depth * draft} for nodes, depth, _ in rounds
-    )
+    passes = tuple({"pass": FLAT.pass_seconds(1 + nodes), "draft": depth * draft} for nodes, depth, _ in rounds)
     tokens = sum(1 + kept for _, _, kept in rounds)
     return Run("d", "0", "qa", 0, ((5,) * tokens,), 1.0, len(rounds), 1.0, passes, (rounds,))
 

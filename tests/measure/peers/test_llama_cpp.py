@@ -112,9 +112,7 @@ def test_our_side_of_it_works_through_a_process(tmp_path: Path, monkeypatch: pyt
             assert [list(text) for text in written.texts] == [[5, 6, 7]]
             assert 0 <= (written.decode_seconds or 0.0) <= written.seconds
             assert written.rounds == (3 if contender is plain else 2)
-        assert [list(text) for text in plain.write([(1, 4)], 30).texts] == [[5, 6, 7, 8, 9]], (
-            "it ends as ours does"
-        )
+        assert [list(text) for text in plain.write([(1, 4)], 30).texts] == [[5, 6, 7, 8, 9]], "it ends as ours does"
         with pytest.raises(InvalidInput, match=r"exceed llama.cpp's context of 4096"):
             plain.write([[1] * 4090], 9)
         assert [list(text) for text in plain.write([(1, 4)], 1).texts] == [[5]], "and goes on after a refusal"

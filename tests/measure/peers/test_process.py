@@ -42,9 +42,7 @@ def ours(name: str) -> Contender:
     return Contender(name, write)
 
 
-def test_it_is_another_process_and_what_it_prints_does_not_get_between_the_answers(
-    process: PeerProcess,
-) -> None:
+def test_it_is_another_process_and_what_it_prints_does_not_get_between_the_answers(process: PeerProcess) -> None:
     told = process.call(f"{ENGINE}:echo", a=1, b=[2, "ü"])
     assert told.pop("pid") != os.getpid()
     assert told == {"a": 1, "b": [2, "ü"]}
@@ -118,6 +116,4 @@ def test_questions_are_answered_one_by_one() -> None:
     assert answer({"call": f"{ENGINE}:load", "arguments": {"names": [], "how": "user"}}, hosted) == {
         "refused": "that cannot be; do otherwise"
     }
-    assert answer({"write": "nobody", "prompts": [], "max_tokens": 1}, hosted) == {
-        "failed": "KeyError: 'nobody'"
-    }
+    assert answer({"write": "nobody", "prompts": [], "max_tokens": 1}, hosted) == {"failed": "KeyError: 'nobody'"}

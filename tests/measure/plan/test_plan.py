@@ -41,9 +41,7 @@ def test_requests_at_once_share_rounds_up_to_the_batch_and_wait_beyond() -> None
 
 def test_a_slower_machine_and_a_longer_context_take_longer() -> None:
     asks = poisson(5.0, 50, 100, 40)
-    assert (
-        simulate(FLAT, PLAIN, asks, 8, slower=2.0).mean_tpot > 1.9 * simulate(FLAT, PLAIN, asks, 8).mean_tpot
-    )
+    assert simulate(FLAT, PLAIN, asks, 8, slower=2.0).mean_tpot > 1.9 * simulate(FLAT, PLAIN, asks, 8).mean_tpot
     long = replace(FLAT, context_seconds=1e-5)
     assert long.round_seconds(PLAIN, 4, 100.0) == pytest.approx(0.01)
     assert long.round_seconds(PLAIN, 4, 1100.0) == pytest.approx(0.01 + 4 * 1000 * 1e-5)

@@ -29,9 +29,7 @@ def test_bars_are_as_high_as_the_speed_ups(axes: Any) -> None:
     result = clear_gain()
     plots._draw_tasks(axes, result["by_task"], result["conditions"]["tasks"])
     heights = [bar.get_height() for bar in axes.patches]
-    wanted = [
-        result["by_task"][way][task]["speedup"] for way in ("auto", "ngram:8") for task in ("qa", "rag")
-    ]
+    wanted = [result["by_task"][way][task]["speedup"] for way in ("auto", "ngram:8") for task in ("qa", "rag")]
     assert heights == pytest.approx(wanted)
     assert [text.get_text() for text in axes.get_xticklabels()] == ["qa", "rag"]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["auto", "ngram:8"]

@@ -51,10 +51,7 @@ def test_a_row_is_a_list_where_neither_form_fits() -> None:
 
 
 def test_sentences_wrap_between_words_and_commands_do_not() -> None:
-    sentence, command = (
-        "The default would draft with ngram here. " * 3,
-        "Here: forerun generate --model " + "m" * 70,
-    )
+    sentence, command = ("The default would draft with ngram here. " * 3, "Here: forerun generate --model " + "m" * 70)
     for terminal in (True, False):
         console = Console(width=40, file=io.StringIO(), force_terminal=terminal)
         print_line(console, sentence.strip())

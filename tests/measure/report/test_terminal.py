@@ -74,9 +74,7 @@ def test_acceptance_shows_its_counts(capsys: pytest.CaptureFixture[str]) -> None
     assert "Acceptance by depth" not in printed(capsys, nothing)
 
 
-def test_texts_that_differ_and_cells_that_promise_the_law_are_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_that_differ_and_cells_that_promise_the_law_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     result = clear_gain()
     second = copy.deepcopy(result["cells"][0]) | {"temperature": 0.7, "equal": None, "compared": 0}
     result["cells"][0]["differing"] = [{"contender": "auto"}]

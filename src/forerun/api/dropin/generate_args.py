@@ -67,9 +67,7 @@ def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> d
         if name not in KNOWN and value is not None:
             near = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"did you mean {near[0]!r}? Else " if near else ""
-            raise InvalidInput(
-                f"{name}={shown(value)} is not an argument of Forerun's generate; {hint}{INSTEAD}"
-            )
+            raise InvalidInput(f"{name}={shown(value)} is not an argument of Forerun's generate; {hint}{INSTEAD}")
     settings = dict[str, Any](DEFAULTS)
     for config in (of_model, given):
         if config is not None:

@@ -35,9 +35,7 @@ class ProcessorOfTransformers:
         return scores[0]
 
 
-def law_processors(
-    settings: Mapping[str, Any], row: Tensor, length: int, place: int
-) -> tuple[LawProcessor, ...]:
+def law_processors(settings: Mapping[str, Any], row: Tensor, length: int, place: int) -> tuple[LawProcessor, ...]:
     """The caller's logits processors for one row [T], `length` tokens of which are the prompt."""
     theirs = _own_processors(settings, len(row), place) + _hooks(settings, "logits_processor")
     return (ProcessorOfTransformers(theirs, row, length),) if theirs else ()

@@ -24,9 +24,7 @@ def check_streamer(streamer: Any, texts: int) -> Any:
     if streamer is None:
         return None
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise InvalidInput(
-            f"streamer={shown(streamer)} has no put and end; give one of transformers' streamers"
-        )
+        raise InvalidInput(f"streamer={shown(streamer)} has no put and end; give one of transformers' streamers")
     if texts > 1:
         raise InvalidInput(f"streamer takes one sequence, not {texts}; drop it or pass one prompt")
     return streamer

@@ -40,11 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def wrap(
-    hf_model: Any,
-    tokenizer: Decodes | None = None,
-    *,
-    drafter: str | None = None,
-    draft_model: Any = None,
+    hf_model: Any, tokenizer: Decodes | None = None, *, drafter: str | None = None, draft_model: Any = None
 ) -> Wrapped:
     """A transformers causal language model whose `generate` drafts; everything else is the model's own.
 
@@ -57,12 +53,7 @@ class Wrapped:
     """The model, and an engine around it that is kept from call to call."""
 
     def __init__(
-        self,
-        hf_model: Any,
-        tokenizer: Decodes | None = None,
-        *,
-        drafter: str | None = None,
-        draft_model: Any = None,
+        self, hf_model: Any, tokenizer: Decodes | None = None, *, drafter: str | None = None, draft_model: Any = None
     ) -> None:
         _check_model("wrap", hf_model)
         self._draft, head = None, None
@@ -112,9 +103,7 @@ class Wrapped:
         requests = []
         for place, b in enumerate(rows):
             prompt = ids[b][mask[b]].tolist()
-            params = sampling_params(
-                settings, ids.shape[1], eos, law_processors(settings, ids[b], len(prompt), b)
-            )
+            params = sampling_params(settings, ids.shape[1], eos, law_processors(settings, ids[b], len(prompt), b))
             own = replace(params, seed=None if seed is None else seed + place)
             requests.append(_request(prompt, own, settings))
         self._warn_of_context(max(len(each.prompt) for each in requests), requests[0].params.max_tokens)
@@ -169,9 +158,7 @@ class Wrapped:
     def _warn_of_context(self, longest: int, new: int) -> None:
         if longest + new > self._target.max_length:
             log.warning(
-                "%d tokens exceed the context of %d; sequences end there",
-                longest + new,
-                self._target.max_length,
+                "%d tokens exceed the context of %d; sequences end there", longest + new, self._target.max_length
             )
 
 
@@ -191,9 +178,7 @@ def _drafter_named(drafter: str | None, draft: Any, head: str | None) -> str:
     if head is not None:
         found = open_head(Path(head).expanduser())
         if found is None:
-            raise InvalidInput(
-                f"draft_model={shown(head)} holds no trained head; for a model, pass it loaded"
-            )
+            raise InvalidInput(f"draft_model={shown(head)} holds no trained head; for a model, pass it loaded")
         return found.drafter
     return "ngram" if draft is None else "draft_model"
 
@@ -225,9 +210,7 @@ def _joined(prompts: Tensor, rows: list[list[int]], pad: int | None) -> Tensor:
     """[B, T + new]: prompts as they came, and the new tokens padded on the right."""
     longest = max(map(len, rows))
     if pad is None and any(len(row) < longest for row in rows):
-        raise InvalidInput(
-            "sequences ended at different lengths and pad_token_id is not set; pass pad_token_id"
-        )
+        raise InvalidInput("sequences ended at different lengths and pad_token_id is not set; pass pad_token_id")
     new = [[*row, *[pad] * (longest - len(row))] for row in rows]
     return torch.cat([prompts, torch.tensor(new, dtype=prompts.dtype, device=prompts.device)], 1)
 
@@ -240,9 +223,7 @@ def _input_ids(given: Any, settings: Mapping[str, Any]) -> Tensor:
         given = [[as_whole("bos_token_id", bos, low=0)]]
     ids = _as_tensor("input_ids", given)
     if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise InvalidInput(
-            f"input_ids has shape {tuple(ids.shape)} and type {ids.dtype}; give token ids [B, T]"
-        )
+        raise InvalidInput(f"input_ids has shape {tuple(ids.shape)} and type {ids.dtype}; give token ids [B, T]")
     return ids
 
 
@@ -273,9 +254,7 @@ def _mask(ids: Tensor, given: Any, pad: int | None, eos: list[int]) -> Tensor:
 def _copies(settings: Mapping[str, Any]) -> int:
     copies = as_whole("num_return_sequences", settings["num_return_sequences"] or 1, 1, 1024)
     if copies > 1 and not settings["do_sample"]:
-        raise InvalidInput(
-            f"num_return_sequences={copies} would repeat one greedy sequence; set do_sample=True"
-        )
+        raise InvalidInput(f"num_return_sequences={copies} would repeat one greedy sequence; set do_sample=True")
     return copies
 
 

@@ -95,9 +95,7 @@ class DeviceDraft(ABC):
         assert form is not None, "a form is known unless the draft follows another"
         seqs = [seq for seq, _ in seats]
         if not self.menu.knows(form, len(seqs)):  # not on the menu: the budget insists on it
-            self._rehearse(
-                None, self.menu.bucket(form, len(seqs)), form, max(len(seq.tokens) for seq in seqs)
-            )
+            self._rehearse(None, self.menu.bucket(form, len(seqs)), form, max(len(seq.tokens) for seq in seqs))
         wanted = {(seq.id, seq.tokens[-1]): i for i, seq in enumerate(seqs)}
         ahead, self._ahead = self._ahead, None  # none where something was captured: that overwrites its trees
         if ahead is None or ahead.form != form or not any(one in ahead.trees for one in wanted):
@@ -117,9 +115,7 @@ class DeviceDraft(ABC):
         self._proposed = [*(self._proposed[-1:] if follows else ()), (batch, launched)]
         return batch
 
-    def _rearrange(
-        self, known: dict[tuple[int, int], int], seqs: Sequence[Seq], form: Form
-    ) -> frozenset[int]:
+    def _rearrange(self, known: dict[tuple[int, int], int], seqs: Sequence[Seq], form: Form) -> frozenset[int]:
         """The trees that are there, without those of sequences that left, and new ones for those that joined."""
         nodes, drafted = form.nodes + 1, frozenset[int]()
         trees = self.trees[:, : len(known) * nodes].view(2, -1, nodes)
@@ -138,9 +134,7 @@ class DeviceDraft(ABC):
         """Start the next draft now, for all of these that do not end here."""
         going = [(seq, fresh) for seq, fresh in going if _goes_on(seq, fresh)][:MOST]
         if going and self.menu.knows(form, len(going)):
-            wanted = {
-                (seq.id, fresh[-1] if fresh else seq.tokens[-1]): i for i, (seq, fresh) in enumerate(going)
-            }
+            wanted = {(seq.id, fresh[-1] if fresh else seq.tokens[-1]): i for i, (seq, fresh) in enumerate(going)}
             self._ahead = Launched(wanted, form, self._start(going, form))
 
     def _drop_ahead(self, seqs: Sequence[Seq]) -> None:
@@ -160,11 +154,7 @@ class DeviceDraft(ABC):
             progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
             self._rehearse(target, bucket, form, farthest)
         self.menu.complete_to = jobs[-1][0]
-        log.info(
-            "captured %d drafts and the passes over their trees in %.1f s",
-            len(jobs),
-            perf_counter() - started,
-        )
+        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), perf_counter() - started)
 
     def _rehearse(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self._capture(target, bucket, form, farthest)
@@ -331,9 +321,7 @@ class OnDevice(Generic[Draft]):
         """From now on draft plainly."""
         self._failed = True
         reason = (str(error).splitlines() or [""])[0]
-        log.warning(
-            "drafting on the device failed, so it is done plainly: %s: %s", type(error).__name__, reason
-        )
+        log.warning("drafting on the device failed, so it is done plainly: %s: %s", type(error).__name__, reason)
         log.debug("where it failed", exc_info=error)
 
     def _propose_plainly(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

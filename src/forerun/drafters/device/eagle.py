@@ -20,15 +20,7 @@ from forerun.core.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import Drafter, committed_tokens
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
 from forerun.drafters.device.features import FeatureRows, RowState
-from forerun.drafters.device.growth import (
-    DraftNoise,
-    Frontier,
-    HeadOutput,
-    Pool,
-    complete,
-    cut_trees,
-    grow_level,
-)
+from forerun.drafters.device.growth import DraftNoise, Frontier, HeadOutput, Pool, complete, cut_trees, grow_level
 from forerun.drafters.device.head import FeatureFusion, HeadNet, make_net, why_not
 from forerun.drafters.device.plan import (
     DraftForm,
@@ -130,9 +122,7 @@ class HeadDraft(DeviceDraft):
             return None
         self._keep(found.owners, behind_of.hidden, grown, read=True)
         self.noise.send([None if state is None else state.noise for state in found.states])
-        farthest = (
-            0 if grown.depth == form.depth else max([one.first for one in found.lanes]) + grown.depth + 1
-        )
+        farthest = 0 if grown.depth == form.depth else max([one.first for one in found.lanes]) + grown.depth + 1
         for one in forms:
             self._draft_for(self._padded(found.lanes, one), one, farthest)
         for state in found.new:
@@ -167,9 +157,7 @@ class HeadDraft(DeviceDraft):
         self._keep(owners, behind.hidden, behind.trees.form, read=False)
         self._ahead = None
 
-    def _keep(
-        self, owners: Mapping[int, RowState], hidden: Mapping[int, Tensor], form: TreeForm, read: bool
-    ) -> None:
+    def _keep(self, owners: Mapping[int, RowState], hidden: Mapping[int, Tensor], form: TreeForm, read: bool) -> None:
         """Put the rows of a round that was not read into their places; has the head read them with that?"""
         self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], form)
         for state in owners.values():
@@ -219,9 +207,7 @@ class HeadDraft(DeviceDraft):
         cut_trees(pool, roots, shape.nodes, self.trees[:, : form.trees.rows].view(2, count, -1))
 
     def _prepare(self, target: CudaDecoder, max_length: int) -> int:
-        target.passes.compile(
-            min(max_length, target.max_length)
-        )  # passes over trees share most of these kernels
+        target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
         self.rows.rehearse_reading()
         return max_length
 

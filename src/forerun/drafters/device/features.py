@@ -253,9 +253,7 @@ Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the tok
 class FeatureRows:
     """The rows of all sequences of one head, and its slots."""
 
-    def __init__(
-        self, net: HeadNet, fusion: FeatureFusion, last: LastRound, replays: Replays, ints: SentInts
-    ) -> None:
+    def __init__(self, net: HeadNet, fusion: FeatureFusion, last: LastRound, replays: Replays, ints: SentInts) -> None:
         self.net, self.fusion, self._last, self._replays = net, fusion, last, replays
         device, width = net.model.device, fusion.feature_width
         self._model = net.model
@@ -296,9 +294,7 @@ class FeatureRows:
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
-    def lanes_behind(
-        self, going: Sequence[tuple[Seq, int]], passed: int, unread: int, drafted: int
-    ) -> Behind | None:
+    def lanes_behind(self, going: Sequence[tuple[Seq, int]], passed: int, unread: int, drafted: int) -> Behind | None:
         """Lanes behind a round that was not read; None = there is no room, or no rows.
 
         Sequences come with their tree in that round, -1 = none; only these may be without rows. The round adds up to
@@ -430,9 +426,7 @@ class FeatureRows:
         if not form.depth:
             append_decided(self.rows, hidden, decided, self._last, form)
             return
-        self._replays.do(
-            ("append", form), lambda: append_decided(self.rows, hidden, decided, self._last, form)
-        )
+        self._replays.do(("append", form), lambda: append_decided(self.rows, hidden, decided, self._last, form))
 
     def read_ahead(self, states: Sequence[RowState], most: int) -> None:
         """Read what is more than a draft takes, so that at most so many rows are left of each sequence."""

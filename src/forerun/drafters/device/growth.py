@@ -131,11 +131,7 @@ def grow_plainly(pool: Pool, frontier: Frontier, logits: Tensor, head_output: He
 
 
 def _grow_fused(
-    pool: Pool,
-    frontier: Frontier,
-    logits: Tensor,
-    head_output: HeadOutput,
-    into: tuple[Tensor, Tensor] | None,
+    pool: Pool, frontier: Frontier, logits: Tensor, head_output: HeadOutput, into: tuple[Tensor, Tensor] | None
 ) -> Frontier:
     from forerun.drafters.device import kernels
 
@@ -289,9 +285,7 @@ def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tens
         )
         nodes = (behind - low).clamp(max=form.group_nodes).expand(count, -1)
         fields = high, lanes[:, None] * behind + low, nodes, length, pages
-        own[form.caught_at :][: FIELDS * caught].view(count, -1, FIELDS).copy_(
-            _fields((1, 2, 3, 5, 7), fields)
-        )
+        own[form.caught_at :][: FIELDS * caught].view(count, -1, FIELDS).copy_(_fields((1, 2, 3, 5, 7), fields))
 
 
 def _levels(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor) -> None:

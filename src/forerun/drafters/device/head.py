@@ -209,12 +209,7 @@ def _lengths(weight: Tensor) -> Tensor:
 
 
 def append_decided(
-    into: Tensor,
-    hidden: Sequence[Tensor],
-    sent: Tensor,
-    last: LastRound,
-    form: TreeForm,
-    fused: bool | None = None,
+    into: Tensor, hidden: Sequence[Tensor], sent: Tensor, last: LastRound, form: TreeForm, fused: bool | None = None
 ) -> None:
     """Add root and path of each tree, as the device has decided them, to the rows of its sequence.
 
@@ -445,17 +440,12 @@ def why_not(config: EagleConfig, target: object) -> str:
     if not isinstance(target, CudaDecoder):
         return "the target is not our decoder on a GPU"
     if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
-        return (
-            f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
-        )
+        return f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
     return ""
 
 
 def make_net(
-    config: EagleConfig,
-    weights: Mapping[str, Tensor],
-    target: CudaDecoder,
-    kind: WeightKind | None = None,
+    config: EagleConfig, weights: Mapping[str, Tensor], target: CudaDecoder, kind: WeightKind | None = None
 ) -> tuple[HeadNet, FeatureFusion, HeadOutput, LastRound]:
     """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
     if kind is None:
@@ -485,9 +475,7 @@ def _head_weights(
         own = torch.cat([part @ narrows.to(table).t() for part in torch.split(table, 1 << 14)])
     head = weights.get("lm_head.weight")
     mixes, unused = config.kind == "eagle", torch.ones(config.width)
-    norms = (
-        ("enorm", "hnorm") if config.kind == "mtp" else ("midlayer.input_layernorm", "midlayer.hidden_norm")
-    )
+    norms = ("enorm", "hnorm") if config.kind == "mtp" else ("midlayer.input_layernorm", "midlayer.hidden_norm")
     token_norm, feature_norm = (weights.get(f"{name}.weight", unused) for name in norms)
     prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
     return HeadWeights(
@@ -503,9 +491,7 @@ def _head_weights(
     )
 
 
-def _layer_weights(
-    config: EagleConfig, weights: Mapping[str, Tensor], at: str, unused: Tensor
-) -> LayerWeights:
+def _layer_weights(config: EagleConfig, weights: Mapping[str, Tensor], at: str, unused: Tensor) -> LayerWeights:
     dims = config.head_dim
     q, k, v = (weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
     gates = [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]

@@ -47,9 +47,7 @@ def enter(tokens, table, carried, sources, token_norm, feature_norm, into, x, li
     normed = row * scale * weight
     put_rows(into, place, normed * lift, inside, ROOM * 2 * WIDTH)
     source = m if IN_ORDER else tl.load(sources + m, cache_modifier=".cg")
-    feature = tl.load(carried + source * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg").to(
-        tl.float32
-    )
+    feature = tl.load(carried + source * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     squares = tl.sum(feature * feature, 0) / WIDTH
     scale = tl.rsqrt(squares + eps)
     weight = tl.load(feature_norm + n, mask=inside, other=0.0).to(tl.float32)
@@ -75,9 +73,7 @@ def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.con
     m, c = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(1)
     n = c * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(
-        logits + m.to(tl.int64) * vocab + n, mask=n < vocab, other=float("-inf"), cache_modifier=".cg"
-    )
+    values = tl.load(logits + m.to(tl.int64) * vocab + n, mask=n < vocab, other=float("-inf"), cache_modifier=".cg")
     high = tl.max(values, 0)
     tl.store(highs + m * chunks + c, high)
     tl.store(sums + m * chunks + c, tl.sum(tl.exp(values - high), 0))
@@ -102,9 +98,7 @@ def add_noise(logits, found, ids, noise, positions, stride, vocab, wide, level, 
     if tl.load(noise + 2 * MOST + b) > 0:
         factor = tl.load(noise + MOST + b).to(tl.float64, bitcast=True).to(tl.float32)
         at = (tl.load(positions + b) + 2 + level).to(tl.int64)
-        values = values * factor - log_exponential(
-            tl.load(noise + b), at, tl.load(ids + n, mask=here, other=0)
-        )
+        values = values * factor - log_exponential(tl.load(noise + b), at, tl.load(ids + n, mask=here, other=0))
     tl.store(found + row.to(tl.int64) * vocab + n, values, mask=here)
 
 
@@ -181,9 +175,7 @@ def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_scores, n
     tl.store(next_parents + fresh, parent.to(tl.int64), mask=real)
     for step in range(level):
         way = tl.load(ancestors + parent * level + step, mask=real, other=0, cache_modifier=".cg")
-        tl.store(
-            next_ancestors + fresh * (level + 1) + step, way.to(next_ancestors.dtype.element_ty), mask=real
-        )
+        tl.store(next_ancestors + fresh * (level + 1) + step, way.to(next_ancestors.dtype.element_ty), mask=real)
     own = level * WIDTH + i
     tl.store(next_ancestors + fresh * (level + 1) + level, own.to(next_ancestors.dtype.element_ty), mask=real)
 
@@ -397,9 +389,7 @@ def look(logits, lanes, noise, highs, spots, stride, vocab, MOST, CHUNK: tl.cons
 
 
 @triton.jit(do_not_specialize=["wide", "B", "MOST"])
-def choose(
-    ints, highs, spots, lanes, drafted, tokens, now, wide, B, MOST, C: tl.constexpr, C_UP: tl.constexpr
-):
+def choose(ints, highs, spots, lanes, drafted, tokens, now, wide, B, MOST, C: tl.constexpr, C_UP: tl.constexpr):
     """One sequence: its token, and the row that the next pass reads it in."""
     b, k = tl.program_id(0), tl.arange(0, C_UP)
     high = tl.load(highs + b * C + k, mask=k < C, other=float("-inf"))

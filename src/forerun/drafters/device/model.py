@@ -89,9 +89,7 @@ class ModelViews:
             return self.model.has_room(positions)
         return kv.has_pages(kv.lacking(view.id, positions))
 
-    def count_read(
-        self, seq: Seq, kept: Sequence[int], fresh: Sequence[int], is_followed: bool = False
-    ) -> None:
+    def count_read(self, seq: Seq, kept: Sequence[int], fresh: Sequence[int], is_followed: bool = False) -> None:
         """A round committed these tokens: those that agree with inputs of the draft are in the cache.
 
         Where the next draft follows it, that has read all of them.
@@ -122,11 +120,7 @@ class ModelViews:
         return None if view.foreign or len(tokens) + DEEPEST >= self.model.max_length else view
 
     def lane(self, view: View | None, tokens: list[int], depth: int) -> Lane:
-        if (
-            view is None
-            or len(view.tokens) - view.read > UNREAD
-            or not self._has_room(view, len(tokens) + depth)
-        ):
+        if view is None or len(view.tokens) - view.read > UNREAD or not self._has_room(view, len(tokens) + depth):
             return Lane(tokens[-1:], (), 0)
         if not self.model.kv.holds(view.id):  # a sequence of one or two tokens: nothing was read
             self.model.prefill([view], NEEDS)
@@ -193,17 +187,12 @@ class ModelDraft(DeviceDraft):
         drafts, launched = self._proposed[0] if self._proposed else (None, None)
         owners = {} if launched is None else {seq_id: b for (seq_id, _), b in launched.trees.items()}
         ours = [b for b, seq in enumerate(seqs) if seq.id in owners]
-        if (
-            drafts is None or launched is None or not ours
-        ):  # prompts, observed while trees of others are not yet
+        if drafts is None or launched is None or not ours:  # prompts, observed while trees of others are not yet
             self._drop_ahead(seqs)
             self.views.read_prompts(seqs, trees)
             return
         del self._proposed[0]
-        grown, depth = (
-            trees.form is not None,
-            launched.form.depth,
-        )  # these are the chains, read with their verdict
+        grown, depth = (trees.form is not None, launched.form.depth)  # these are the chains, read with their verdict
         drafted, fresh = (trees if grown else drafts).to_host()[0], committed_tokens(trees, verdict)
         following = self._proposed[0][1].drafted if self._proposed else frozenset()
         for b in ours:

@@ -171,9 +171,7 @@ PADDING = Lane((0,), (), 0)
 class ChainGraphs:
     """Drafts chains for sequences of one CUDA decoder."""
 
-    def __init__(
-        self, model: CudaDecoder, vocab_size: int, last: LastRound, fused: bool | None = None
-    ) -> None:
+    def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound, fused: bool | None = None) -> None:
         """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided."""
         self.fused = model.kernels == "triton" if fused is None else fused  # by kernels, or in plain torch
         self.model, self._last, device = model, last, model.device
@@ -186,9 +184,7 @@ class ChainGraphs:
             self._drafted = torch.zeros(DEEPEST, MOST, dtype=torch.long, device=device)
             self._roots = torch.zeros(MOST, dtype=torch.long, device=device)
             self._tokens = torch.zeros(MOST, dtype=torch.int32, device=device)  # of the next pass
-            self._now = torch.zeros(
-                2 * MOST + FIELDS * MOST, dtype=torch.int32, device=device
-            )  # its integers
+            self._now = torch.zeros(2 * MOST + FIELDS * MOST, dtype=torch.int32, device=device)  # its integers
             self._count = torch.zeros(1, dtype=torch.long, device=device)  # tokens drafted so far
             # of each sequence, for kernels: the root's position, where its pages start, tokens drafted so far
             self._lanes = torch.zeros(3, MOST, dtype=torch.int32, device=device)

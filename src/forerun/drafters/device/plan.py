@@ -25,16 +25,7 @@ from forerun.core.types import TreeForm
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST as LONE_LEVELS
-from forerun.models.cuda.plan import (
-    FIELDS,
-    MAX_ROWS,
-    ROW_SIZES,
-    SPLIT_SIZES,
-    Size,
-    round_up,
-    split_start,
-    splits_to,
-)
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, SPLIT_SIZES, Size, round_up, split_start, splits_to
 from forerun.models.paged import Ints
 from forerun.models.pages import TREE_MARGIN
 
@@ -299,12 +290,7 @@ class DraftMenu:
         reaches = contexts_of(max_length)[::-1]
         largest = round_up(min(max_batch, MOST), self.buckets)
         buckets = [bucket for bucket in self.buckets if bucket <= largest]
-        return [
-            (size, form, reach)
-            for size in buckets
-            for form in forms_for(size, self.forms)
-            for reach in reaches
-        ]
+        return [(size, form, reach) for size in buckets for form in forms_for(size, self.forms) for reach in reaches]
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""

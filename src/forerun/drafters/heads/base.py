@@ -52,9 +52,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
-            raise InvalidInput(
-                f"a calibration's scale of {self.scale} is out of range: above 0; fit it again"
-            )
+            raise InvalidInput(f"a calibration's scale of {self.scale} is out of range: above 0; fit it again")
 
     def log_confidences(self, log_probs: list[float]) -> list[float]:
         if self.scale == 1.0 and self.power == 1.0:

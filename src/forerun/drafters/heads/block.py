@@ -32,13 +32,7 @@ from forerun.drafters.heads.base import (
     wants_sampling,
 )
 from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block
-from forerun.drafters.heads.block_runner import (
-    READ_AT_ONCE,
-    BlockCandidates,
-    BlockRunner,
-    BlockSteps,
-    GraphRunner,
-)
+from forerun.drafters.heads.block_runner import READ_AT_ONCE, BlockCandidates, BlockRunner, BlockSteps, GraphRunner
 from forerun.drafters.heads.growth import Tree, grow_ranked, lay_out, sample_trees
 from forerun.models.base import Target
 
@@ -97,9 +91,7 @@ class DFlashDrafter:
         unread = len(observed.tokens) if observed is not None else 0
         start = unread * (self._reading or READING * once) if unread > PROMPT else 0.0
         chosen = not self._draws(seq)
-        return Offer(
-            (once + level, level), start, chosen=chosen, stops=chosen, expected=self._expected.get(seq.id)
-        )
+        return Offer((once + level, level), start, chosen=chosen, stops=chosen, expected=self._expected.get(seq.id))
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
@@ -158,9 +150,7 @@ class DFlashDrafter:
                 self._reading = self._pass.elapsed() / unread
             self._pass.start()
 
-    def _grow(
-        self, candidates: BlockCandidates, seqs: Sequence[Seq], budgets: Sequence[Budget]
-    ) -> list[Tree]:
+    def _grow(self, candidates: BlockCandidates, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
         trees, expected = grow_ranked(candidates, seqs, budgets, self._calibration)
         self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees

@@ -78,9 +78,7 @@ class BlockConfig(HeadShape):
             return cls(
                 **shape,
                 kind=kind,
-                depth=size_in(
-                    {**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers"
-                ),
+                depth=size_in({**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers"),
                 layers=_layers_in(own),
                 rows=size_in(own, "block_size", _BLOCKS[kind]),
                 mask_token=_mask_in(own, shape["vocab_size"]),
@@ -294,9 +292,7 @@ class BlockHead:
             return None
         width = self.config.width
         score = rows.float() @ self._confidence[:width] + previous.float() @ self._confidence[width:]
-        return torch.sigmoid(
-            score if self._confidence_bias is None else score + self._confidence_bias.float()
-        )
+        return torch.sigmoid(score if self._confidence_bias is None else score + self._confidence_bias.float())
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:
@@ -305,9 +301,7 @@ class BlockHead:
         return self._shared.embed(tokens).to(self.dtype)
 
 
-def _checked(
-    config: BlockConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
-) -> SharedWeights | None:
+def _checked(config: BlockConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None) -> SharedWeights | None:
     """What the target shares, if it fits; a drafter of another width stores its own embedding."""
     if config.width != config.target_width and "embed_tokens.weight" not in weights:
         raise InvalidInput(
@@ -339,9 +333,7 @@ def read_block(
     return config, weights
 
 
-def write_block(
-    folder: Path, config: BlockConfig, weights: Mapping[str, Tensor], stored: Stored = "bfloat16"
-) -> None:
+def write_block(folder: Path, config: BlockConfig, weights: Mapping[str, Tensor], stored: Stored = "bfloat16") -> None:
     """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index."""
     write_config(folder, config.to_json())
     write_shards(folder, _to_int8(weights) if stored == "int8" else weights)

@@ -85,13 +85,7 @@ def candidates_of(
 
 
 def corrected(
-    head: BlockHead,
-    rows: Tensor,
-    roots: Tensor,
-    values: Tensor,
-    places: Tensor,
-    tokens: Tensor,
-    factors: Tensor | None,
+    head: BlockHead, rows: Tensor, roots: Tensor, values: Tensor, places: Tensor, tokens: Tensor, factors: Tensor | None
 ) -> Tensor:
     """Log-confidences [B, L, K, K] of candidates behind each candidate of the level before; the root's all alike.
 

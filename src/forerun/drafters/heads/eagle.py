@@ -44,15 +44,11 @@ _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 class Runner(Protocol):
     """Runs a head on one kind of device: keeps its KV cache of each sequence, and starts drafts."""
 
-    def begin(
-        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
-    ) -> RunnerSteps:
+    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> RunnerSteps:
         """Run the observed rows of these sequences through the head; the result drafts for them."""
         ...
 
-    def draft(
-        self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration
-    ) -> WholeDraft | None:
+    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
         """The same and the tree itself in one go; None where only `begin` will do."""
         ...
 
@@ -140,8 +136,7 @@ class EagleDrafter:
         live = [
             b
             for b, seq in enumerate(seqs)
-            if is_ready(self._sequences.get(seq.id), seq, budgets[b])
-            and len(seq.tokens) + budgets[b].depth <= limit
+            if is_ready(self._sequences.get(seq.id), seq, budgets[b]) and len(seq.tokens) + budgets[b].depth <= limit
         ]
         chosen = [b for b in live if not self._draws(seqs[b])]
         drawn = [b for b in live if self._draws(seqs[b])]
@@ -163,10 +158,7 @@ class EagleDrafter:
     def _draft_alone(self, seq: Seq, budget: Budget) -> Tree | None:
         """One sequence's tree of chosen nodes in one go, as in most rounds on a CPU; None where that cannot be."""
         observed = self._sequences.get(seq.id)
-        if (
-            not is_ready(observed, seq, budget)
-            or len(seq.tokens) + budget.depth > self.head.config.max_length
-        ):
+        if not is_ready(observed, seq, budget) or len(seq.tokens) + budget.depth > self.head.config.max_length:
             return [seq.tokens[-1]], [-1]
         assert observed is not None
         if self._draws(seq) or len(observed.tokens) > PROMPT:
@@ -221,9 +213,7 @@ def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHe
     shared = target.shared()
     if not config.layers:
         if shared is None or not shared.layers:
-            raise InvalidInput(
-                f"{folder} does not say which hidden layers its head reads; add them to config.json"
-            )
+            raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
         config = replace(config, layers=default_layers(len(shared.layers)))
     if NativeHead.supports(config, target.device):
         return NativeHead(config, weights, shared)

@@ -342,23 +342,17 @@ class HeadCache:
 Layout = Literal["eagle", "speculators"]
 
 
-def read_head(
-    folder: Path, *, kind: Kind | None = None, pickle: bool = False
-) -> tuple[EagleConfig, dict[str, Tensor]]:
+def read_head(folder: Path, *, kind: Kind | None = None, pickle: bool = False) -> tuple[EagleConfig, dict[str, Tensor]]:
     """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
     weights = {_our_name(name): weight for name, weight in weights.items()}
     weights = widened(weights)
     kind_found = kind_of(values, lambda: weights)
     if kind_found not in ("eagle", "eagle3"):
-        raise InvalidInput(
-            f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
-        )
+        raise InvalidInput(f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`")
     found: Kind = "eagle3" if kind_found == "eagle3" else "eagle"
     if kind is not None and found != kind:
-        raise InvalidInput(
-            f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"
-        )
+        raise InvalidInput(f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}")
     config = EagleConfig.from_json(values, found)
     check_shapes(config, weights, folder)
     return config, weights

@@ -58,11 +58,7 @@ class NativeHead:
     """Weights of one head, packed, and the struct that points to them."""
 
     def __init__(
-        self,
-        config: EagleConfig,
-        weights: Mapping[str, Tensor],
-        shared: SharedWeights | None,
-        bits: Bits | None = None,
+        self, config: EagleConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None, bits: Bits | None = None
     ) -> None:
         """`bits` of a weight; None = four where memory limits the kernels, else eight."""
         self.config, self.device = config, torch.device("cpu")
@@ -186,9 +182,7 @@ class NativeHead:
 def _in_four_bits(blocks: Blocks) -> Blocks:
     """The same rows in a third to a half of the bytes, some at a time."""
     outputs, inputs = blocks.shape
-    parts = [
-        as_q4_1(unpack_rows(blocks, range(i, min(i + _ROWS, outputs)))) for i in range(0, outputs, _ROWS)
-    ]
+    parts = [as_q4_1(unpack_rows(blocks, range(i, min(i + _ROWS, outputs)))) for i in range(0, outputs, _ROWS)]
     return Blocks(parts[0].kind, (outputs, inputs), torch.cat([part.data for part in parts]))
 
 
@@ -317,9 +311,7 @@ class NativeRunner:
     def __init__(self, head: NativeHead) -> None:
         self.head, config = head, head.config
         self.cache = HeadCache(config, torch.float32, head.device)
-        self._last: dict[
-            int, tuple[Floats, int]
-        ] = {}  # where the output of each sequence's last row is: [N, D], row
+        self._last: dict[int, tuple[Floats, int]] = {}  # where the output of each sequence's last row is: [N, D], row
         rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
         self._tables = RotationTables(Rotations(rope, head.device))
         self._pass, self._known = HeadPass(), self.cache.data  # the slots that it points to
@@ -327,9 +319,7 @@ class NativeRunner:
         self._outs = [self._room(1) for _ in range(2)]
         self._call = DraftCall(head)
 
-    def begin(
-        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
-    ) -> NativeSteps:
+    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> NativeSteps:
         """Run the observed rows of these sequences; the result drafts for them."""
         native.match_threads(torch.get_num_threads())
         sizes = frontier_sizes(budgets)
@@ -338,13 +328,9 @@ class NativeRunner:
         one = self._current_pass(max([observed.seen for observed in sequences]) + len(sizes))
         self._catch_up(one, seqs, sequences)
         lasts = [self._last[seq.id] for seq in seqs]
-        return NativeSteps(
-            self, one, [seq.id for seq in seqs], lasts[0] if len(lasts) == 1 else self._gather(lasts)
-        )
+        return NativeSteps(self, one, [seq.id for seq in seqs], lasts[0] if len(lasts) == 1 else self._gather(lasts))
 
-    def draft(
-        self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration
-    ) -> WholeDraft | None:
+    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
         """New rows and tree of one sequence in one call; not under noise, or where kernels look no tokens up."""
         tokens, cache = observed.tokens, self.cache
         if not (tokens and self.head.looks_up) or has_noise(seq):
@@ -444,9 +430,7 @@ class NativeRunner:
 class NativeSteps:
     """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
 
-    def __init__(
-        self, runner: NativeRunner, one: HeadPass, ids: Sequence[int], last: tuple[Floats, int]
-    ) -> None:
+    def __init__(self, runner: NativeRunner, one: HeadPass, ids: Sequence[int], last: tuple[Floats, int]) -> None:
         self.runner, self.levels = runner, 1
         self.size = len(runner.head.ids)
         self._pass, one.features = one, None

@@ -29,9 +29,7 @@ class TorchRunner:
         self._last: dict[int, Tensor] = {}  # [D] the output of each sequence's last row
 
     @torch.no_grad()
-    def begin(
-        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
-    ) -> TorchSteps:
+    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> TorchSteps:
         """Run the observed rows of these sequences; the result drafts for them."""
         nodes = sum(frontier_sizes(budgets))
         out = self._catch_up(seqs, sequences, nodes)
@@ -94,9 +92,7 @@ class TorchRunner:
 class TorchSteps:
     """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
 
-    def __init__(
-        self, head: EagleHead, cache: HeadCache, ids: Sequence[int], out: Tensor, nodes: int
-    ) -> None:
+    def __init__(self, head: EagleHead, cache: HeadCache, ids: Sequence[int], out: Tensor, nodes: int) -> None:
         self.head, self.levels = head, 1
         lengths = [cache.lengths[i] for i in ids]
         self._base = max(lengths)  # drafted slots start here, for all sequences

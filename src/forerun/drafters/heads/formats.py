@@ -44,9 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelNotFound(
-            f"{folder} has no config.json; give the folder that holds the head's files"
-        ) from None
+        raise ModelNotFound(f"{folder} has no config.json; give the folder that holds the head's files") from None
     except (ValueError, OSError, RecursionError) as error:
         raise DamagedFile(f"{folder / 'config.json'} is not JSON ({brief(error)}); fetch it again") from None
     if not isinstance(values, dict):
@@ -118,9 +116,7 @@ def config_of(whose: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise DamagedFile(
-            f"config.json of the head lacks or garbles {brief(error)}; is it {whose}?"
-        ) from None
+        raise DamagedFile(f"config.json of the head lacks or garbles {brief(error)}; is it {whose}?") from None
 
 
 def readers(
@@ -157,9 +153,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], stem: str = "model
         write_tensors(folder / name, shard)
         places |= dict.fromkeys(shard, name)
     index = {"metadata": {}, "weight_map": places}
-    (folder / f"{stem}.safetensors.index.json").write_text(
-        json.dumps(index, indent=1) + "\n", encoding="utf-8"
-    )
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 class DraftVocabulary:
@@ -182,9 +176,7 @@ class DraftVocabulary:
     def most_frequent(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocabulary:
         """The `size` ids with the largest counts [V] (the lowest id on a tie), and those named in any case."""
         if not 1 <= size <= len(counts):
-            raise InvalidInput(
-                f"a draft vocabulary of {size} is out of range: 1 to the target's {len(counts)}"
-            )
+            raise InvalidInput(f"a draft vocabulary of {size} is out of range: 1 to the target's {len(counts)}")
         ranked = counts.to(torch.int64).clone()
         ranked[list(always)] = torch.iinfo(torch.int64).max
         order = ranked.argsort(descending=True, stable=True)

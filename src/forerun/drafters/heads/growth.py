@@ -87,14 +87,7 @@ class Grown:
         return sums
 
 
-def grow(
-    root: int,
-    first: Candidates,
-    ways: Ways,
-    more: Successors | None,
-    size: Size,
-    least: float,
-) -> Grown:
+def grow(root: int, first: Candidates, ways: Ways, more: Successors | None, size: Size, least: float) -> Grown:
     """A tree of at most `size` (nodes below its root, levels, children of a node), down to survivals of `least`.
 
     Of each list of candidates only the best that is not yet in the tree waits: the others cannot come before it. What a
@@ -194,9 +187,7 @@ def least_step(price: tuple[float, ...]) -> float:
     return max(0.0, min([after - before for before, after in pairwise(price)], default=0.0))
 
 
-def worth_deepening(
-    survivals: Sequence[float], drafted: int, price: Sequence[float], level: float
-) -> list[int]:
+def worth_deepening(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> list[int]:
     """Which nodes of a frontier of these survivals to draft one more level below; none where that does not pay.
 
     So many nodes are there already. Of what reaches the frontier, some share is accepted one level deeper; each such
@@ -384,9 +375,7 @@ class _Growth:
             if self._rates is None:
                 gains = self._calibration.log_confidences(values[low : low + branch])
             else:
-                gains = [
-                    math.log(rate) if rate > 0 else -math.inf for rate in self._rates[self._level][:branch]
-                ]
+                gains = [math.log(rate) if rate > 0 else -math.inf for rate in self._rates[self._level][:branch]]
             self._scores += [above + gain for gain in gains]
             self._tokens += tokens[low : low + branch]
             self._parents += [place] * branch
@@ -442,9 +431,7 @@ def cut_grown(root: int, budget: Budget, scores: list[float], tokens: list[int],
     return growth.cut()
 
 
-def lay_out(
-    trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Sequence[Tensor] = ()
-) -> TreeBatch:
+def lay_out(trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Sequence[Tensor] = ()) -> TreeBatch:
     """The batch that a proposal is; with laws where nodes were drawn."""
     drawn = None
     if laws:

@@ -123,10 +123,7 @@ def grow_all(
 
     count, output, steps = len(roots), HeadOutput(heads.vocabulary.ids), HydraSteps(heads, hidden, roots)
     by_kernels = heads.device.type == "cuda" and find_spec("triton") is not None
-    pool, frontier = (
-        Pool(count, width, width, levels, heads.device),
-        Frontier.of_roots(count, heads.device),
-    )
+    pool, frontier = (Pool(count, width, width, levels, heads.device), Frontier.of_roots(count, heads.device))
     logits = steps.first()
     for level in range(levels):
         wide = frontier.tokens.shape[1]

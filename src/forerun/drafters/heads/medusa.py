@@ -25,13 +25,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
-from forerun.drafters.heads.base import (
-    MOST_CAPTURED,
-    NOT_CAPTURED,
-    LastRowDrafter,
-    head_dtype,
-    rehearse,
-)
+from forerun.drafters.heads.base import MOST_CAPTURED, NOT_CAPTURED, LastRowDrafter, head_dtype, rehearse
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     Matrix,
@@ -125,8 +119,7 @@ Family = Literal["medusa", "hydra"]
 RANKS = 10  # how many of a head's guesses a tree may use
 # Until rates are measured: roughly what Medusa's authors report, falling with depth.
 _RATES = tuple(
-    tuple(0.5 * 0.8**k * r for r in (1.0, 0.25, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02, 0.01))
-    for k in range(8)
+    tuple(0.5 * 0.8**k * r for r in (1.0, 0.25, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02, 0.01)) for k in range(8)
 )
 
 
@@ -140,9 +133,7 @@ class HeadsConfig:
     width: int
     vocab_size: int
     target: str = ""
-    rates: tuple[
-        tuple[float, ...], ...
-    ] = ()  # [heads][ranks] how often each rank was right, given those before
+    rates: tuple[tuple[float, ...], ...] = ()  # [heads][ranks] how often each rank was right, given those before
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], family: Family, width: int, vocab_size: int) -> HeadsConfig:
@@ -216,12 +207,9 @@ class HeadSet:
 
         have, get = readers(weights, dtype, self.device)
         self.weights = [
-            [Matrix(have(f"{i}.{j}.linear.weight")) for j in range(config.blocks)]
-            for i in range(config.count)
+            [Matrix(have(f"{i}.{j}.linear.weight")) for j in range(config.blocks)] for i in range(config.count)
         ]
-        self.biases = [
-            [get(f"{i}.{j}.linear.bias") for j in range(config.blocks)] for i in range(config.count)
-        ]
+        self.biases = [[get(f"{i}.{j}.linear.bias") for j in range(config.blocks)] for i in range(config.count)]
         own = [get(f"{i}.{config.blocks}.weight") for i in range(config.count)]
         self.own_heads = [Matrix(head) for head in own if head is not None]
         head = get("lm_head.weight")
@@ -287,9 +275,7 @@ class MedusaDrafter(CapturedHeads):
             levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
             guesses = self._guesses(some, levels)
             for i, b in enumerate(live):
-                trees[b] = filled_tree(
-                    seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b]
-                )
+                trees[b] = filled_tree(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
             self._stop_clock(1 if self.one_pass else levels, captures)
         return lay_out(trees)
 

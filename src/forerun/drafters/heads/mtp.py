@@ -109,9 +109,7 @@ def write_mtp(folder: Path, config: EagleConfig, weights: Mapping[str, Tensor]) 
         named[name if name in ("d2t", "t2d") else at + inside] = weight
     values = config.to_json()
     ours = {**values["forerun"], "format": "mtp"}
-    write_config(
-        folder, {**values, "architectures": ["MtpModel"], "num_nextn_predict_layers": 1, "forerun": ours}
-    )
+    write_config(folder, {**values, "architectures": ["MtpModel"], "num_nextn_predict_layers": 1, "forerun": ours})
     write_shards(folder, named)
 
 
@@ -138,9 +136,7 @@ def _read_layer(folder: Path) -> tuple[dict[str, Tensor], bool]:
             f"{folder} carries no multi-token-prediction layer (no eh_proj, no mtp.fc); name another folder"
         )
     at, weights = f"layers.{min(numbers)}.", dict[str, Tensor]()
-    named = read_tensors(
-        folder, wanted=lambda n: n in ("d2t", "t2d") or n.removeprefix("model.").startswith(at)
-    )
+    named = read_tensors(folder, wanted=lambda n: n in ("d2t", "t2d") or n.removeprefix("model.").startswith(at))
     for name, weight in named.items():
         ours = _our_name(name.removeprefix("model.").removeprefix(at), _BEHIND)
         weights[ours if ours.startswith(_BESIDE) else f"midlayer.{ours}"] = weight

@@ -39,15 +39,7 @@ from forerun.drafters.heads.formats import (
 from forerun.drafters.heads.growth import grow_ranked, lay_out
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
 from forerun.heads import kind_of
-from forerun.models.encoder_decoder.layers import (
-    Attention,
-    FeedForward,
-    Layer,
-    Linear,
-    Norm,
-    TorchLinear,
-    make_linear,
-)
+from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Linear, Norm, TorchLinear, make_linear
 from forerun.models.native import library as native
 
 KIND = "specdec"
@@ -154,9 +146,7 @@ class SpecDecHead:
         self.layers = [
             Layer(
                 Attention(norm(f"{at}self_attn"), linear(f"{at}self_attn.in"), linear(f"{at}self_attn.out")),
-                Attention(
-                    norm(f"{at}cross_attn"), linear(f"{at}cross_attn.in"), linear(f"{at}cross_attn.out")
-                ),
+                Attention(norm(f"{at}cross_attn"), linear(f"{at}cross_attn.in"), linear(f"{at}cross_attn.out")),
                 FeedForward(norm(f"{at}mlp"), linear(f"{at}mlp.up"), linear(f"{at}mlp.down")),
             )
             for at in (f"layers.{i}." for i in range(config.depth))
@@ -269,9 +259,7 @@ class SpecDecDrafter(LastRowDrafter):
     @classmethod
     def build(cls, parts: Parts) -> SpecDecDrafter:
         if parts.target.source_rules is None:
-            raise InvalidInput(
-                f"the drafter {KIND!r} reads an encoder's rows, and this target has no encoder"
-            )
+            raise InvalidInput(f"the drafter {KIND!r} reads an encoder's rows, and this target has no encoder")
         head = load_specdec(parts.head_folder(KIND), parts.target.device)
         if head.config.vocab_size != parts.target.vocab_size:
             raise InvalidInput(
@@ -313,9 +301,7 @@ class SpecDecDrafter(LastRowDrafter):
         return [
             b
             for b, seq in enumerate(seqs)
-            if budgets[b].runs
-            and seq.id in self._sources
-            and self._sequences[seq.id].seen == len(seq.tokens) - 1
+            if budgets[b].runs and seq.id in self._sources and self._sequences[seq.id].seen == len(seq.tokens) - 1
         ]
 
     def _candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:

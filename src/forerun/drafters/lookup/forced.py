@@ -77,8 +77,5 @@ class ForcedDrafter(LookupDrafter):
             return ()
         state = self._sequences.setdefault(seq.id, _Sequence())
         if state.length != len(seq.tokens):
-            state.length, state.tokens = (
-                len(seq.tokens),
-                laws[-1].forced(Prefix(seq.tokens, seq.prompt_length)),
-            )
+            state.length, state.tokens = (len(seq.tokens), laws[-1].forced(Prefix(seq.tokens, seq.prompt_length)))
         return state.tokens

@@ -51,9 +51,7 @@ class Corpus:
             with path.open("rb") as file:
                 raw = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
-            raise InvalidInput(
-                f"no corpus at {str(path)!r}: {error}; `forerun corpus build` makes one"
-            ) from None
+            raise InvalidInput(f"no corpus at {str(path)!r}: {error}; `forerun corpus build` makes one") from None
         if bytes(raw[:8]) != MAGIC or sys.byteorder != "little":
             raise InvalidInput(f"{str(path)!r} is no corpus; `forerun corpus build` makes one")
         head, start = _header(raw, path)
@@ -129,9 +127,7 @@ class CorpusPlace:
 
     def after(self, token: int) -> Place:
         text, size = self._text, len(self._text)
-        return CorpusPlace(
-            text, [at + 1 for at in self._at if at < size and text[at] == token], self.length + 1
-        )
+        return CorpusPlace(text, [at + 1 for at in self._at if at < size and text[at] == token], self.length + 1)
 
     def shorter(self) -> Place:
         return NOWHERE
@@ -229,14 +225,8 @@ def _texts_of(line: str, where: str) -> list[str]:
         raise InvalidInput(f"{where} is not JSON: {brief(error)}; fix or drop it") from None
     fields = row if isinstance(row, dict) else {"text": row}
     messages = fields.get("messages")
-    turns = (
-        [each.get("content") for each in messages if isinstance(each, dict)]
-        if isinstance(messages, list)
-        else []
-    )
+    turns = [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
     texts = [each for each in (*turns, fields.get("text", fields.get("prompt"))) if isinstance(each, str)]
     if not texts:
-        raise InvalidInput(
-            f"{where} is no text and has none in 'text', 'prompt' or 'messages'; fix or drop it"
-        )
+        raise InvalidInput(f"{where} is no text and has none in 'text', 'prompt' or 'messages'; fix or drop it")
     return texts

@@ -55,9 +55,7 @@ class SuffixAutomaton:
             links.append(0)
             if state >= 0:
                 to = after[token]
-                links[made] = state = (
-                    to if lengths[to] == lengths[state] + 1 else self._split(state, token, to)
-                )
+                links[made] = state = to if lengths[to] == lengths[state] + 1 else self._split(state, token, to)
                 climbed = 0
                 while state > 0 and climbed < CLIMB:
                     counts[state] += 1

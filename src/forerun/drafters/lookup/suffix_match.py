@@ -129,9 +129,7 @@ class History:
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             if not lines or _parsed(lines[0]) != head:
-                raise InvalidInput(
-                    f"{str(path)!r} holds no outputs of a model with {self._vocab_size} tokens"
-                )
+                raise InvalidInput(f"{str(path)!r} holds no outputs of a model with {self._vocab_size} tokens")
             rows = self._newest(lines[1:])
         for row in rows:
             entry = json.loads(row)
@@ -213,9 +211,7 @@ class Lookup(Protocol):
         """The length of the match that the chain follows; 0 = there is none."""
         ...
 
-    def grow(
-        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
-    ) -> BestTree:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
         """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
         ...
 
@@ -224,12 +220,7 @@ class PlaceLookup:
     """Implements Lookup with a suffix automaton of the request, and what else is searched."""
 
     def __init__(
-        self,
-        rates: list[HitRates],
-        shared: list[HitRates],
-        shortest: int,
-        reader: Reader | None,
-        corpus: Corpus | None,
+        self, rates: list[HitRates], shared: list[HitRates], shortest: int, reader: Reader | None, corpus: Corpus | None
     ) -> None:
         self.rates, self._shared, self._shortest = rates, shared, shortest
         self._reader, self._corpus, self._text = reader, corpus, SuffixAutomaton()
@@ -259,9 +250,7 @@ class PlaceLookup:
     def match(self) -> int:
         return self._chain[0].match if self._chain else 0
 
-    def grow(
-        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
-    ) -> BestTree:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
         grown = grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
         return grown.cut(best_count(grown.survivals, price))
 
@@ -355,12 +344,7 @@ class NativeLookup:
     """Implements forerun.drafters.lookup.suffix_match.Lookup."""
 
     def __init__(
-        self,
-        rates: list[HitRates],
-        shared: list[HitRates],
-        shortest: int,
-        stop_ids: frozenset[int],
-        fill: Fill | None,
+        self, rates: list[HitRates], shared: list[HitRates], shortest: int, stop_ids: frozenset[int], fill: Fill | None
     ) -> None:
         self.rates, self.source, self.matched = rates, REQUEST, list[int]()
         library, ask, own, of_all = native.library(), native.Lookup(), rates[REQUEST], shared[REQUEST]
@@ -409,9 +393,7 @@ class NativeLookup:
     def match(self) -> int:
         return self._matches[0] if self._ask.steps else 0
 
-    def grow(
-        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
-    ) -> BestTree:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
         ask = self._ask
         # a factor of nothing leaves the table out
         self._factors[:] = (0.0, 0.0) if table is None else table.factors

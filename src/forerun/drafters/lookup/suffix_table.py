@@ -48,9 +48,7 @@ class Successors:
         self._rows: dict[int, Row] = {}  # those that were asked for
 
     @classmethod
-    def of(
-        cls, target: Target, opening: Sequence[int], tokens: Sequence[int] | None = None
-    ) -> Successors | None:
+    def of(cls, target: Target, opening: Sequence[int], tokens: Sequence[int] | None = None) -> Successors | None:
         """Those of a target, behind this opening; None where it has no room for the passes.
 
         `tokens`: of these alone instead of the first ones. All others seem to have none.
@@ -61,9 +59,7 @@ class Successors:
             count //= 2
         if not count or len(before) + EACH + 1 > target.max_length:
             return None
-        seqs = [
-            PlainSeq(_FIRST_ID - i, before.copy(), max_length=len(before) + EACH + 1) for i in range(count)
-        ]
+        seqs = [PlainSeq(_FIRST_ID - i, before.copy(), max_length=len(before) + EACH + 1) for i in range(count)]
         try:
             target.prefill(seqs, Needs())
             starts = range(0, len(wanted), count * EACH)

@@ -45,9 +45,7 @@ class CascadeDrafter(ModelDrafter):
         if isinstance(second, CascadeDrafter):
             return cls(cls.compose(first, second.lower), second.upper)
         if not isinstance(second, ModelDrafter):
-            raise InvalidInput(
-                "what stands right of '>' must be a draft model; write a>draft_model, or a>layer_skip"
-            )
+            raise InvalidInput("what stands right of '>' must be a draft model; write a>draft_model, or a>layer_skip")
         if first.needs.hidden_layers:
             raise InvalidInput("a head drafts for the target it was trained on; left of '>' it cannot draft")
         if isinstance(first, ModelDrafter) and first.draft is second.draft:
@@ -80,9 +78,7 @@ class CascadeDrafter(ModelDrafter):
             return
         started, unread = perf_counter(), sum(len(one.tokens) - max(0, one.cached) for one in behind)
         trees, scores = self.draft.prefill(behind, self.needs)
-        self.lower.observe(
-            behind, trees, scores, Verdict.whole_chain(trees, [one.tokens[-1] for one in behind])
-        )
+        self.lower.observe(behind, trees, scores, Verdict.whole_chain(trees, [one.tokens[-1] for one in behind]))
         spent = (perf_counter() - started) / unread
         self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
         for branch in behind:

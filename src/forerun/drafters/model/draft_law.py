@@ -17,9 +17,7 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.native import head_library
 from forerun.models.native import library as native
 
-Noised = Callable[
-    [Tensor, int], Tensor
-]  # logits [N, Vd] of what follows nodes of a level -> as drafts read them
+Noised = Callable[[Tensor, int], Tensor]  # logits [N, Vd] of what follows nodes of a level -> as drafts read them
 
 SHARPER = 1.2  # under shared noise: a head's law is flatter than the target's, and agrees more often when it is less so
 
@@ -57,9 +55,7 @@ class DraftLaw:
         rows = []
         for seq, noisy in zip(self.seqs, self._noisy, strict=True):
             if noisy:
-                whole = exponential(
-                    seq.seed, len(seq.tokens) + level, self.vocabulary.vocab_size, self.device
-                )
+                whole = exponential(seq.seed, len(seq.tokens) + level, self.vocabulary.vocab_size, self.device)
                 rows.append(self.vocabulary.rows_of(whole).log_())
             else:
                 rows.append(logits.new_zeros(len(self.vocabulary)))

@@ -117,9 +117,7 @@ class ModelDrafter:
             for b in with_head:
                 self._rewind(branches[b], first[b][rank][0])
             tips = {b: first[b][rank][1] for b in with_head}
-            depths = {
-                b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head
-            }
+            depths = {b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head}
             self._chains(with_head, branches, tips, depths, trees, laws)
         self._meter.stop(max((topology_of(tuple(tree.parents)).deepest for tree in trees), default=0))
         rows = torch.tensor([row for tree in trees for row in tree.rows])
@@ -154,9 +152,7 @@ class ModelDrafter:
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
-            branch = Branch(
-                seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules
-            )
+            branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules)
             self._branches[seq.id] = branch
         branch.seed = seq.seed  # that of a cascade's level changes with its rounds
         fresh = seq.tokens[branch.committed :]
@@ -243,18 +239,14 @@ class ModelDrafter:
         each = enumerate(zip(branches, widths, strict=True))
         return [self._pick(branch, step, i, width, laws) for i, (branch, width) in each]
 
-    def _pick(
-        self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
-    ) -> tuple[list[int], int]:
+    def _pick(self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]) -> tuple[list[int], int]:
         """Up to `width` tokens to follow a branch, and the row of the law they were drawn from (-1 = chosen)."""
         if i in step.impossible:
             return [], -1
         weights = step.log_weights[i]
         if step.greedy[i] or branch.shares_noise:
             if not step.greedy[i]:
-                weights = (
-                    weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
-                )
+                weights = weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
             possible = int((weights > -torch.inf).sum())
             return weights.topk(min(width, possible)).indices.tolist(), -1
         law = weights.softmax(-1)

@@ -51,9 +51,7 @@ class ExitAdapter:
 
     def must_fit(self, width: int) -> None:
         if self.down.shape[1] != width:
-            raise InvalidInput(
-                f"the exit adapter is {self.down.shape[1]} wide, and the target {width}: train another"
-            )
+            raise InvalidInput(f"the exit adapter is {self.down.shape[1]} wide, and the target {width}: train another")
 
     def to(self, dtype: torch.dtype, device: torch.device) -> ExitAdapter:
         moved = {name: value.to(device, dtype) for name, value in self._tensors().items()}
@@ -63,9 +61,7 @@ class ExitAdapter:
         """As safetensors, in 16 bits."""
         from forerun.models.load.weights import write_tensors
 
-        halves = {
-            name: value.detach().to(torch.float16).contiguous() for name, value in self._tensors().items()
-        }
+        halves = {name: value.detach().to(torch.float16).contiguous() for name, value in self._tensors().items()}
         write_tensors(path, halves, {"eps": repr(self.eps)})
 
     @classmethod
@@ -158,14 +154,9 @@ def write_plan(path: Path, plan: LayerPlan, layers: int) -> None:
 def _subset(name: str, layers: int, values: Mapping[str, Any]) -> LayerSubset:
     end = values.get("exit")
     skipped = [values.get(key, []) for key in ("without_attention", "without_mlp")]
-    whole = [
-        type(end) is int,
-        *(isinstance(some, list) and all(type(i) is int for i in some) for some in skipped),
-    ]
+    whole = [type(end) is int, *(isinstance(some, list) and all(type(i) is int for i in some) for some in skipped)]
     if not all(whole) or not 1 <= (end or 0) <= layers:
-        raise InvalidInput(
-            f"draft_layers={name}: exit must be 1 to {layers}, and skipped layers whole numbers"
-        )
+        raise InvalidInput(f"draft_layers={name}: exit must be 1 to {layers}, and skipped layers whole numbers")
     attentions, mlps = (frozenset(some) for some in skipped)
     return LayerSubset(end or 0, without_attention=attentions, without_mlp=mlps)
 

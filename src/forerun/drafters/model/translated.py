@@ -37,18 +37,11 @@ class Spelling:
 
     @classmethod
     def of(
-        cls,
-        vocabulary: Mapping[str, int],
-        special: Iterable[int],
-        ends: Iterable[int] = (),
-        bos: int | None = None,
+        cls, vocabulary: Mapping[str, int], special: Iterable[int], ends: Iterable[int] = (), bos: int | None = None
     ) -> Spelling:
         """From the vocabulary of a tokenizer, and the ids that it treats as special."""
         apart = {*special, *ends} | ({bos} if bos is not None else set())
-        marks = {
-            kind: sum(token.startswith(kind) for token in vocabulary)
-            for kind in (_BYTE_LEVEL, _SENTENCEPIECE)
-        }
+        marks = {kind: sum(token.startswith(kind) for token in vocabulary) for kind in (_BYTE_LEVEL, _SENTENCEPIECE)}
         bytes_of = from_sentencepiece
         if marks[_BYTE_LEVEL] >= marks[_SENTENCEPIECE]:
             bytes_of = from_byte_level
@@ -74,23 +67,15 @@ class TokenMap:
 
     @classmethod
     def between(
-        cls,
-        target: Spelling,
-        draft: Spelling,
-        vocab_size: int,
-        encode: Callable[[str], list[int]] | None = None,
+        cls, target: Spelling, draft: Spelling, vocab_size: int, encode: Callable[[str], list[int]] | None = None
     ) -> TokenMap:
         """The map of two vocabularies; raises where they share next to nothing."""
         ids = dict[bytes, int]()
         for index, piece in sorted(draft.pieces.items(), reverse=True):
             if piece:
                 ids[piece] = index  # of several that stand for the same, the lowest
-        shared = {
-            index: ids[piece] for index, piece in sorted(target.pieces.items(), reverse=True) if piece in ids
-        }
-        shared |= {
-            index: draft.special[name] for name, index in target.special.items() if name in draft.special
-        }
+        shared = {index: ids[piece] for index, piece in sorted(target.pieces.items(), reverse=True) if piece in ids}
+        shared |= {index: draft.special[name] for name, index in target.special.items() if name in draft.special}
         if target.ends and draft.ends:
             ended = {shared[index] for index in target.ends if index in shared}
             if not ended & {*draft.ends}:
@@ -111,8 +96,7 @@ class TokenMap:
             return _cut(piece, ids, longest) or (fallback,)
 
         pieces = [
-            (shared[i],) if i in shared else cut(target.pieces.get(i) or names.get(i, b""))
-            for i in range(vocab_size)
+            (shared[i],) if i in shared else cut(target.pieces.get(i) or names.get(i, b"")) for i in range(vocab_size)
         ]
         ends = {theirs: ours for theirs, ours in pairs.items() if theirs in draft.ends}
         return cls(
@@ -190,9 +174,7 @@ class TranslatedTarget(BaseTarget):
         self.draft.prefill([self._view(seq, length) for seq, length in zip(seqs, read, strict=True)], Needs())
         return TreeBatch.chains(chains, self.device), Scores(None)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         views = [self._view(seq) for seq in seqs]
         whole, last, done = [], list[int](), 0
@@ -273,9 +255,7 @@ class TranslatedTarget(BaseTarget):
         self._update(reading, seq.tokens)
         size = self._size(reading, len(seq.tokens) - 1 if length is None else length) + 1
         if size > self.draft.max_length:
-            raise PromptTooLong(
-                f"the draft model would read {size} tokens; it reads {self.draft.max_length} at most"
-            )
+            raise PromptTooLong(f"the draft model would read {size} tokens; it reads {self.draft.max_length} at most")
         limit = max(size, min(self.draft.max_length, PIECES * seq.max_length))
         return PlainSeq(seq.id, reading.read[:size], size, seq.params, seq.seed, limit, seq.stop_ids)
 

@@ -56,11 +56,7 @@ def _recommended(made: Decision) -> dict[str, Any]:
     """A drafter and its budget; no drafter where nobody can tell: then nothing is set."""
     if made.best is not None:
         return {"drafter": made.best.drafter, "budget": made.best.budget}
-    return (
-        {"drafter": "none", "budget": 0}
-        if made.verdict == "do not draft"
-        else {"drafter": None, "budget": None}
-    )
+    return {"drafter": "none", "budget": 0} if made.verdict == "do not draft" else {"drafter": None, "budget": None}
 
 
 def _for_vllm(
@@ -77,9 +73,7 @@ def _for_vllm(
             continue
         nearest = vllm_config(evidence, setup, other.drafter, made.off_from)
         if nearest[0] is not None:
-            said = (
-                f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
-            )
+            said = f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
             return nearest[0], f"{said} {nearest[1]}".rstrip()
     return None, note
 

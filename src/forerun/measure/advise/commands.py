@@ -79,10 +79,7 @@ def vllm_config(
         fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
         exported = _export_first(setup, method, checkpoint)
-    budgets = {
-        batch: budget if off_from is None or batch < off_from else 0
-        for batch, budget in fixed.budgets.items()
-    }
+    budgets = {batch: budget if off_from is None or batch < off_from else 0 for batch, budget in fixed.budgets.items()}
     config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]
     if any(budgets.values()) and len(set(budgets.values())) > 1:
         config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)

@@ -66,9 +66,7 @@ def decide(by_batch: Mapping[int, Sequence[Prospect]], auto: str) -> Decision:
     equals = [one for one in sure if not _is_slower(one, fastest)]
     best = min(equals, key=lambda one: (one.drafter != auto, _parts(one.drafter)))
     by_size = {
-        batch: judge(
-            next(one for one in some if one.drafter == best.drafter), WORTH_IT if batch == 1 else STOP
-        )
+        batch: judge(next(one for one in some if one.drafter == best.drafter), WORTH_IT if batch == 1 else STOP)
         for batch, some in by_batch.items()
     }
     return Decision("draft", best, tuple(one for one in equals if one is not best), by_size)
@@ -116,10 +114,7 @@ def _level_share(target: Target) -> float:
     config = None if shared is None else shared.config
     if config is None or config.moe is not None:
         return SHARE
-    layer = (
-        config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
-        + 3 * config.width * config.inner
-    )
+    layer = config.width * config.head_dim * 2 * (config.heads + config.kv_heads) + 3 * config.width * config.inner
     whole = config.layers * layer + config.vocab_size * config.width
     return (layer + min(config.vocab_size, VOCABULARY) * config.width) / whole
 

@@ -144,17 +144,13 @@ def conclude_from(
         draftings = {name: _drafting(mine, costs) for name, mine in drafted.items()}
         spent = sum(text.prompt_seconds for text in some)
         rate = sum(len(text.prompt) for text in some) / spent if spent else 0.0
-        return Evidence(
-            some, costs, rate, draftings, free, nodes, SpeculativeConfig(budget=nodes), successors
-        )
+        return Evidence(some, costs, rate, draftings, free, nodes, SpeculativeConfig(budget=nodes), successors)
 
     whole = of(texts, runs)
     if sum([bool(run.passes) for run in runs[PLAIN]]) < 2:
         return whole
     places = range(len(texts))
-    without = [
-        of(_without(texts, i), {name: _without(mine, i) for name, mine in runs.items()}) for i in places
-    ]
+    without = [of(_without(texts, i), {name: _without(mine, i) for name, mine in runs.items()}) for i in places]
     return replace(whole, left_out=tuple(without))
 
 
@@ -162,9 +158,7 @@ def _without(items: Sequence[_One], place: int) -> list[_One]:
     return [*items[:place], *items[place + 1 :]]
 
 
-def has_hope(
-    cost: CostModel, texts: Sequence[Text], plain: Sequence[Run], runs: Sequence[Run], nodes: int
-) -> bool:
+def has_hope(cost: CostModel, texts: Sequence[Text], plain: Sequence[Run], runs: Sequence[Run], nodes: int) -> bool:
     """Could a drafter pay on other prompts, by the first few? At the length that is best for it."""
     costs = calibrate(cost, plain, runs)
     drafting = _drafting(runs, costs)
@@ -225,9 +219,7 @@ def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
     host = sum(one.get("verdict", 0.0) + one.get("host", 0.0) for one in passes) / max(1, len(passes))
     took = sum(one.get("pass", 0.0) for one in passes)
     known = sum(costs.target.pass_seconds(1 + nodes) for text in rounds for nodes, _, _ in text)
-    return Drafting(
-        rounds, drafting / max(1, levels), max(0.0, host - costs.host), took / known if took else 1.0
-    )
+    return Drafting(rounds, drafting / max(1, levels), max(0.0, host - costs.host), took / known if took else 1.0)
 
 
 # of evidence that lacks a prompt, and which one: what a drafter does there
@@ -298,9 +290,7 @@ def priced(evidence: Evidence, name: str, batch: int) -> Making:
 
 def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) -> Drafting:
     speculative = SpeculativeConfig(
-        budget=evidence.nodes,
-        prompt_lookup_max=evidence.speculative.prompt_lookup_max,
-        prompt_lookup_min=shortest,
+        budget=evidence.nodes, prompt_lookup_max=evidence.speculative.prompt_lookup_max, prompt_lookup_min=shortest
     )
     parts = Parts(None, None, speculative)  # type: ignore[arg-type]  # it reads nothing of the target
     drafter = build_drafter(registry.drafters.spec(name), parts)
@@ -316,8 +306,7 @@ def fixed_lookup(evidence: Evidence, name: str) -> Fixed:
     found = [
         replace(
             _best_fixed(
-                evidence,
-                {length: _replayed(evidence, name, Budget(length, length), shortest) for length in lengths},
+                evidence, {length: _replayed(evidence, name, Budget(length, length), shortest) for length in lengths}
             ),
             shortest=shortest,
         )
@@ -331,8 +320,7 @@ def _best_fixed(evidence: Evidence, tried: Mapping[int, Drafting]) -> Fixed:
     lengths, gains = {}, {}
     for batch in BATCHES:
         found = {
-            length: estimate(drafting, evidence.texts, evidence.costs, batch)
-            for length, drafting in tried.items()
+            length: estimate(drafting, evidence.texts, evidence.costs, batch) for length, drafting in tried.items()
         }
         lengths[batch] = max(found, key=found.__getitem__)
         gains[batch] = found[lengths[batch]]

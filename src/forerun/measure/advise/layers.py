@@ -196,9 +196,7 @@ def _prepare(settings: Settings) -> tuple[Judge, dict[str, Any]]:
     return Judge(llm.engine.target, windows, cost), facts
 
 
-def _write(
-    llm: LLM, settings: Settings, prompts: Sequence[Sequence[int]]
-) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _write(llm: LLM, settings: Settings, prompts: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:
     params = SamplingParams(max_tokens=settings.max_tokens)
     done = llm.generate([list(ids) for ids in prompts], params, drafter="none")
     return [(ids, one.token_ids) for ids, one in zip(prompts, done, strict=True)]
@@ -217,9 +215,7 @@ class Window:
     chain: list[int]
 
 
-def cut_windows(
-    target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], most: int
-) -> list[Window]:
+def cut_windows(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]], most: int) -> list[Window]:
     """Places in texts (prompt, answer), evenly taken, prefilled; `most` of them at most."""
     places = [(text, at) for text in texts for at in range(0, len(text[1]) - DEPTH, DEPTH)]
     stride = max(1, -(-len(places) // most))
@@ -279,9 +275,7 @@ class Shares:
         return attentions * self.attention + mlps * self.mlp
 
 
-def gains(
-    layers: LayerSubset, reached: Sequence[float], shares: Shares, cost: CostModel
-) -> tuple[float, ...]:
+def gains(layers: LayerSubset, reached: Sequence[float], shares: Shares, cost: CostModel) -> tuple[float, ...]:
     """How many times faster than plain decoding chains of 1, 2, ... tokens would be, by what passes cost here."""
     plain, run = cost.pass_seconds(1), shares.layers(layers)
     begun = run if layers.is_prefix else 0.0  # of the target's pass: only one row goes through these layers

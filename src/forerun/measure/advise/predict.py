@@ -91,18 +91,13 @@ def _pairs(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) 
     return pairs
 
 
-def _text_seconds(
-    rounds: Drafts, tokens: int, drafting: Drafting, costs: Costs, batch: int, shared: float
-) -> float:
+def _text_seconds(rounds: Drafts, tokens: int, drafting: Drafting, costs: Costs, batch: int, shared: float) -> float:
     """A sequence's share of the time of its rounds."""
     needed = tokens / (1.0 + sum(kept for _, _, kept in rounds) / max(1, len(rounds)))
     if batch > 1:  # its rounds are shared with random others, so all take the mean time
         return needed * shared / batch
     own = sum(
-        drafting.passes * costs.target.pass_seconds(1 + nodes)
-        + depth * drafting.level
-        + costs.host
-        + drafting.host
+        drafting.passes * costs.target.pass_seconds(1 + nodes) + depth * drafting.level + costs.host + drafting.host
         for nodes, depth, _ in rounds
     )
     return own * needed / max(1, len(rounds))

@@ -63,9 +63,7 @@ def setup_of(llm: LLM, evidence: Evidence, settings: Settings) -> Setup:
     """What was measured, as a user would ask for it; `auto` is what the engine does where nothing is named."""
     given = (("dtype", "auto"), ("device", "auto"), ("threads", None))
     values = settings.as_document()
-    flags = [
-        word for key, default in given if values[key] != default for word in (f"--{key}", str(values[key]))
-    ]
+    flags = [word for key, default in given if values[key] != default for word in (f"--{key}", str(values[key]))]
     return Setup(
         settings.model,
         llm.engine.default_drafter,
@@ -99,12 +97,7 @@ def split(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def check(
-    llm: LLM,
-    evidence: Evidence,
-    held_back: Sequence[Prompt],
-    settings: Settings,
-    batch: int = 1,
-    repeats: int = 2,
+    llm: LLM, evidence: Evidence, held_back: Sequence[Prompt], settings: Settings, batch: int = 1, repeats: int = 2
 ) -> dict[str, Any]:
     """The prediction for a batch size, made without these prompts, against what is measured on them."""
     best = prospects(evidence, batch)[0]

@@ -117,9 +117,7 @@ def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
     for a group, since repeating one flatters every lookup drafter.
     """
     if len(prompts) < batch:
-        raise InvalidInput(
-            f"batches={batch} needs as many prompts and there are {len(prompts)}; raise --limit"
-        )
+        raise InvalidInput(f"batches={batch} needs as many prompts and there are {len(prompts)}; raise --limit")
     size = 1 if batch == 1 else TEXTS_PER_PLACE * batch
     groups, over = list[Group](), list[tuple[int, Prompt]]()
     for task in dict.fromkeys(prompt.task for prompt in prompts):
@@ -135,9 +133,7 @@ def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
     return groups + [Group.of(mixed[first:end]) for first, end in pairwise(cuts)]
 
 
-def warm_up(
-    contenders: Sequence[Contender], first: Group, max_tokens: int, lost: dict[str, str] | None = None
-) -> None:
+def warm_up(contenders: Sequence[Contender], first: Group, max_tokens: int, lost: dict[str, str] | None = None) -> None:
     """Let every contender write once, untimed: first calls allocate, compile and fault pages in."""
     for contender in contenders:
         with noting(contender, lost):

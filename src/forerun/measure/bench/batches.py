@@ -95,9 +95,7 @@ def spread(prompts: list[Text]) -> list[Text]:
 class Sweep:
     """One engine and one set of prompts, at every batch size."""
 
-    def __init__(
-        self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False
-    ) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False) -> None:
         self.engine, self.prompts = engine, spread([*dict.fromkeys(prompts)])
         self.params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
         self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
@@ -180,14 +178,10 @@ class Sweep:
             "tokens": call.tokens,
             "seconds": round(call.seconds, 4),
             "tokens_per_s": round(rate, 2),
-            "interval": None
-            if error is None
-            else [round(rate * (1 - error), 2), round(rate * (1 + error), 2)],
+            "interval": None if error is None else [round(rate * (1 - error), 2), round(rate * (1 + error), 2)],
             "ms_per_token": round(1e3 * batch / rate, 4),  # of one sequence
             "x_plain": round(ratio, 4),
-            "x_interval": None
-            if both is None
-            else [round(ratio * (1 - both), 4), round(ratio * (1 + both), 4)],
+            "x_interval": None if both is None else [round(ratio * (1 - both), 4), round(ratio * (1 + both), 4)],
             "tokens_per_round": round(call.tokens / max(1, call.rounds), 3),
             "ms_by_part": {part: round(1e3 * spent, 2) for part, spent in call.parts.items()},
             "differing": len(off),

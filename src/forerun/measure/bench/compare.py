@@ -106,9 +106,7 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise InvalidInput(
-            f"cannot read {str(path)!r}: {error.strerror}; give a file that --json wrote"
-        ) from None
+        raise InvalidInput(f"cannot read {str(path)!r}: {error.strerror}; give a file that --json wrote") from None
     except UnicodeDecodeError:
         raise InvalidInput(f"{str(path)!r} is not UTF-8 text; give a file that --json wrote") from None
     try:
@@ -117,12 +115,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise InvalidInput(f"{str(path)!r} does not end with JSON; give a file that --json wrote") from None
     missing = [key for key in REQUIRED if not isinstance(found, dict) or key not in found]
     if missing:
-        raise InvalidInput(
-            f"{str(path)!r} is no benchmark result: {missing[0]!r} is missing; run forerun bench"
-        )
+        raise InvalidInput(f"{str(path)!r} is no benchmark result: {missing[0]!r} is missing; run forerun bench")
     if found["schema"] != SCHEMA:
-        raise InvalidInput(
-            f"{str(path)!r} has schema {found['schema']} and this version reads {SCHEMA}; measure again"
-        )
+        raise InvalidInput(f"{str(path)!r} has schema {found['schema']} and this version reads {SCHEMA}; measure again")
     result: dict[str, Any] = found
     return result

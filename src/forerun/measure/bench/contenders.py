@@ -43,9 +43,7 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
     dtype: Dtype = settings.dtype  # type: ignore[assignment]  # checked where it is used
-    config = EngineConfig(
-        dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches)
-    )
+    config = EngineConfig(dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches))
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)
     models: dict[str, Target] = {}
@@ -74,13 +72,9 @@ def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target], *, draw
     elif LAYERS in spec.name:
         speculative = SpeculativeConfig(setup.drafter, draft_layers=setup.head)
     elif spec.needs != "head":
-        raise InvalidInput(
-            f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder"
-        )
+        raise InvalidInput(f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder")
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
-    return build_drafter(
-        spec, Parts(engine.target, first, speculative, engine.max_batch, engine.max_length, more)
-    )
+    return build_drafter(spec, Parts(engine.target, first, speculative, engine.max_batch, engine.max_length, more))
 
 
 def _second_model(llm: LLM, name: str) -> Target:

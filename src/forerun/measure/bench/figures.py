@@ -81,9 +81,7 @@ class Figures:
         for run in self.runs:
             if run.contender in rates:
                 rates[run.contender].setdefault(run.prompt, []).append(run)
-        return {
-            prompt: rate_of(runs) / rate_of(rates[base][prompt]) for prompt, runs in rates[contender].items()
-        }
+        return {prompt: rate_of(runs) / rate_of(rates[base][prompt]) for prompt, runs in rates[contender].items()}
 
     def tokens_per_round(self, contender: str, task: str | None = None) -> float | None:
         """Committed tokens of a sequence divided by its rounds, bonus included."""
@@ -149,8 +147,7 @@ def summarise(
         "contenders": {name: _figures(figures, name) for name in names},
         "by_task": by_task,
         "by_task_vs_peers": {
-            base: {name: _by_task_vs(figures, name, base) for name in ours}
-            for base in names[: names.index(PLAIN)]
+            base: {name: _by_task_vs(figures, name, base) for name in ours} for base in names[: names.index(PLAIN)]
         },
         "equal_to_own_plain": {
             name: {"plain": other, "equal": equal, "texts": texts}
@@ -159,8 +156,7 @@ def summarise(
         "equal": None if len(exact) < 2 else not found,
         "compared": compared,
         "differing": [
-            {"contender": d.contender, "prompt": d.prompt, "repeat": d.repeat, "position": d.position}
-            for d in found
+            {"contender": d.contender, "prompt": d.prompt, "repeat": d.repeat, "position": d.position} for d in found
         ],
     }
 

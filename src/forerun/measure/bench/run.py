@@ -49,11 +49,7 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 
 
 def run(
-    settings: Settings,
-    out: Path | None = None,
-    name: str = "forerun",
-    fixed: str = "",
-    trace: Path | None = None,
+    settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = "", trace: Path | None = None
 ) -> dict[str, Any]:
     """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
@@ -78,13 +74,7 @@ def run(
 
 
 def measure(
-    llm: LLM,
-    cost: CostModel,
-    peers: Peers,
-    items: Sequence[Item],
-    settings: Settings,
-    run_log: RunLog,
-    fixed: str = "",
+    llm: LLM, cost: CostModel, peers: Peers, items: Sequence[Item], settings: Settings, run_log: RunLog, fixed: str = ""
 ) -> dict[str, Any]:
     """Alternate over the prompts, cell by cell, and sum up."""
     facts = machine_facts()
@@ -96,9 +86,7 @@ def measure(
     for plan in cells:
         asked = peers.contenders if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
         contenders = [*asked, *own_contenders(llm, settings, plan.cell)]
-        contenders, runs = without_lost(
-            contenders, _with_progress(plan, contenders, settings, run_log, lost), lost
-        )
+        contenders, runs = without_lost(contenders, _with_progress(plan, contenders, settings, run_log, lost), lost)
         figures = Figures(runs)
         summary = summarise(figures, contenders, differences(runs, contenders), fixed)
         first = first or (figures, summary, contenders)
@@ -151,9 +139,7 @@ def _engine_facts(llm: LLM, cost: CostModel, copy_rate: float) -> dict[str, Any]
     """Device, memory, and how much of the machine's bandwidth a plain pass uses by reading the weights once."""
     target = llm.engine.target
     read = weight_bytes(target)
-    share = (
-        None if read is None or target.device.type != "cpu" else read / cost.pass_seconds(1) / copy_rate / 1e9
-    )
+    share = None if read is None or target.device.type != "cpu" else read / cost.pass_seconds(1) / copy_rate / 1e9
     return {
         "device": str(target.device),
         "default_drafter": llm.engine.default_drafter,

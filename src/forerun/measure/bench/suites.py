@@ -16,16 +16,7 @@ from typing import Any
 
 from forerun.core.errors import InvalidInput
 
-TASKS = (
-    "multi_turn",
-    "translation",
-    "summarization",
-    "qa",
-    "math_reasoning",
-    "rag",
-    "code_edit",
-    "structured",
-)
+TASKS = ("multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code_edit", "structured")
 _CHAT_CATEGORIES = frozenset(  # Spec-Bench files these under one task
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
@@ -52,9 +43,7 @@ def load_suite(
     built_in = path is None or str(path) == BUILT_IN
     source = files("forerun.measure.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
-        raise InvalidInput(
-            f"no prompts at {str(source)!r}; give a JSONL file, or none for the built-in suite"
-        )
+        raise InvalidInput(f"no prompts at {str(source)!r}; give a JSONL file, or none for the built-in suite")
     items = list(_parse(source.read_text(encoding="utf-8"), str(path or "prompts.jsonl")))
     if not items:
         raise InvalidInput(f"{str(path)!r} holds no prompts; write one JSON object per line")
@@ -113,8 +102,7 @@ def _task(row: dict[str, Any]) -> str:
 def _messages(given: Any, where: str) -> tuple[Message, ...]:
     """The messages up to the last that asks for an answer; recorded answers at the end are not prompts."""
     fine = isinstance(given, list) and all(
-        isinstance(message, dict) and _are_texts([message.get("role"), message.get("content")])
-        for message in given
+        isinstance(message, dict) and _are_texts([message.get("role"), message.get("content")]) for message in given
     )
     if not fine:
         raise InvalidInput(f"{where}: each of 'messages' needs a 'role' and a 'content' that are strings")

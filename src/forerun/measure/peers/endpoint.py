@@ -29,9 +29,7 @@ def endpoint_contender(url: str, ignore_eos: bool = False) -> Contender:
         started = perf_counter()
         for ids in prompts:
             question = {"model": name, "prompt": list(ids), "max_tokens": max_tokens, "temperature": 0.0}
-            answer = _call(
-                f"{base}/v1/completions", {**question, **({"ignore_eos": True} if ignore_eos else {})}
-            )
+            answer = _call(f"{base}/v1/completions", {**question, **({"ignore_eos": True} if ignore_eos else {})})
             texts.append([0] * int(answer["usage"]["completion_tokens"]))  # counted, not compared
         return Written(texts, perf_counter() - started)
 

@@ -33,9 +33,7 @@ def why_not(model: str | Path) -> str | None:
     return None
 
 
-def load(
-    names: Sequence[str], file: str | Path, ends: Sequence[int], context: int, threads: int
-) -> list[Contender]:
+def load(names: Sequence[str], file: str | Path, ends: Sequence[int], context: int, threads: int) -> list[Contender]:
     """Its plain loop and its prompt lookup, those of them that are asked for."""
     if reason := why_not(file):
         raise MissingDependency(f"the peer {names[0]!r} cannot run: {reason}")
@@ -65,9 +63,7 @@ def isa() -> str:
 def enabled(said: str) -> str:
     """What is switched on in its own words, which are "CPU : AVX = 1 | AVX2 = 1 | NEON = 0 | ..."."""
     parts = [part.strip() for part in said.replace(":", "|").split("|")]
-    return " ".join(
-        name.strip() for name, _, value in (part.partition("=") for part in parts) if value.strip() == "1"
-    )
+    return " ".join(name.strip() for name, _, value in (part.partition("=") for part in parts) if value.strip() == "1")
 
 
 def load_model(file: str | Path, context: int, threads: int, all_logits: bool = False) -> Any:
@@ -75,12 +71,7 @@ def load_model(file: str | Path, context: int, threads: int, all_logits: bool = 
     from llama_cpp import Llama
 
     return Llama(
-        str(file),
-        n_ctx=context,
-        n_threads=threads,
-        n_threads_batch=threads,
-        logits_all=all_logits,
-        verbose=False,
+        str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, logits_all=all_logits, verbose=False
     )
 
 

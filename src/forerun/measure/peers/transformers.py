@@ -24,13 +24,7 @@ LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
 
 
 def load(
-    names: Sequence[str],
-    model: str,
-    draft: str | None,
-    ends: Sequence[int],
-    device: str,
-    alike: bool,
-    threads: int,
+    names: Sequence[str], model: str, draft: str | None, ends: Sequence[int], device: str, alike: bool, threads: int
 ) -> list[Contender]:
     """Its contenders that are asked for (plain, lookup, assisted), around the weights of a checkpoint.
 
@@ -74,15 +68,11 @@ def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dty
         family = checkpoint.config.get("model_type")
         raise UnsupportedModel(f"transformers has no causal model of type {family!r}; {advice}") from error
     weights = {name: checkpoint.weights[name] for name in checkpoint.weights}
-    model, report = cls.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-    )
+    model, report = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
     wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]]
     if wrong:
         found = f"{len(wrong)} of its tensors do not fit, such as {wrong[0]}"
-        raise UnsupportedModel(
-            f"transformers cannot take the weights of {checkpoint.name!r}: {found}; {advice}"
-        )
+        raise UnsupportedModel(f"transformers cannot take the weights of {checkpoint.name!r}: {found}; {advice}")
     ends = sorted(eos_ids)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0

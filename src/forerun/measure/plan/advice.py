@@ -126,9 +126,7 @@ def _token_seconds(profile: Profile, setup: str, load: Load, batch: int) -> floa
     return per_round + batch * load.prompt * profile.prompt_seconds(setup, batch) / load.answer
 
 
-def _replicas(
-    profile: Profile, setup: str, load: Load, batch: int, slower: float
-) -> tuple[int, Outcome, bool]:
+def _replicas(profile: Profile, setup: str, load: Load, batch: int, slower: float) -> tuple[int, Outcome, bool]:
     """The fewest that keep the promise of the load under random arrivals, each with an equal share of them."""
     whole, wanted = capacity(profile, setup, load, batch), load.rate * load.answer
     count = max(1, ceil(wanted * slower / (MOST_BUSY * whole)))

@@ -42,9 +42,7 @@ class QuietSweep(Sweep):
         return call
 
 
-def measure(
-    llm: LLM, *, batches: Sequence[int] = (1, 2, 4, 8), max_tokens: int = 48, repeats: int = 1
-) -> Profile:
+def measure(llm: LLM, *, batches: Sequence[int] = (1, 2, 4, 8), max_tokens: int = 48, repeats: int = 1) -> Profile:
     """Times of this model, here and now; about a minute on a small model and a quiet machine."""
     busy = is_busy(load_average(), 1)
     sweep = QuietSweep(llm.engine, prompts_of(llm), max_tokens)
@@ -59,9 +57,7 @@ def measure(
     machine = str(facts.get("gpu") or facts.get("cpu") or "this machine")
     when = datetime.now(UTC).isoformat(timespec="seconds")
     waits = ", in which threads' waits for a core are taken out" if busy else ""
-    source = (
-        f"measured here, {when}, commit {facts.get('commit')}, {'busy' if busy else 'quiet'} machine{waits}"
-    )
+    source = f"measured here, {when}, commit {facts.get('commit')}, {'busy' if busy else 'quiet'} machine{waits}"
     return Profile(machine, llm.name, source, tuple(map(_mean, *found)) if repeats > 1 else found[0])
 
 

@@ -151,22 +151,14 @@ def _of_profile(found: Mapping[str, Any]) -> Profile:
     if not all(point.decode_seconds > 0 and point.tokens_per_round >= 1 for point in points):
         raise InvalidInput("a profile has times above 0 and at least one token per round")
     return Profile(
-        str(found["machine"]),
-        str(found["model"]),
-        str(found["source"]),
-        points,
-        float(found["context_seconds"]),
+        str(found["machine"]), str(found["model"]), str(found["source"]), points, float(found["context_seconds"])
     )
 
 
 def _sweeps(found: Any) -> Iterator[list[dict[str, Any]]]:
     """Lists of rows of a batch sweep, wherever they are in a document."""
     wanted = {"batch", "setup", "tokens_per_s", "ms_by_part"}
-    if (
-        isinstance(found, list)
-        and found
-        and all(isinstance(row, dict) and wanted <= set(row) for row in found)
-    ):
+    if isinstance(found, list) and found and all(isinstance(row, dict) and wanted <= set(row) for row in found):
         yield found
         return
     inside = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()

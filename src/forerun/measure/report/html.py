@@ -117,12 +117,7 @@ def _task_bars(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, 
 
 
 def _bar(drafter: str, index: int, cell: Mapping[str, Any], end: float) -> dict[str, Any]:
-    bar = {
-        "drafter": drafter,
-        "colour": index % COLOURS,
-        "width": 100 * cell["speedup"] / end,
-        "whisker": None,
-    }
+    bar = {"drafter": drafter, "colour": index % COLOURS, "width": 100 * cell["speedup"] / end, "whisker": None}
     if cell["low"] is not None:
         left, right = 100 * cell["low"] / end, 100 * _reach(cell) / end
         bar["whisker"] = {"left": left, "width": right - left}
@@ -149,12 +144,8 @@ def _acceptance_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dic
     deepest = max(len(line.dots) for line in lines)
     step = max(1, -(-deepest // 8))
     depths = [1, *range(1 + step, deepest + step, step)] if deepest > 1 else [1, 2]
-    chart = Chart(
-        "Acceptance by position", "depth in the tree", lines, depths, [0, 25, 50, 75, 100], unit="%"
-    )
-    caption = (
-        "Of the trees that reached a depth, the share whose path did; the counts are in the table below."
-    )
+    chart = Chart("Acceptance by position", "depth in the tree", lines, depths, [0, 25, 50, 75, 100], unit="%")
+    caption = "Of the trees that reached a depth, the share whose path did; the counts are in the table below."
     return {"title": "Acceptance by position", "caption": caption, "svg": chart.svg()}
 
 
@@ -185,8 +176,7 @@ def _batch_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str
     for index, drafter in enumerate(drafters):
         found = [(cell["batch"], cell["speedup"][drafter]) for cell in same]
         dots = [
-            Dot(batch, row["speedup"], row["low"], None if row["high"] is None else _reach(row))
-            for batch, row in found
+            Dot(batch, row["speedup"], row["low"], None if row["high"] is None else _reach(row)) for batch, row in found
         ]
         lines.append(Line(drafter, index % COLOURS, dots))
     highest = max(dot.high or dot.y for line in lines for dot in line.dots)
@@ -338,9 +328,7 @@ class Chart:
                 ends = self._place(dot.x, dot.low)[1], self._place(dot.x, dot.high)[1]
                 parts.append(f'<line class="line {style}" x1="{x}" x2="{x}" y1="{ends[0]}" y2="{ends[1]}"/>')
             if line.colour is not None:
-                says = f"{line.name}: {dot.y:.3g}{self.unit} at {dot.x:g}" + (
-                    f", {dot.note}" if dot.note else ""
-                )
+                says = f"{line.name}: {dot.y:.3g}{self.unit} at {dot.x:g}" + (f", {dot.note}" if dot.note else "")
                 parts.append(
                     f'<circle class="{style}" cx="{x}" cy="{y}" r="3.5"><title>{escape(says)}</title></circle>'
                 )

@@ -23,8 +23,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     _draw_tasks(right, result["by_task"], result["conditions"]["tasks"])
     facts = result["conditions"]
     figure.suptitle(
-        f"{facts['model']}, {facts['cpu']}, {facts['threads']} threads, {facts['date'][:10]}, "
-        f"commit {facts['commit']}"
+        f"{facts['model']}, {facts['cpu']}, {facts['threads']} threads, {facts['date'][:10]}, commit {facts['commit']}"
     )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -41,9 +40,7 @@ def _draw_costs(axes: Any, curves: Mapping[str, Mapping[str, float]]) -> None:
     for name, curve in curves.items():
         points = [1000 * seconds for seconds in curve.values()]
         axes.plot([int(size) for size in curve], points, marker="o", markersize=4, label=name)
-    axes.set(
-        xscale="log", yscale="log", xlabel="nodes n", ylabel="t(n), ms", title="Cost of one pass over n nodes"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="nodes n", ylabel="t(n), ms", title="Cost of one pass over n nodes")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -91,9 +88,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise MissingDependency(
-            "plots need matplotlib; install it with: pip install 'forerun[bench]'"
-        ) from error
+        raise MissingDependency("plots need matplotlib; install it with: pip install 'forerun[bench]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 

@@ -101,12 +101,7 @@ def instruction_sets(conditions: Mapping[str, Any]) -> str | None:
 def notes(result: Mapping[str, Any]) -> list[str]:
     """Everything that a reader of the figures must know besides, most urgent first."""
     conditions = result["conditions"]
-    found = [
-        busy_warning(conditions),
-        *left_out(conditions),
-        extent(conditions),
-        instruction_sets(conditions),
-    ]
+    found = [busy_warning(conditions), *left_out(conditions), extent(conditions), instruction_sets(conditions)]
     return [line for line in found if line]
 
 

@@ -90,9 +90,7 @@ def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
 def _mode_table(modes: Mapping[str, Any]) -> Table:
     curves = {name: found["t"] for name, found in modes.items() if found["t"]}
     sizes = list(next(iter(curves.values()), {}))
-    table = figure_table(
-        "t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share"
-    )
+    table = figure_table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
     for name, curve in curves.items():
         share = modes[name].get("bandwidth_share")
         table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))

@@ -28,9 +28,7 @@ AT_ONCE = 4096  # numbers that one program moves
 class AfterPass:
     """Small pieces of work on the KV pool, captured when they are first done."""
 
-    def __init__(
-        self, kv: PagedKV, buffers: Buffers, grown: GrownBuffers, replays: Replays, fused: bool
-    ) -> None:
+    def __init__(self, kv: PagedKV, buffers: Buffers, grown: GrownBuffers, replays: Replays, fused: bool) -> None:
         self.kv, self.buffers, self.grown, self.replays = kv, buffers, grown, replays
         self.fused = fused  # by kernels, or in plain torch
 
@@ -106,12 +104,7 @@ class Sampler:
     """Decides about passes again, by the argmax of greedy sequences and the samples of others."""
 
     def __init__(
-        self,
-        rule: DeviceSampling | None,
-        buffers: Buffers,
-        grown: GrownBuffers,
-        plain: PlainResults,
-        replays: Replays,
+        self, rule: DeviceSampling | None, buffers: Buffers, grown: GrownBuffers, plain: PlainResults, replays: Replays
     ) -> None:
         self._rule, self._buffers, self._grown, self._plain = rule, buffers, grown, plain
         self._replays, device = replays, buffers.logits.device

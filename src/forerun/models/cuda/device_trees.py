@@ -22,17 +22,7 @@ from torch import Tensor
 
 from forerun.core.tree import trace
 from forerun.core.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
-from forerun.models.cuda.plan import (
-    FIELDS,
-    MAX_ROWS,
-    Need,
-    Plan,
-    Rows,
-    Size,
-    SizeFor,
-    Span,
-    splits_at,
-)
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, splits_at
 from forerun.models.pages import PAGE
 
 TURNS = 2  # outcomes that the host has not read yet, at most
@@ -71,9 +61,7 @@ def plan_grown(
     ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
     farthest = max(farthest, 0, *ends) + form.depth
     need = Need(rows, groups, max(farthest, 0, *chunks.positions))
-    size = (
-        size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
-    )
+    size = size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
     at = Places.of(size, form)
     ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
     ints[2 * size.rows : 3 * size.rows] = -1
@@ -98,9 +86,7 @@ def groups_per_tree(form: TreeForm, group_nodes: int) -> int:
 class GrownBuffers:
     """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
 
-    def __init__(
-        self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None) -> None:
         self.walk, self.group_nodes = walk, group_nodes
         self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
         self.passes = 0  # that were decided
@@ -113,9 +99,7 @@ class GrownBuffers:
             self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
             self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
             self.last = LastRound(device)
-            self._host = [
-                torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)
-            ]
+            self._host = [torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)]
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in self._host]  # type: ignore[no-untyped-call]
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
@@ -177,9 +161,7 @@ class GrownBuffers:
         groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
         return groups
 
-    def decide(
-        self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None
-    ) -> None:
+    def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself.
 
         The target's tokens are the argmax, or what `samples` makes of logits and positions. May be done again.
@@ -207,9 +189,7 @@ class GrownBuffers:
         self.last.note(trees[0], paths, accepted, bonus)
         self.outcome[: 2 * form.rows].copy_(trees.flatten())
         slots = ints[places.slots :][: form.rows].view(form.trees, form.nodes).long()
-        steps = (
-            torch.arange(1, form.depth + 1, device=slots.device).clamp_(max=form.nodes - 1).expand_as(paths)
-        )
+        steps = torch.arange(1, form.depth + 1, device=slots.device).clamp_(max=form.nodes - 1).expand_as(paths)
         sources = torch.where(paths < 0, steps, paths)
         moves = torch.stack((slots.gather(1, sources), slots.gather(1, steps)))  # [2, B, depth]
         real = slots[:, :1] >= 0
@@ -337,6 +317,4 @@ class LastRound:
         self.accepted[:trees] = accepted
         self.tokens[:trees, : len(steps)] = torch.where(steps == accepted[:, None], bonus[:, None], found)
         first = torch.arange(trees, device=paths.device)[:, None] * nodes
-        self.rows[:trees, : len(steps)] = first + torch.cat(
-            (paths.new_zeros(trees, 1), paths.clamp(min=0)), 1
-        )
+        self.rows[:trees, : len(steps)] = first + torch.cat((paths.new_zeros(trees, 1), paths.clamp(min=0)), 1)

@@ -33,10 +33,7 @@ log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
 
 MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and have more than 512 rows
-FEW_SCORED = (
-    128,
-    256,
-)  # where many rows are of prompts, these numbers with logits are captured too: see scored_rows
+FEW_SCORED = (128, 256)  # where many rows are of prompts, these numbers with logits are captured too: see scored_rows
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
 
 
@@ -55,9 +52,7 @@ class _Key(NamedTuple):
 class Passes:
     """Runs planned passes: as graphs on a GPU, step by step elsewhere."""
 
-    def __init__(
-        self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool
-    ) -> None:
+    def __init__(self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool) -> None:
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self.plain = PlainResults(buffers)
         self.clock = PassClock(model.device)

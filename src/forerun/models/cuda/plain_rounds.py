@@ -218,8 +218,7 @@ class Placing:
         extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
         known, added = int(self.last is None), self.added
         lengths = [
-            one.length + one.coming + (known if row >= 0 else 0)
-            for one, row in zip(extents, follows, strict=True)
+            one.length + one.coming + (known if row >= 0 else 0) for one, row in zip(extents, follows, strict=True)
         ]
         for extent, row in zip(extents, follows, strict=True):
             end = extent.length + extent.coming + (added if row >= 0 else 0) + 1
@@ -232,12 +231,7 @@ class Placing:
 def complete_roots(ints: Tensor, size: Size, rows: int, last: LastRound) -> None:
     """Lone roots behind trees that were not read: the token, the position and what follows from it, on the device."""
     run = Run.of(size, ints)
-    tokens, positions, slots, groups = (
-        run.tokens[:rows],
-        run.positions[:rows],
-        run.slots[:rows],
-        run.groups[:rows],
-    )
+    tokens, positions, slots, groups = (run.tokens[:rows], run.positions[:rows], run.slots[:rows], run.groups[:rows])
     follows, trees = tokens < 0, (-1 - tokens).clamp(min=0).long()
     accepted = last.accepted[trees]
     found = last.tokens[trees].gather(1, accepted[:, None])[:, 0]

@@ -108,9 +108,7 @@ class Need:
     farthest: int  # position
 
     def fits(self, size: Size) -> bool:
-        return (
-            self.rows <= size.rows and self.groups <= size.groups and splits_to(self.farthest) <= size.splits
-        )
+        return self.rows <= size.rows and self.groups <= size.groups and splits_to(self.farthest) <= size.splits
 
     def rounded(self) -> Size:
         """The next of a few sizes."""
@@ -228,9 +226,7 @@ def _chain_groups(span: Span, first: int, count: int, group_nodes: int, table: i
     return groups
 
 
-def _tree_groups(
-    span: Span, first: int, group_nodes: int, table: int, ancestors: list[int]
-) -> list[tuple[int, ...]]:
+def _tree_groups(span: Span, first: int, group_nodes: int, table: int, ancestors: list[int]) -> list[tuple[int, ...]]:
     """Committed tokens are shared; from the split in which the tree starts, every node attends alone.
 
     The last two fields say where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
@@ -283,8 +279,7 @@ class Found:
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
     return [
-        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length)
-        for piece in pieces
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length) for piece in pieces
     ]
 
 
@@ -366,9 +361,7 @@ class SentInts:
         """
         first, size = self._first + at, ints.size
         if first + size > len(self.all):
-            raise InvalidInput(
-                f"a draft or a pass of {size} integers is too large; lower the budget or the batch"
-            )
+            raise InvalidInput(f"a draft or a pass of {size} integers is too large; lower the budget or the batch")
         self._turn = (self._turn + 1) % BUFFERS
         page, sent = self._pages[self._turn], self._sent[self._turn]
         if sent is not None:

@@ -35,9 +35,7 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
     if kernels == "triton" and not there:
         raise MissingDependency("kernels='triton' needs a CUDA device and the package triton; use 'torch'")
     if kernels == "triton" and not fits:
-        raise InvalidInput(
-            f"kernels='triton' cannot run {dtype}: use bfloat16 or float16, or kernels='torch'"
-        )
+        raise InvalidInput(f"kernels='triton' cannot run {dtype}: use bfloat16 or float16, or kernels='torch'")
     if kernels == "auto":
         return "triton" if there and fits else "torch"
     return kernels

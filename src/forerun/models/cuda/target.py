@@ -141,9 +141,7 @@ class CudaDecoder(SlotTarget):
 
     @timed
     @torch.no_grad()
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """One pass over every node, and over prompts behind them; or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
         if prompts is None:
@@ -209,12 +207,7 @@ class CudaDecoder(SlotTarget):
         return Scores(joined(found.logits), {layer: some[:nodes] for layer, some in rows.items()}), behind
 
     def _score_grown(
-        self,
-        seqs: Sequence[Seq],
-        trees: TreeBatch,
-        form: TreeForm,
-        layers: tuple[int, ...],
-        chunks: Sequence[Span],
+        self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         if trees.follows is not None and self.placing.last is not None:
@@ -230,9 +223,7 @@ class CudaDecoder(SlotTarget):
         if trees.follows is not None:  # it is decided; and now, before those that have ended give pages back
             self.after.move_decided()
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
-        hidden = {
-            layer: found[: form.rows] for layer, found in rows.items()
-        }  # padding too: graphs read all of it
+        hidden = {layer: found[: form.rows] for layer, found in rows.items()}  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
         this = self.placing.last = TreesPass(form, lambda: self.grown.read(trees, form, number))
@@ -332,17 +323,8 @@ class CudaLayers:
 
     def __init__(self, target: CudaDecoder, layers: LayerSubset) -> None:
         self._target, self._layers = target, layers
-        self.kv, self.slots, self.device, self.make_room = (
-            target.kv,
-            target.slots,
-            target.device,
-            target.make_room,
-        )
-        self.vocab_size, self.max_length, self.pass_rows = (
-            target.vocab_size,
-            target.max_length,
-            target.pass_rows,
-        )
+        self.kv, self.slots, self.device, self.make_room = (target.kv, target.slots, target.device, target.make_room)
+        self.vocab_size, self.max_length, self.pass_rows = (target.vocab_size, target.max_length, target.pass_rows)
         self._steps = target.passes.steps.on(target.model.part(layers))
         self.replays = Replays(target.device, capture=target.passes.capture)
         self.sizes: list[Size] = []  # that are captured, smallest first

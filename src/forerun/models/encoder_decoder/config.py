@@ -114,8 +114,7 @@ def _t5(family: str, config: Mapping[str, Any], values: Mapping[str, Any]) -> En
         embedding_scale=1.0,
         head_scale=width**-0.5 if tied else 1.0,
         relative=RelativeConfig(
-            _size(config, "relative_attention_num_buckets", 32),
-            _size(config, "relative_attention_max_distance", 128),
+            _size(config, "relative_attention_num_buckets", 32), _size(config, "relative_attention_max_distance", 128)
         ),
         max_length=NO_LIMIT,
         source_rules=_rules(values, vocab, NO_LIMIT),
@@ -157,11 +156,7 @@ def _rules(values: Mapping[str, Any], vocab: int, longest: int) -> SourceRules:
     words = [tuple(word) for word in values.get("bad_words_ids") or ()]
     words = [word for word in words if word != (ends,)]  # as transformers: an end of text is never banned
     first, last = values.get("forced_bos_token_id"), values.get("forced_eos_token_id")
-    for token in [
-        start,
-        *(token for word in words for token in word),
-        *(t for t in (first, last) if t is not None),
-    ]:
+    for token in [start, *(token for word in words for token in word), *(t for t in (first, last) if t is not None)]:
         if type(token) is not int or not 0 <= token < vocab:
             raise ValueError(f"token {token!r:.40} in a vocabulary of {vocab}")
     if not all(words):

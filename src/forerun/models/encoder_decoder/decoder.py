@@ -81,9 +81,7 @@ class DecoderPass:
         found = self.model.head(rows)
         return check_numbers((found if bias is None else found.add_(bias)).float())
 
-    def _layer(
-        self, i: int, layer: Layer, x: Tensor, spans: Sequence[Span], nodes: Sequence[_Node]
-    ) -> Tensor:
+    def _layer(self, i: int, layer: Layer, x: Tensor, spans: Sequence[Span], nodes: Sequence[_Node]) -> Tensor:
         config, cross, part = self.config, layer.cross, layer.feed_forward
         assert cross is not None, "a decoder layer attends to the source"
         heads, size, first = config.decoder.heads, config.head_dim, config.norms_first

@@ -76,16 +76,12 @@ class EncoderDecoder(UnpagedTarget):
         encoded = [self._caches[seq.id].encoded for seq in seqs] if needs.encoded else None
         return TreeBatch.chains(fresh, self.device), Scores(None, hidden, encoded=encoded)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """One pass over every node; sources of new sequences are encoded before it."""
         read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         self._admit(seqs)
         tokens, shapes, starts = trees.to_host()[0], trees.topology(), trees.starts
-        spans = [
-            Span(starts[b], starts[b + 1], self._caches[seq.id], shapes[b]) for b, seq in enumerate(seqs)
-        ]
+        spans = [Span(starts[b], starts[b + 1], self._caches[seq.id], shapes[b]) for b, seq in enumerate(seqs)]
         hidden = self._empty_rows(needs, trees.nodes)
         rows = self._run(tokens, spans, hidden)
         with torch.inference_mode():
@@ -137,9 +133,7 @@ class EncoderDecoder(UnpagedTarget):
             if not -1 <= layer <= self.config.decoder.layers:
                 raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.decoder.layers}")
         shape = count, self.config.width
-        return {
-            layer: torch.empty(shape, dtype=self._dtype, device=self.device) for layer in needs.hidden_layers
-        }
+        return {layer: torch.empty(shape, dtype=self._dtype, device=self.device) for layer in needs.hidden_layers}
 
 
 _MODES: dict[str, FloatMode] = {"auto": "float32", "float32": "float32", "q8": "q8"}
@@ -155,13 +149,9 @@ def load_encoder_decoder(
     """`dtype` as the user gave it: q8 needs the native kernels, one byte per weight on a GPU is not supported."""
     if dtype in ("int8", "fp8", "gguf"):
         raise InvalidInput(f"dtype={dtype!r} is not for encoder-decoders; use float32, bfloat16 or q8")
-    config = EncoderDecoderConfig.from_hf(
-        checkpoint.config, read_json(checkpoint.path / "generation_config.json")
-    )
+    config = EncoderDecoderConfig.from_hf(checkpoint.config, read_json(checkpoint.path / "generation_config.json"))
     mode = _MODES.get(dtype) if device.type == "cpu" and native.available() else None
     if mode is None and dtype == "q8":
-        raise InvalidInput(
-            f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}"
-        )
+        raise InvalidInput(f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}")
     kept = torch.float32 if mode is not None else torch_dtype(dtype, device)
     return EncoderDecoder(config, checkpoint.weights, dtype=kept, device=device, mode=mode, kv_slots=kv_slots)

@@ -79,10 +79,7 @@ def _t5_names(gated: bool) -> _Names:
         cross="1.EncDecAttention.",
         cross_norm="1.layer_norm",
         feed_forward_norm=("1.layer_norm", "2.layer_norm"),
-        up=(
-            tuple(f"1.DenseReluDense.{name}" for name in up),
-            tuple(f"2.DenseReluDense.{name}" for name in up),
-        ),
+        up=(tuple(f"1.DenseReluDense.{name}" for name in up), tuple(f"2.DenseReluDense.{name}" for name in up)),
         down=("1.DenseReluDense.wo", "2.DenseReluDense.wo"),
         final_norm="{stack}.final_layer_norm",
     )
@@ -166,9 +163,7 @@ class Reader:
             ),
         )
 
-    def _attention(
-        self, at: str, name: str, norm: str, inputs: tuple[str, ...], mode: FloatMode | None
-    ) -> Attention:
+    def _attention(self, at: str, name: str, norm: str, inputs: tuple[str, ...], mode: FloatMode | None) -> Attention:
         width, wide = self.config.width, self._wide()
         return Attention(
             norm=self._norm(at + norm),
@@ -201,10 +196,7 @@ class Reader:
         return self._read("lm_head.weight", tuple(embedding.shape)) if has_own else embedding
 
     def _positions(self, stack: str) -> Tensor:
-        name, shape = (
-            f"model.{stack}.embed_positions.weight",
-            (self.config.source_rules.longest, self.config.width),
-        )
+        name, shape = (f"model.{stack}.embed_positions.weight", (self.config.source_rules.longest, self.config.width))
         if name in self.weights:
             return self._read(name, shape)
         return sinusoids(*shape).to(self.device, self.dtype)

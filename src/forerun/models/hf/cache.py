@@ -109,9 +109,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         rows = [self.rows[seq_id].index for seq_id in seq_ids]
         lengths = [self.rows[seq_id].length for seq_id in seq_ids]
         slots = torch.tensor(lengths, device=device)[:, None] + torch.arange(nodes, device=device)
-        placement = Placement(
-            torch.tensor(rows, device=device), slots, rows[0], rows[-1] + 1, max(lengths) + nodes
-        )
+        placement = Placement(torch.tensor(rows, device=device), slots, rows[0], rows[-1] + 1, max(lengths) + nodes)
         for layer in self.layers:
             layer.placement = placement
         return placement

@@ -52,19 +52,14 @@ def check_trees(target: Target, model: Any) -> int:
     probes = [PlainSeq(-1, words(6), max_length=64), PlainSeq(-2, words(3), max_length=64)]
     shapes = [-1, 0, 0, 0, 1, 2], [-1, 0, 0]
     trees = TreeBatch.trees(
-        [
-            ([probe.tokens[-1], *words(len(shape) - 1)], shape)
-            for probe, shape in zip(probes, shapes, strict=True)
-        ],
+        [([probe.tokens[-1], *words(len(shape) - 1)], shape) for probe, shape in zip(probes, shapes, strict=True)],
         device=target.device,
     )
     try:
         target.prefill(probes, Needs())
         logits = target.score(probes, trees, Needs()).logits
         assert logits is not None
-        errors = torch.tensor(
-            [e for b in range(2) for e in _errors(model, probes[b].tokens, trees, b, logits)]
-        )
+        errors = torch.tensor([e for b in range(2) for e in _errors(model, probes[b].tokens, trees, b, logits)])
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModel(f"{family} cannot score trees ({reason}); {ADVICE}") from error
@@ -80,9 +75,7 @@ def check_trees(target: Target, model: Any) -> int:
 
 
 @torch.no_grad()
-def _errors(
-    model: Any, tokens_before: list[int], trees: TreeBatch, b: int, logits: Tensor
-) -> Iterator[float]:
+def _errors(model: Any, tokens_before: list[int], trees: TreeBatch, b: int, logits: Tensor) -> Iterator[float]:
     """For every leaf of tree b: how far its logits are from a plain pass over its path, in their spread."""
     first, end = trees.starts[b], trees.starts[b + 1]
     tokens, parents = trees.tokens[first:end].tolist(), trees.parents[first:end].tolist()

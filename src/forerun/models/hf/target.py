@@ -49,11 +49,7 @@ class HFTarget(UnpagedTarget):
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_slots: int | None = None,
+        cls, path: str | Path, dtype: torch.dtype, device: torch.device | str, kv_slots: int | None = None
     ) -> HFTarget:
         """Load a checkpoint directory, or a name that transformers has already fetched; never a pickle."""
         try:
@@ -61,9 +57,7 @@ class HFTarget(UnpagedTarget):
                 str(path), dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except OSError as error:
-            raise ModelNotFound(
-                f"transformers cannot load {str(path)!r}: {brief(error)}; check the path"
-            ) from error
+            raise ModelNotFound(f"transformers cannot load {str(path)!r}: {brief(error)}; check the path") from error
         except Exception as error:  # no such causal model, or any error from a damaged config or file
             raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {brief(error)}") from error
         surplus = [name for name in found["unexpected_keys"] if not UNREAD.search(name)]
@@ -99,11 +93,7 @@ class HFTarget(UnpagedTarget):
 
     def shared(self) -> SharedWeights | None:
         """None where the model has no table to look tokens up in, or no LM head of rows."""
-        model, embedding, head = (
-            self.model,
-            self.model.get_input_embeddings(),
-            self.model.get_output_embeddings(),
-        )
+        model, embedding, head = (self.model, self.model.get_input_embeddings(), self.model.get_output_embeddings())
         if not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
             return None
         return SharedWeights(
@@ -126,9 +116,7 @@ class HFTarget(UnpagedTarget):
         hidden = self._cache_chains([seq.id for seq in seqs], fresh, needs)
         return TreeBatch.chains(fresh, self.device), Scores(None, hidden)
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """Prompts get a pass of their own: in one pass all rows would be padded to the longest chunk."""
         read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         return replace(self._pass([seq.id for seq in seqs], trees, needs), read=read)
@@ -146,16 +134,12 @@ class HFTarget(UnpagedTarget):
     def release(self, seq: Seq) -> None:
         self._cache.release(seq.id)
 
-    def _cache_chains(
-        self, ids: Sequence[int], rows: Sequence[Sequence[int]], needs: Needs
-    ) -> dict[int, Tensor]:
+    def _cache_chains(self, ids: Sequence[int], rows: Sequence[Sequence[int]], needs: Needs) -> dict[int, Tensor]:
         """Cache tokens behind what is cached, in several passes; their hidden rows, laid end to end."""
         for seq_id in ids:
             self._cache.admit(seq_id)
         empty = torch.zeros(0, self.config.hidden_size, device=self.device, dtype=self.model.dtype)
-        parts: dict[int, list[list[Tensor]]] = {
-            layer: [[empty] for _ in ids] for layer in needs.hidden_layers
-        }
+        parts: dict[int, list[list[Tensor]]] = {layer: [[empty] for _ in ids] for layer in needs.hidden_layers}
         for first, which in _alike([len(row) for row in rows]):
             chains = TreeBatch.chains([rows[b][first : first + CHUNK] for b in which], self.device)
             scores = self._pass([ids[b] for b in which], chains, needs, logits=False)
@@ -163,10 +147,7 @@ class HFTarget(UnpagedTarget):
             for layer, columns in parts.items():
                 for b, part in zip(which, torch.split(scores.hidden[layer], chains.sizes()), strict=True):
                     columns[b].append(part)
-        return {
-            layer: torch.cat([part for column in columns for part in column])
-            for layer, columns in parts.items()
-        }
+        return {layer: torch.cat([part for column in columns for part in column]) for layer, columns in parts.items()}
 
     @torch.no_grad()
     def _pass(self, ids: Sequence[int], trees: TreeBatch, needs: Needs, logits: bool = True) -> Scores:
@@ -187,10 +168,7 @@ class HFTarget(UnpagedTarget):
         ancestors = torch.eye(widest, dtype=torch.bool).repeat(len(ids), 1, 1)  # a pad sees itself
         for row, b in enumerate(order):
             ancestors[row, : sizes[b], : sizes[b]] = torch.from_numpy(shapes[b].ancestors)
-        options: dict[str, Any] = {
-            "position_ids": positions,
-            "output_hidden_states": bool(needs.hidden_layers),
-        }
+        options: dict[str, Any] = {"position_ids": positions, "output_hidden_states": bool(needs.hidden_layers)}
         if not logits:
             options["logits_to_keep"] = 1
         options = {name: value for name, value in options.items() if name in self._accepts}
@@ -231,9 +209,7 @@ class HFTarget(UnpagedTarget):
         if self.model.config._attn_implementation == "sdpa":
             return mask
         dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-            ~mask, torch.finfo(dtype).min
-        )
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _layers_of(model: Any, count: int) -> Sequence[torch.nn.Module]:

@@ -23,14 +23,7 @@ from forerun.models.load.weights import Weights, write_tensors
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-_OTHER = (
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "layer_replication",
-)
+_OTHER = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
 
 
 def is_adapter(folder: Path) -> bool:
@@ -52,9 +45,7 @@ class Adapter:
         values = read_json(folder / SETTINGS)
         unknown = [name for name in _OTHER if values.get(name)]
         if values.get("peft_type") != "LORA" or unknown or values.get("bias", "none") != "none":
-            what = (
-                ", ".join(unknown) or f"type {values.get('peft_type')!r:.40}, bias {values.get('bias')!r:.40}"
-            )
+            what = ", ".join(unknown) or f"type {values.get('peft_type')!r:.40}, bias {values.get('bias')!r:.40}"
             raise UnsupportedModel(f"{folder} is an adapter of a kind that is not known here ({what})")
         try:
             base, rank = str(values["base_model_name_or_path"]), int(values["r"])
@@ -62,9 +53,7 @@ class Adapter:
             scale = alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)
             tensors = load_file(folder / TENSORS)
         except (KeyError, TypeError, ValueError, ArithmeticError, OSError, SafetensorError) as error:
-            raise DamagedFile(
-                f"the adapter in {folder} is damaged ({brief(error)}); fetch it again"
-            ) from None
+            raise DamagedFile(f"the adapter in {folder} is damaged ({brief(error)}); fetch it again") from None
         return cls(base, rank, scale, _pairs(folder, tensors, rank))
 
     def write(self, folder: Path) -> None:
@@ -114,13 +103,9 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[str, 
         up = tensors.get(stem + _UP)
         if stem == name:
             if not name.endswith(_UP) or name.removesuffix(_UP) + _DOWN not in tensors:
-                raise DamagedFile(
-                    f"{folder / TENSORS} holds {name[:80]!r}, which is no part of a LoRA; fetch it again"
-                )
+                raise DamagedFile(f"{folder / TENSORS} holds {name[:80]!r}, which is no part of a LoRA; fetch it again")
             continue
         if up is None or down.dim() != 2 or up.dim() != 2 or len(down) != rank or up.shape[1] != rank:
-            raise DamagedFile(
-                f"{folder / TENSORS}: {stem[:80]!r} has no two matrices of rank {rank}; fetch it again"
-            )
+            raise DamagedFile(f"{folder / TENSORS}: {stem[:80]!r} has no two matrices of rank {rank}; fetch it again")
         found[stem.removeprefix(_BEFORE) + ".weight"] = down, up
     return found

@@ -42,9 +42,7 @@ class KnownModel:
     licence: str
     path: Path | None
     file: str = ""  # its name without a folder; "" = it is a folder
-    gain: str = (
-        ""  # where drafting gains with a head that comes with the package; "" = there is no head for it
-    )
+    gain: str = ""  # where drafting gains with a head that comes with the package; "" = there is no head for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +109,7 @@ def cache_folder() -> Path:
 def known_models() -> list[KnownModel]:
     """Files first: the default is one."""
     files = [
-        KnownModel(
-            name, source.description, source.size, source.licence, _present(source), source.file, source.gain
-        )
+        KnownModel(name, source.description, source.size, source.licence, _present(source), source.file, source.gain)
         for name, source in _SOURCES.items()
     ]
     return files + [
@@ -128,9 +124,7 @@ def find_known(name: str) -> Path | None:
         return None
     path = next(model.path for model in known_models() if model.name == name)
     if path is None:
-        raise ModelNotFound(
-            f"model {name!r} is not in {cache_folder() / 'models'}; run: forerun models pull {name}"
-        )
+        raise ModelNotFound(f"model {name!r} is not in {cache_folder() / 'models'}; run: forerun models pull {name}")
     return path
 
 
@@ -190,13 +184,9 @@ class _Fetch:
             from huggingface_hub.utils.tqdm import disable_progress_bars
 
             disable_progress_bars()  # ours is shown
-            HfApi().model_info(
-                self.source.hub, timeout=HUB_SECONDS
-            )  # one quick question, before what retries
+            HfApi().model_info(self.source.hub, timeout=HUB_SECONDS)  # one quick question, before what retries
             with ThreadPoolExecutor(1) as pool:
-                fetching = pool.submit(
-                    hf_hub_download, self.source.hub, self.source.file, local_dir=self.folder
-                )
+                fetching = pool.submit(hf_hub_download, self.source.hub, self.source.file, local_dir=self.folder)
                 self._watch(fetching.done, self.source.size)
             file = Path(fetching.result())
         except Exception as error:  # the hub library raises its own, httpx's and the system's
@@ -279,8 +269,7 @@ class _Fetch:
             )
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = next(
-            (line for line in reversed(lines) if line.startswith("ERROR")),
-            lines[-1] if lines else "no reason given",
+            (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no reason given"
         )
         tried = "the hub cannot be reached, and " if self.source.hub else ""
         raise ModelNotFound(
@@ -318,7 +307,7 @@ FOLDERS = {
         hub="Helsinki-NLP/opus-mt-en-fr",
         size=303_750_000,
         files=("*.json", "*.spm", "pytorch_model.bin"),
-    ),
+    )
 }
 
 

@@ -25,9 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from forerun.core.checks import shown
 from forerun.core.errors import InvalidInput, brief
 
-_TOOL_ROLE = re.compile(
-    r"""(['"])tool\1"""
-)  # a template that names the role writes what a tool returned itself
+_TOOL_ROLE = re.compile(r"""(['"])tool\1""")  # a template that names the role writes what a tool returned itself
 _USUAL = ("system", "user", "assistant")  # the roles that every template knows
 
 
@@ -101,9 +99,7 @@ def _render(template: Template, messages: Sequence[Mapping[str, Any]], variables
     return text
 
 
-def _refuse_dropped(
-    template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-) -> None:
+def _refuse_dropped(template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
     """Refuse a message of a role that the template leaves out: rendered with a mark, the mark is not in the text."""
     nonce = f"{randrange(10**20):020}"  # digits: filters leave them as they are
     asked = {
@@ -191,9 +187,7 @@ def _call(call: Any, names: dict[str, str]) -> str:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise InvalidInput(
-                f"the arguments of a call of {shown(name)} are no JSON; give an object"
-            ) from None
+            raise InvalidInput(f"the arguments of a call of {shown(name)} are no JSON; give an object") from None
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"
 

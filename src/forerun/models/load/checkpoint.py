@@ -55,9 +55,7 @@ def _open_adapter(name: str, folder: Path) -> Checkpoint:
     adapter = Adapter.read(folder)
     under = find_model(adapter.base)
     if under.is_dir() and is_adapter(under):
-        raise UnsupportedModel(
-            f"{name} is an adapter of another adapter ({adapter.base}); merge that one first"
-        )
+        raise UnsupportedModel(f"{name} is an adapter of another adapter ({adapter.base}); merge that one first")
     base = open_checkpoint(adapter.base)
     log.warning(
         "%s is %s with a LoRA of rank %d: another target, whose texts are not %s's",
@@ -75,16 +73,12 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
     except (DamagedFile, UnsupportedModel) as error:
         raise type(error)(in_keys(error, metadata)) from None
     weights = GgufWeights(file, origins_of(file, config))
-    return Checkpoint(
-        name, path, config, weights, cache(lambda: tokenizer_from_gguf(metadata, cache_folder()))
-    )
+    return Checkpoint(name, path, config, weights, cache(lambda: tokenizer_from_gguf(metadata, cache_folder())))
 
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
-    return Checkpoint(
-        name, folder, config, _weights_of(folder, config), cache(lambda: _tokenizer_of(folder, config))
-    )
+    return Checkpoint(name, folder, config, _weights_of(folder, config), cache(lambda: _tokenizer_of(folder, config)))
 
 
 def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:

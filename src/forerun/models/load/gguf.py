@@ -24,19 +24,7 @@ from forerun.models.load.quants import LAYOUTS, Blocks
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<B",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL = 7
 _SMALLEST_ENTRY = 13  # a key of one byte, its type and one byte of value
 _SMALLEST_TENSOR = 32  # name length and one byte, dimension count, one dimension, type, offset; rounded down
@@ -68,9 +56,7 @@ class GgufFile:
             key = cursor.text(_LONGEST_KEY)
             self.metadata[key] = cursor.value(cursor.number("<I"))
         if self.metadata.get("split.count", 1) not in (0, 1):
-            raise UnsupportedModel(
-                f"{path} is one part of a split model; join the parts with gguf-split first"
-            )
+            raise UnsupportedModel(f"{path} is one part of a split model; join the parts with gguf-split first")
         self.tensors = _read_tensors(cursor, tensors, self._alignment(cursor))
 
     def drop_pages(self) -> None:
@@ -217,17 +203,13 @@ def _locate(
 ) -> TensorInfo:
     kind, shape, offset = entry
     if kind not in LAYOUTS:
-        raise UnsupportedModel(
-            f"tensor {name[:80]!r} of {cursor.path} has the unknown type {kind}; use another file"
-        )
+        raise UnsupportedModel(f"tensor {name[:80]!r} of {cursor.path} has the unknown type {kind}; use another file")
     layout = LAYOUTS[kind]
     if not all(shape) or shape[-1] % layout.weights or offset % alignment:
         cursor.damaged(f"tensor {name[:80]!r} has shape {shape} of {layout.name} at offset {offset}")
     size = prod(shape) // layout.weights * layout.bytes
     if start + offset + size > cursor.size:
-        cursor.damaged(
-            f"tensor {name[:80]!r} ends at byte {start + offset + size}, the file at byte {cursor.size}"
-        )
+        cursor.damaged(f"tensor {name[:80]!r} ends at byte {start + offset + size}, the file at byte {cursor.size}")
     return TensorInfo(kind, shape, start + offset, size)
 
 

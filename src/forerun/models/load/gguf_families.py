@@ -154,9 +154,7 @@ def _gemma_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     return {
         "sliding_window": metadata.integer(".attention.sliding_window", 1024),
         "sliding_window_pattern": pattern,
-        "layer_types": [
-            "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)
-        ],
+        "layer_types": ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)],
         "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
         "final_logit_softcapping": softcap if isinstance(softcap, float) and softcap > 0 else None,
         "hidden_act": "gelu_pytorch_tanh",
@@ -182,9 +180,7 @@ def _smollm3_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
 
 _LLAMA = Family("llama", "LlamaForCausalLM", interleaved=True, extra=_llama_extra)
 _MISTRAL = Family("mistral", "MistralForCausalLM", interleaved=True, extra=_mistral_extra)
-_MIXTRAL_FAMILY = Family(
-    "mixtral", "MixtralForCausalLM", _ATTENTION | _MIXTRAL, interleaved=True, extra=_mixtral_extra
-)
+_MIXTRAL_FAMILY = Family("mixtral", "MixtralForCausalLM", _ATTENTION | _MIXTRAL, interleaved=True, extra=_mixtral_extra)
 _FAMILIES = {
     "llama": _LLAMA,
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True, extra=_smollm3_extra),
@@ -193,11 +189,7 @@ _FAMILIES = {
     "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
     "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
     "gemma3": Family(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        _ATTENTION | _DENSE | _GEMMA,
-        norms_plus_one=True,
-        extra=_gemma_extra,
+        "gemma3_text", "Gemma3ForCausalLM", _ATTENTION | _DENSE | _GEMMA, norms_plus_one=True, extra=_gemma_extra
     ),
     "phi3": Family("phi3", "Phi3ForCausalLM", _ATTENTION | _PHI, extra=_phi_extra),
 }
@@ -225,14 +217,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     layers = _count_layers(metadata, file)
     width, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")
     rope_width = metadata.integer(".rope.dimension_count", max(1, width // heads))
-    head_dim = metadata.integer(
-        ".attention.key_length", rope_width if family.interleaved else max(1, width // heads)
-    )
+    head_dim = metadata.integer(".attention.key_length", rope_width if family.interleaved else max(1, width // heads))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != width:
-        raise DamagedFile(
-            f"{file.path} is damaged: it has no token_embd.weight of width {width}; pull it again"
-        )
+        raise DamagedFile(f"{file.path} is damaged: it has no token_embd.weight of width {width}; pull it again")
     config = {
         "model_type": family.model_type,
         "architectures": [family.class_name],
@@ -279,9 +267,7 @@ def tensor_of(file: GgufFile, name: str) -> str:
 def in_keys(error: ForerunError, metadata: Metadata) -> str:
     """What is wrong with a config that was made of a file, told in the keys of the file."""
     told = re.sub(
-        r"\w+",
-        lambda word: metadata.architecture + _KEYS[word[0]] if word[0] in _KEYS else word[0],
-        str(error),
+        r"\w+", lambda word: metadata.architecture + _KEYS[word[0]] if word[0] in _KEYS else word[0], str(error)
     )
     told = re.sub(r"config\.json of \w+", "its metadata", told).replace("fetch it", "pull it")
     told = re.sub(r": use (the )?transformers.*", "; use the model's Hugging Face folder instead", told)
@@ -316,9 +302,7 @@ def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, A
 
 def _count_layers(metadata: Metadata, file: GgufFile) -> int:
     layers = metadata.integer(".block_count")
-    if layers > len(file.tensors) or any(
-        f"blk.{i}.attn_norm.weight" not in file.tensors for i in range(layers)
-    ):
+    if layers > len(file.tensors) or any(f"blk.{i}.attn_norm.weight" not in file.tensors for i in range(layers)):
         raise DamagedFile(f"{file.path} is damaged: it lacks some of its {layers} layers; pull it again")
     held = 1 + max(int(found[1]) for name in file.tensors if (found := _LAYER_TENSOR.fullmatch(name)))
     if held > layers:
@@ -368,9 +352,7 @@ def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> di
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModel(
-            f"{file.path} scales its rope by {kind[:40]!r}; known: linear, yarn, longrope, llama3"
-        )
+        raise UnsupportedModel(f"{file.path} scales its rope by {kind[:40]!r}; known: linear, yarn, longrope, llama3")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.real(".rope.scaling.factor")}
     if kind == "yarn":
         original = metadata.integer(".rope.scaling.original_context_length", 0, least=0)
@@ -408,9 +390,7 @@ def _llama3(file: GgufFile, theta: float, width: int) -> dict[str, Any]:
         return {}
     for context in _LLAMA3_CONTEXTS:
         made = _llama3_table(theta, width, factor, context)
-        if len(made) == len(given) and all(
-            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(made, given, strict=True)
-        ):
+        if len(made) == len(given) and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(made, given, strict=True)):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

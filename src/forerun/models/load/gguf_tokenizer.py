@@ -86,15 +86,11 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
             return _sentencepiece(metadata)
     except (UnsupportedModel, DamagedFile):
         raise
-    except (
-        Exception
-    ) as error:  # tokenizers raises bare Exception, for instance for merges outside the vocabulary
+    except Exception as error:  # tokenizers raises bare Exception, for instance for merges outside the vocabulary
         raise DamagedFile(
             f"{metadata.path} is damaged: its tokenizer is refused ({brief(error)}); pull it again"
         ) from None
-    raise UnsupportedModel(
-        f"{metadata.path} has a tokenizer of kind {model[:40]!r}; known in GGUF: gpt2, llama"
-    )
+    raise UnsupportedModel(f"{metadata.path} has a tokenizer of kind {model[:40]!r}; known in GGUF: gpt2, llama")
 
 
 def _byte_level(metadata: Metadata) -> Tokenizer:
@@ -132,9 +128,7 @@ def _sentencepiece(metadata: Metadata) -> Tokenizer:
     merges = _merges(metadata) or list(_derive_merges(metadata, tokens, vocabulary, by_rank=gemma))
     unknown = metadata.integer("tokenizer.ggml.unknown_token_id", 0, least=0)
     tokenizer = Tokenizer(
-        BPE(
-            vocabulary, merges, fuse_unk=True, byte_fallback=True, unk_token=_token(metadata, tokens, unknown)
-        )
+        BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, unk_token=_token(metadata, tokens, unknown))
     )
     prefix = metadata.flag("tokenizer.ggml.add_space_prefix", not gemma)
     marks = [normalizers.Replace(" ", _SPACE)]
@@ -207,9 +201,7 @@ def _add_template(tokenizer: Tokenizer, metadata: Metadata, tokens: list[str], b
         named = {_token(metadata, tokens, i): i for i in first + last}
         template = [_token(metadata, tokens, i) for i in first]
         template += ["$A", *(_token(metadata, tokens, i) for i in last)]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=list(named.items())
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(named.items()))
 
 
 def _token(metadata: Metadata, tokens: list[str], index: int) -> str:

@@ -115,9 +115,7 @@ def _read(data: bytes) -> tokenizers.Tokenizer:
             pieces.append((_bytes(inner[_PIECE_TEXT]).decode(), _float(inner.get(_PIECE_SCORE, b"\0" * 4))))
         elif field == _TRAINER:
             if dict(_fields(_bytes(value))).get(_MODEL_TYPE, _UNIGRAM) != _UNIGRAM:
-                raise UnsupportedModel(
-                    "this sentencepiece model is not a unigram model; add a tokenizer.json"
-                )
+                raise UnsupportedModel("this sentencepiece model is not a unigram model; add a tokenizer.json")
         elif field == _NORMALIZER:
             inner = dict(_fields(_bytes(value)))
             charsmap = _bytes(inner.get(_CHARSMAP, b""))

@@ -34,9 +34,7 @@ def check_shapes(config: DecoderConfig, weights: Weights) -> None:
             raise wrong_shape(weights, name, weights.shape(name), shape)
         read.add(name)
     surplus = [name for name in weights if name not in read and not UNREAD.search(name)]
-    drafting = tuple(
-        name.removesuffix("eh_proj.weight") for name in surplus if name.endswith("eh_proj.weight")
-    )
+    drafting = tuple(name.removesuffix("eh_proj.weight") for name in surplus if name.endswith("eh_proj.weight"))
     surplus = [name for name in surplus if not (drafting and name.startswith(drafting))]
     if surplus:
         raise surplus_weights(weights, surplus)
@@ -50,11 +48,7 @@ def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[s
     if not config.tied:
         head = next((name for name in _HEADS if name in weights), _HEADS[0])
         yield head, (config.vocab_size, config.width)
-    norms = [
-        "input",
-        "post_attention",
-        *(["pre_feedforward", "post_feedforward"] if config.sandwich_norms else []),
-    ]
+    norms = ["input", "post_attention", *(["pre_feedforward", "post_feedforward"] if config.sandwich_norms else [])]
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
         yield from ((f"{at}{norm}_layernorm.weight", (config.width,)) for norm in norms)

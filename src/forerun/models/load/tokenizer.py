@@ -141,9 +141,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         ids, known = ids if type(ids) is list else list(ids), self._alone
         if skip_special and self._left_out is not None:
-            return self._backend.decode(
-                [i for i in ids if i not in self._left_out], skip_special_tokens=False
-            )
+            return self._backend.decode([i for i in ids if i not in self._left_out], skip_special_tokens=False)
         if skip_special and len(ids) == 1:  # of streamed tokens: the same ones recur
             return known.get(ids[0]) or self._text_of(ids[0])
         if skip_special and len(ids) == 2 and self._joins:
@@ -184,9 +182,7 @@ class Tokenizer:
     def token_text(self, index: int) -> str:
         """What a token adds to a text behind other tokens; U+FFFD stands for a part of a character."""
         spelt = self.token(index)
-        if spelt is not None and spelt.startswith(
-            SENTENCEPIECE_SPACE
-        ):  # `decode` drops it in front of a text
+        if spelt is not None and spelt.startswith(SENTENCEPIECE_SPACE):  # `decode` drops it in front of a text
             return from_sentencepiece(spelt).decode()
         return self.decode([index], skip_special=False)
 
@@ -202,9 +198,7 @@ class Tokenizer:
     ) -> str:
         """A conversation as the model's template writes it; `variables` reach the template (tools, say)."""
         if self._template is None:
-            raise InvalidInput(
-                "this model has no chat template; put the conversation into a plain prompt instead"
-            )
+            raise InvalidInput("this model has no chat template; put the conversation into a plain prompt instead")
         settings = {"tools": None, "documents": None, **self._special, **variables}
         return render_chat(self._template, messages, add_generation_prompt=add_generation_prompt, **settings)
 
@@ -252,18 +246,10 @@ def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
     backend = cached_tokenizer(metadata, cache)
     named = {
         role: metadata.integer(f"tokenizer.ggml.{key}_token_id", -1, least=0)
-        for role, key in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-            ("eot", "eot"),
-        )
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("eot", "eot"))
     }
     special = {
-        f"{role}_token": token
-        for role, index in named.items()
-        if index >= 0 and (token := backend.id_to_token(index))
+        f"{role}_token": token for role, index in named.items() if index >= 0 and (token := backend.id_to_token(index))
     }
     ends = {named["eos"], named["eot"]} - {-1}
     if metadata.architecture.startswith("qwen"):  # Qwen ends a turn by one token and a sequence by another

@@ -52,9 +52,7 @@ class Weights(LazyTensors):
 def missing_weight(weights: Mapping[str, Tensor], name: str) -> DamagedFile:
     """The error where a checkpoint lacks a weight, in the words of its file."""
     if isinstance(weights, GgufWeights):
-        return DamagedFile(
-            f"{weights.file.path} is damaged: it has no tensor {weights.tensor(name)!r}; pull it again"
-        )
+        return DamagedFile(f"{weights.file.path} is damaged: it has no tensor {weights.tensor(name)!r}; pull it again")
     return DamagedFile(f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?")
 
 
@@ -86,9 +84,7 @@ def surplus_weights(weights: Mapping[str, Tensor], names: Sequence[str]) -> Dama
 class GgufWeights(Weights):
     """From a GGUF file. `blocks` gives a weight still quantised, its rows in Hugging Face's order."""
 
-    def __init__(
-        self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu") -> None:
         self.file, self.origins, self.device = file, origins, device
         self.names = origins
 
@@ -167,9 +163,7 @@ class SafetensorsWeights(Weights):
             held[file] = set(self._open(file).keys())
         for name, file in file_of.items():
             if name not in held[file]:
-                raise DamagedFile(
-                    f"{self.folder / file} lacks {name[:80]!r}, which its index lists; fetch it again"
-                )
+                raise DamagedFile(f"{self.folder / file} lacks {name[:80]!r}, which its index lists; fetch it again")
         return file_of
 
     def _open(self, name: str) -> Any:
@@ -177,9 +171,7 @@ class SafetensorsWeights(Weights):
             try:
                 self._files[name] = safe_open(self.folder / name, framework="pt")
             except FileNotFoundError:
-                raise DamagedFile(
-                    f"{self.folder} lacks {name}, which its index lists; fetch it again"
-                ) from None
+                raise DamagedFile(f"{self.folder} lacks {name}, which its index lists; fetch it again") from None
             except (SafetensorError, OSError) as error:
                 raise DamagedFile(f"{self.folder / name} is damaged ({error}); fetch it again") from None
         return self._files[name]
@@ -230,9 +222,7 @@ def _load(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def write_tensors(
-    file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """The file gets the mode that `open` would give it."""
     file.touch()
     mode = file.stat().st_mode & 0o777

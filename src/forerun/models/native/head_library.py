@@ -81,8 +81,6 @@ class Ranking:
         if len(keys) > len(self._noise):
             self._noise = torch.empty(len(keys), len(self._ids))
         for i, (low, high) in enumerate(keys):
-            native.library().fr_log_noise(
-                self._ids.data_ptr(), len(self._ids), low, high, self._noise[i].data_ptr()
-            )
+            native.library().fr_log_noise(self._ids.data_ptr(), len(self._ids), low, high, self._noise[i].data_ptr())
         self._noise_rows = (c_int32 * len(rows))(*rows)
         self._top.noise, self._top.noise_row = self._noise.data_ptr(), ctypes.addressof(self._noise_rows)

@@ -12,18 +12,7 @@ import ctypes
 import logging
 import os
 import sys
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_void_p,
-)
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -177,10 +166,7 @@ class Head(Structure):
     """fr_head: the weights of an EAGLE head."""
 
     _fields_: ClassVar[Fields] = [
-        *[
-            (name, c_int64)
-            for name in ("width", "heads", "kv_heads", "head_dim", "inner", "features", "parts")
-        ],
+        *[(name, c_int64) for name in ("width", "heads", "kv_heads", "head_dim", "inner", "features", "parts")],
         *[(name, c_int64) for name in ("joins_token", "norm_before_residual", "norm_output", "depth")],
         ("eps", c_float),
         ("attention_scale", c_float),

@@ -85,13 +85,7 @@ class PlainRun:
         return max(0, min(MOST if needs.rests is None else min(MOST, needs.rests), room))
 
     def run(
-        self,
-        seq: Seq,
-        extent: Extent,
-        tokens: list[int],
-        most: int,
-        needs: Needs,
-        layers: Sequence[int] = (),
+        self, seq: Seq, extent: Extent, tokens: list[int], most: int, needs: Needs, layers: Sequence[int] = ()
     ) -> tuple[int, float]:
         """The pass that the TreePass has, over a chain of these tokens, and up to `most` behind it.
 

@@ -150,16 +150,10 @@ class NativeDecoder(Decoder):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
         return None if tops is None else checked(tops.tolist())
 
-    def score(
-        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
-    ) -> Scores:
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """As every decoder's; the tree of one sequence has a shorter way to the same call."""
         alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.early_exits
-        if (
-            alone
-            and needs.last_row
-            and (needs.rests or self._plain_run.has_next(self._extent_for(seqs[0], 1)))
-        ):
+        if alone and needs.last_row and (needs.rests or self._plain_run.has_next(self._extent_for(seqs[0], 1))):
             needs = without_rows(needs)  # nobody drafts behind this pass
         if alone and -1 not in needs.hidden_layers:
             return self._score_alone(seqs[0], trees, needs)
@@ -286,9 +280,7 @@ class NativeDecoder(Decoder):
     @property
     def weight_bytes(self) -> int:
         """What a pass over one node reads; of experts, those that one node picks."""
-        return (
-            sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._inactive_bytes
-        )
+        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._inactive_bytes
 
     @property
     def active_experts(self) -> list[int]:
@@ -304,11 +296,7 @@ def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
 
 
 def native_decoder(
-    config: DecoderConfig,
-    weights: Mapping[str, Tensor],
-    dtype: str,
-    kv_slots: int | None,
-    kv_memory: int | None,
+    config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str, kv_slots: int | None, kv_memory: int | None
 ) -> NativeDecoder | None:
     """The native decoder of a checkpoint; None where it runs in torch."""
     mode = choose_mode(config, weights, dtype)

@@ -68,9 +68,7 @@ class TreePass:
         elif self._shows:
             self.one.hidden_count, self.one.kept, self.one.x, self._shows = 0, None, None, False
 
-    def fill(
-        self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table
-    ) -> None:
+    def fill(self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table) -> None:
         """A tree of these tokens follows `length` committed ones of a sequence with these pages."""
         if table is not self._table:
             self._table, self.one.cosines, self.one.sines = table, table.cosines, table.sines

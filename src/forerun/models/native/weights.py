@@ -33,12 +33,8 @@ class NativeReader:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
-        self.inactive_bytes = list[
-            int
-        ]()  # by layer: bytes of the experts that a pass over one node does not read
-        with ThreadPoolExecutor(
-            min(8, torch.get_num_threads())
-        ) as pool:  # packing is C and needs no interpreter
+        self.inactive_bytes = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
+        with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
             head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
             self.layers = (Layer * config.layers)(*pool.map(self._layer_once, range(config.layers)))
             self.head = head.result()

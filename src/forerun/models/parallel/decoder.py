@@ -110,9 +110,7 @@ class ParallelTarget(ParallelDecoder):
         kv_slots: int | None,
         kv_memory: int | None,
     ) -> None:
-        super().__init__(
-            config, weights, part, dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory
-        )
+        super().__init__(config, weights, part, dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory)
         self._weights = weights
         self._thread = PassThread()
         self._broken: str | None = None

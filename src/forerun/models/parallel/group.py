@@ -82,9 +82,7 @@ class Group:
         self._tensors.gather([parts] if is_root else [], [sent], options).wait()
         if not is_root:
             return None
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1).to(
-            self.device
-        )
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1).to(self.device)
 
     def _sent(self, mine: Tensor) -> Tensor:
         """As the backend takes it: gloo reads memory of the CPU."""

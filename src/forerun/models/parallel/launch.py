@@ -205,7 +205,5 @@ def _devices(device: torch.device, size: int, shares: bool) -> list[torch.device
         )
     there = torch.cuda.device_count()
     if size > there and not shares:
-        raise InvalidInput(
-            f"tensor_parallel_size={size} needs {size} GPUs and torch sees {there}; use at most {there}"
-        )
+        raise InvalidInput(f"tensor_parallel_size={size} needs {size} GPUs and torch sees {there}; use at most {there}")
     return [torch.device("cuda", rank % there) for rank in range(size)]

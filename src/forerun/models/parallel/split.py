@@ -56,9 +56,7 @@ def config_of(config: DecoderConfig, part: Part) -> DecoderConfig:
     kv_heads, moe = part.count(config.kv_heads), config.moe
     if moe is not None:
         shared = moe.shared_inner
-        moe = replace(
-            moe, inner=part.count(moe.inner), shared_inner=None if shared is None else part.count(shared)
-        )
+        moe = replace(moe, inner=part.count(moe.inner), shared_inner=None if shared is None else part.count(shared))
     return replace(
         config,
         heads=kv_heads * (config.heads // config.kv_heads),

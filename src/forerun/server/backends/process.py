@@ -16,25 +16,9 @@ from forerun.api.prompts import as_token_list
 from forerun.core.errors import ForerunError
 from forerun.core.request import Event, TokenLogprob
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.backends.base import (
-    CLOSING,
-    Backend,
-    EngineHangs,
-    Load,
-    ProgressWatch,
-    Restarted,
-    why_ended,
-)
+from forerun.server.backends.base import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 from forerun.server.backends.start import EngineLost, EngineProcess
-from forerun.server.backends.wire import (
-    Facts,
-    Packed,
-    Report,
-    pack_request,
-    unpack_ended,
-    unpack_error,
-    unpack_event,
-)
+from forerun.server.backends.wire import Facts, Packed, Report, pack_request, unpack_ended, unpack_error, unpack_event
 
 log = logging.getLogger(__name__)
 PATIENCE = 1.0  # seconds for an answer about how the engine is

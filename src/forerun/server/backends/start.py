@@ -138,9 +138,7 @@ class Loader:
         return llm
 
 
-def load_llm(
-    model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any], heads: str | None = None
-) -> LLM:
+def load_llm(model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any], heads: str | None = None) -> LLM:
     """A model by name, as `forerun serve` has it; `heads` = drafting with the version that folder is at now."""
     from forerun.api.llm import LLM
     from forerun.core.params import EngineConfig

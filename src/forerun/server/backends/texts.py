@@ -73,9 +73,7 @@ class Texts:
         """What the front has to know."""
         engine, parts = self._llm.engine, self._llm.tokenizer.parts()
         has_encoder = engine.target.source_rules is not None
-        return Facts(
-            engine.target.vocab_size, engine.max_length, engine.max_batch, has_encoder, parts, self.report()
-        )
+        return Facts(engine.target.vocab_size, engine.max_length, engine.max_batch, has_encoder, parts, self.report())
 
     def report(self) -> Report:
         """What the engine is doing; any thread may ask."""

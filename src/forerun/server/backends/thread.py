@@ -18,15 +18,7 @@ from forerun.core.request import Event
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.models.base import ServedByProcesses
-from forerun.server.backends.base import (
-    CLOSING,
-    Backend,
-    EngineHangs,
-    Load,
-    ProgressWatch,
-    Restarted,
-    why_ended,
-)
+from forerun.server.backends.base import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 
 log = logging.getLogger(__name__)
 

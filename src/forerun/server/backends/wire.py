@@ -27,11 +27,7 @@ _DEFAULTS = {
 
 def pack_request(request: Request) -> Packed:
     """Of its parameters those that are not the default."""
-    params = {
-        name: value
-        for name, default in _DEFAULTS.items()
-        if (value := getattr(request.params, name)) != default
-    }
+    params = {name: value for name, default in _DEFAULTS.items() if (value := getattr(request.params, name)) != default}
     if "processors" in params:
         raise InvalidInput("processors cannot leave this process; serve from a thread (--front thread)")
     budget = None if request.budget is None else astuple(request.budget)
@@ -88,20 +84,13 @@ def _pack_branch(branch: Branch) -> Packed:
 
 def _pack_logprobs(entries: Iterable[TokenLogprob]) -> Packed:
     return tuple(
-        (
-            int(each.token),
-            float(each.logprob),
-            tuple((int(one.token), float(one.logprob)) for one in each.top),
-        )
+        (int(each.token), float(each.logprob), tuple((int(one.token), float(one.logprob)) for one in each.top))
         for each in entries
     )
 
 
 def _logprobs(packed: Iterable[Any]) -> Iterable[TokenLogprob]:
-    return (
-        TokenLogprob(token, logprob, tuple(TokenLogprob(*one) for one in top))
-        for token, logprob, top in packed
-    )
+    return (TokenLogprob(token, logprob, tuple(TokenLogprob(*one) for one in top)) for token, logprob, top in packed)
 
 
 def pack_error(error: BaseException) -> Packed:

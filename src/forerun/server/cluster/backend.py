@@ -151,9 +151,7 @@ class ClusterBackend(Backend):
         while True:
             await asyncio.sleep(LOOK_EVERY)
             try:
-                found = await self._handle.broadcast("report").results_async(
-                    timeout_s=5.0, return_exceptions=True
-                )
+                found = await self._handle.broadcast("report").results_async(timeout_s=5.0, return_exceptions=True)
                 self.loads.update([each for each in found if isinstance(each, Report)])
             except (TimeoutError, RayError) as error:
                 log.warning("the replicas could not be asked: %s", error)

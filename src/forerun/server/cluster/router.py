@@ -60,8 +60,4 @@ def _asked(pending: PendingRequest | None) -> tuple[list[int], str | None, tuple
         return [], None, ()
     prompt, options = pending.args
     given = pending.kwargs
-    return (
-        blocks_of(prompt, str(options.get("cache_salt", ""))),
-        given.get("session"),
-        given.get("avoid", ()),
-    )
+    return (blocks_of(prompt, str(options.get("cache_salt", ""))), given.get("session"), given.get("avoid", ()))

@@ -59,11 +59,7 @@ def running(settings: ClusterSettings, **ray_options: Any) -> Iterator[str]:
     joins = "RAY_ADDRESS" in os.environ or "address" in ray_options
     if not joins:  # replicas may share the cores of one machine
         needed = int(settings.cpus * settings.most + 2)
-        ray_options = {
-            "num_cpus": max(needed, os.cpu_count() or 1),
-            "include_dashboard": False,
-            **ray_options,
-        }
+        ray_options = {"num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False, **ray_options}
     ray.init(log_to_driver=False, **ray_options)
     try:
         port = server.port or _free_port(server.host)
@@ -137,8 +133,7 @@ def app(args: dict[str, Any]) -> Any:
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         request_router_config=RequestRouterConfig(
-            request_router_class="forerun.server.cluster.router.PrefixRouter",
-            request_router_kwargs={"batch": batch},
+            request_router_class="forerun.server.cluster.router.PrefixRouter", request_router_kwargs={"batch": batch}
         ),
         **_how_many(settings),
         **same,

@@ -65,9 +65,7 @@ def found_in(parser: Parser, text: str) -> Found:
     said, reasoning = joined("content", pieces), joined("reasoning", pieces) or None
     if calls:
         return Found(said.strip() or None, calls, reasoning)
-    return Found(
-        text if names and reasoning is None else said, calls, reasoning
-    )  # a call that broke off is text
+    return Found(text if names and reasoning is None else said, calls, reasoning)  # a call that broke off is text
 
 
 def is_json(text: str) -> bool:

@@ -64,9 +64,7 @@ class ThinkingParser:
         return self._inner.feed(text) if text else []
 
 
-_HEAD = re.compile(
-    r"(?:<\|start\|>)?(?P<role>[^<]*)(?:<\|channel\|>(?P<channel>\w*)(?P<more>.*))?\Z", re.DOTALL
-)
+_HEAD = re.compile(r"(?:<\|start\|>)?(?P<role>[^<]*)(?:<\|channel\|>(?P<channel>\w*)(?P<more>.*))?\Z", re.DOTALL)
 _TO = re.compile(r"to=functions\.([\w.-]+)")
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
@@ -97,10 +95,7 @@ class HarmonyParser:
                 self._buffer = self._buffer[kept:]
                 return found
             found += self._said(self._buffer[: min(ends)])
-            self._kind, self._buffer = (
-                None,
-                re.sub(r"\A<\|(?:end|call|return)\|>", "", self._buffer[min(ends) :]),
-            )
+            self._kind, self._buffer = (None, re.sub(r"\A<\|(?:end|call|return)\|>", "", self._buffer[min(ends) :]))
 
     def end(self) -> list[Piece]:
         left, self._buffer = self._buffer, ""

@@ -124,11 +124,7 @@ class ToolParser:
         if self._most is not None and self._calls >= self._most:
             return None
         skipped = re.match(r"[\s,;\[]*", self._buffer)
-        start = (
-            skipped.end()
-            if skipped is not None and (self._alone or self._calls or self._starts_list())
-            else 0
-        )
+        start = skipped.end() if skipped is not None and (self._alone or self._calls or self._starts_list()) else 0
         for pattern in _HEADS:
             head = pattern.match(self._buffer, start)
             if head is not None and head["name"] in self._tools:

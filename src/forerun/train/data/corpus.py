@@ -82,9 +82,7 @@ def read_shard(file: Path) -> dict[str, Tensor]:
         beside = [tensors[name] for name in ("prompt_lengths", "temperatures", "numbers")]
         texts = len(starts) - 1
         whole = not any(one.is_floating_point() for one in (tokens, starts, prompts, tensors["numbers"]))
-        flat = all(one.dim() == 1 for one in (tokens, starts)) and all(
-            one.shape == (texts,) for one in beside
-        )
+        flat = all(one.dim() == 1 for one in (tokens, starts)) and all(one.shape == (texts,) for one in beside)
         if not (whole and flat and starts[0] == 0 and starts[-1] == len(tokens)):
             raise ValueError("its lists do not fit each other")
         lengths = starts.diff()
@@ -109,13 +107,7 @@ class Corpus:
     """All sequences of the data in memory, split into those to learn and those held back (with holdout=1 all)."""
 
     def __init__(
-        self,
-        data: str | Path,
-        *,
-        max_length: int,
-        holdout: float,
-        hottest: float | None = None,
-        cut_loops: int = 0,
+        self, data: str | Path, *, max_length: int, holdout: float, hottest: float | None = None, cut_loops: int = 0
     ) -> None:
         """`hottest`: texts that were written at a higher temperature are left out. `cut_loops`: an answer that
         repeats itself ends so many tokens behind the first repetition; 0 = none is cut."""
@@ -154,8 +146,7 @@ class Corpus:
         found = first_repeats(self.tokens.numpy().astype(np.int64), answers, ends) + further
         cut = dict(zip(answers.tolist(), np.minimum(found, ends).tolist(), strict=True))
         self.training, self.held_back = (
-            [(first, cut[answer], answer) for first, _, answer in some]
-            for some in (self.training, self.held_back)
+            [(first, cut[answer], answer) for first, _, answer in some] for some in (self.training, self.held_back)
         )
 
     def in_words(self, read: int) -> str:

@@ -22,9 +22,7 @@ def shards_of(data: str | Path) -> list[Path]:
     for folder in str(data).split(","):
         files = sorted(Path(folder).glob("shard-*.safetensors"))
         if not files:
-            raise ModelNotFound(
-                f"{folder} holds no shards; make some with `forerun data make --out {folder}`"
-            )
+            raise ModelNotFound(f"{folder} holds no shards; make some with `forerun data make --out {folder}`")
         found += files
     return found
 

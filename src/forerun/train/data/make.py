@@ -28,16 +28,7 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.folder import keep_settings
 from forerun.train.data.passages import read_passages
-from forerun.train.data.prompts import (
-    Chats,
-    Novelty,
-    Prompt,
-    Renderer,
-    Sources,
-    Tally,
-    around_user_turn,
-    read_prompts,
-)
+from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, Sources, Tally, around_user_turn, read_prompts
 from forerun.train.data.wrap import FRAME, Wrapper
 from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain
@@ -67,10 +58,7 @@ Say = Callable[[str], None]
 
 
 def make_data(
-    options: DataOptions,
-    report: Report = lambda progress: None,
-    say: Say = log.info,
-    write: Write | None = None,
+    options: DataOptions, report: Report = lambda progress: None, say: Say = log.info, write: Write | None = None
 ) -> Path:
     """Prompts and answers into `options.out`; `say` is told what was dropped and what was written.
 
@@ -96,9 +84,7 @@ def _tokenizer(checkpoint: Checkpoint, options: DataOptions) -> Chats:
     if not is_encoder_decoder(checkpoint.config):
         return checkpoint.tokenizer()
     if options.own_prompts or options.passages:
-        raise InvalidInput(
-            "an encoder-decoder writes no prompts of its own; give --prompts FILE and --own-prompts 0"
-        )
+        raise InvalidInput("an encoder-decoder writes no prompts of its own; give --prompts FILE and --own-prompts 0")
     return Sources(checkpoint.tokenizer())
 
 
@@ -185,9 +171,7 @@ def _read_kept(kept: Path) -> list[Prompt]:
     try:
         return [json.loads(line) for line in kept.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(
-            f"{kept} is damaged ({brief(error)}); remove it to write the prompts again"
-        ) from None
+        raise DamagedFile(f"{kept} is damaged ({brief(error)}); remove it to write the prompts again") from None
 
 
 def _own_prompts(
@@ -203,10 +187,7 @@ def _own_prompts(
             f"{longest} tokens; raise --max-prompt"
         )
     orders = [Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts)]
-    tokens, unfinished = (
-        0,
-        f"did not end within --max-prompt {options.max_prompt} ({turns} of it the template)",
-    )
+    tokens, unfinished = (0, f"did not end within --max-prompt {options.max_prompt} ({turns} of it the template)")
     for done, written in enumerate(in_order(write(orders), orders), start=1):
         text = tokenizer.decode(written.tokens[turns:]).strip()
         tokens += len(written.tokens) - len(written.order.prompt)

@@ -21,9 +21,7 @@ import numpy as np
 from forerun.core.errors import InvalidInput
 
 _BANDS, _DEPTH = 4, 3
-_ODD, _SALT = np.random.default_rng(0).integers(
-    1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64
-) | np.uint64(1)
+_ODD, _SALT = np.random.default_rng(0).integers(1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64) | np.uint64(1)
 _HIGH = np.uint64(32)  # the high half of a product
 Prompt = str | list[dict[str, str]]  # one question, or the messages of a conversation
 _MARK = "\x02forerun\x03"  # placeholder for the user's message while the template is split
@@ -34,9 +32,7 @@ class Chats(Protocol):
 
     eos_ids: frozenset[int]
 
-    def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True
-    ) -> str: ...
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True) -> str: ...
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -109,9 +105,7 @@ def read_prompts(files: Iterable[Path]) -> Iterator[str]:
         try:
             lines = file.read_text(encoding="utf-8").split("\n")  # a text may hold other separators
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(
-                f"cannot read the prompt file {str(file)!r} ({error}); check the path"
-            ) from None
+            raise InvalidInput(f"cannot read the prompt file {str(file)!r} ({error}); check the path") from None
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

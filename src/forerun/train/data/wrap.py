@@ -64,9 +64,7 @@ class Wrapper:
         short = 0
         for _ in wordings.SHARES:
             for passage in self._random.sample(self.passages, len(self.passages)):
-                made, shares = (
-                    (prose, wordings.SHARES) if passage.code() is None else (code, wordings.CODE_SHARES)
-                )
+                made, shares = (prose, wordings.SHARES) if passage.code() is None else (code, wordings.CODE_SHARES)
                 total = made.total() + 1
                 lacking = {kind: made[kind] - share * total for kind, share in shares.items()}
                 goal = self._goal(short < _SHORT_SHARE * (prose.total() + code.total() + 1))

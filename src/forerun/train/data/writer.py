@@ -62,9 +62,7 @@ class Look:
 class BatchWriter:
     """Rows of one batch, each at its own position in its own sequence."""
 
-    def __init__(
-        self, net: CausalNet, stop_ids: Iterable[int], *, rows: int, max_length: int, seed: int = 0
-    ) -> None:
+    def __init__(self, net: CausalNet, stop_ids: Iterable[int], *, rows: int, max_length: int, seed: int = 0) -> None:
         self.net, self.rows, self.max_length = net, rows, max_length
         config, device = net.config, net.device
         self.device = device
@@ -105,9 +103,7 @@ class BatchWriter:
         orders = list(islice(waiting, len(rows)))
         for row, order in zip(rows, orders, strict=False):
             if not 1 <= len(order.prompt) < min(order.max_length, self.max_length):
-                raise InvalidInput(
-                    f"a prompt of {len(order.prompt)} tokens leaves no room to {order.max_length}"
-                )
+                raise InvalidInput(f"a prompt of {len(order.prompt)} tokens leaves no room to {order.max_length}")
             self._orders[row] = order
         if orders:
             index = torch.tensor(rows[: len(orders)], device=self.device)

@@ -96,9 +96,7 @@ class BlockRecipe(WithTargetHead):
         """Rows [N, D] for the LM head, with what is known of the tokens before them."""
         return rows if known is None else rows + self._module.markov_head["up"](known).to(rows.dtype)
 
-    def _judge(
-        self, rows: Tensor, known: Tensor | None, law: Tensor, spoken: Tensor, reading: Reading
-    ) -> Tensor:
+    def _judge(self, rows: Tensor, known: Tensor | None, law: Tensor, spoken: Tensor, reading: Reading) -> Tensor:
         """The loss of the confidence head: is the likeliest token of these rows the target's likeliest?"""
         step = max(1, ceil(len(rows) / JUDGED))
         parts = [rows] if known is None else [rows, known.to(rows.dtype)]
@@ -159,12 +157,7 @@ class BlockLayer(HeadLayer):
         self.input_layernorm = Norm(config.width, config.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        anchors: Tensor,
-        far: tuple[Tensor, Tensor],
-        near: tuple[Tensor, Tensor],
+        self, x: Tensor, context: Tensor, anchors: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Blocks x [B, A, R, D] behind context [B, T, D]; rotations of the context's rows and of the blocks'."""
         rows = self.input_layernorm(x).flatten(1, 2)

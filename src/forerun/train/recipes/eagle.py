@@ -213,9 +213,7 @@ class EagleLayer(HeadLayer):
     def forward(self, x: Tensor, into: Tensor, first: int, past: Past) -> Tensor:
         """Residual x and input [B, T, .] of step `len(past)`, rows at positions first + t; grows `past`."""
         heads, dim = self.config.heads, self.config.head_dim
-        q, k, v = (
-            self.self_attn[f"{name}_proj"](into).unflatten(-1, (-1, dim)).transpose(1, 2) for name in "qkv"
-        )
+        q, k, v = (self.self_attn[f"{name}_proj"](into).unflatten(-1, (-1, dim)).transpose(1, 2) for name in "qkv")
         positions = torch.arange(first, first + q.shape[2], device=q.device).float()
         angles = positions[:, None] * self.rates  # [T, Dh / 2]
         rotations = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
@@ -274,9 +272,7 @@ class EagleModule(nn.Module):
         if config.width != config.target_width:
             self.embed_proj = nn.Linear(config.target_width, config.width, bias=False)
 
-    def forward(
-        self, embedded: Tensor, features: Tensor, steps: int, detach: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def forward(self, embedded: Tensor, features: Tensor, steps: int, detach: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows for the LM head, raw outputs) of every step; embeddings [B, T, D] of token t at t."""
         carried, pasts = self.fuse(features), [Past() for _ in range(self.config.depth)]
         if self.config.width != self.config.target_width:

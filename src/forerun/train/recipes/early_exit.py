@@ -54,15 +54,11 @@ class EarlyExitRecipe(WithTargetHead):
     ) -> None:
         """A vocabulary smaller than the target's makes steps cheaper; the adapter drafts all tokens in any case."""
         if not supports(checkpoint.config):
-            raise InvalidInput(
-                "early-exit needs a target of one of our own families: layer_skip runs no other"
-            )
+            raise InvalidInput("early-exit needs a target of one of our own families: layer_skip runs no other")
         config = DecoderConfig.from_hf(checkpoint.config)
         self.exit = options.exit or default_plan(config.layers).layers.end
         if not 1 <= self.exit < config.layers:
-            raise InvalidInput(
-                f"exit={self.exit} is out of range: 1 to {config.layers - 1} of {config.layers} layers"
-            )
+            raise InvalidInput(f"exit={self.exit} is out of range: 1 to {config.layers - 1} of {config.layers} layers")
         super().__init__(options, teacher.head, vocabulary)
         self.teacher, self.layers = teacher, config.layers
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()

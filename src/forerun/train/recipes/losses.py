@@ -39,13 +39,7 @@ class LawLoss:
     top_weight: float = 0.0
 
     def of_rows(
-        self,
-        rows: Tensor,
-        head: Tensor,
-        truth: Tensor,
-        truth_head: Tensor,
-        weights: Tensor,
-        chunk: int = CHUNK,
+        self, rows: Tensor, head: Tensor, truth: Tensor, truth_head: Tensor, weights: Tensor, chunk: int = CHUNK
     ) -> tuple[Tensor, Tensor]:
         """Of each row [N] its weighted loss and its weighted acceptance (to report, without a gradient).
 
@@ -81,13 +75,7 @@ def law_terms(z: Tensor, t: Tensor, kind: str, top_weight: float, best: Tensor |
 
 
 def weighted_terms(
-    z: Tensor,
-    t: Tensor,
-    weights: Tensor,
-    dtype: torch.dtype,
-    kind: str,
-    top_weight: float,
-    best: Tensor | None,
+    z: Tensor, t: Tensor, weights: Tensor, dtype: torch.dtype, kind: str, top_weight: float, best: Tensor | None
 ) -> Terms:
     """The same, weighted: losses and acceptances [n], and gradients as the products want them."""
     losses, slope, accepted, pull = law_terms(z, t, kind, top_weight, best)
@@ -175,9 +163,7 @@ class Survival:
             chances[level, places] = FLOOR + (1 - FLOOR) * overlaps
         weights = survival_weights(chances.t()).t()
         total, count = torch.zeros((), device=chances.device), torch.zeros((), device=chances.device)
-        for mine, places, losses, learnt in zip(
-            weights, self._places, self._losses, self._learnt, strict=True
-        ):
+        for mine, places, losses, learnt in zip(weights, self._places, self._losses, self._learnt, strict=True):
             total = total + (mine[places] * losses).sum()
             count = count + (mine[places] * learnt).sum()
         return total / count.clamp(min=1e-6)

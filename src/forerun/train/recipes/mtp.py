@@ -39,9 +39,7 @@ class MtpModule(nn.Module):
         with torch.no_grad():  # dimensions of the target's rows are very unequal: made equal when read
             self.hnorm.weight.copy_(sizes.row / sizes.feature)
 
-    def forward(
-        self, embedded: Tensor, features: Tensor, steps: int, detach: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def forward(self, embedded: Tensor, features: Tensor, steps: int, detach: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows for the LM head, raw outputs) of every step; embeddings [B, T, D] of token t at t."""
         carried, past = features, list[tuple[Tensor, Tensor]]()
         for step in range(steps):
@@ -56,12 +54,7 @@ class MtpRecipe(EagleRecipe):
     """A multi-token-prediction layer learning from a frozen target."""
 
     def __init__(
-        self,
-        options: TrainOptions,
-        teacher: Teacher,
-        config: EagleConfig,
-        vocabulary: DraftVocabulary,
-        sizes: Sizes,
+        self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary, sizes: Sizes
     ) -> None:
         WithTargetHead.__init__(self, options, teacher.head, vocabulary)
         self.teacher, self.config = teacher, config

@@ -140,9 +140,7 @@ def unfold(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, layer in module.named_modules():
         if isinstance(layer, ScaledLinear):
             into, out = layer.into.cpu(), layer.out.cpu()
-            if (
-                key := f"{name}.weight"
-            ) in found:  # a smaller layer than the module's is its first rows and columns
+            if (key := f"{name}.weight") in found:  # a smaller layer than the module's is its first rows and columns
                 rows, columns = found[key].shape
                 found[key] = found[key] / into[:columns] / out[:rows]
             if (key := f"{name}.bias") in found:

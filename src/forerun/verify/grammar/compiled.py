@@ -133,10 +133,7 @@ def grammar_of(guidance: Any, structure: Structure) -> Any:
         case "structural_tag":
             tags = [
                 guidance.StructTag(
-                    trigger=tag["trigger"],
-                    begin=tag["begin"],
-                    grammar=_with_options(tag["schema"]),
-                    end=tag["end"],
+                    trigger=tag["trigger"], begin=tag["begin"], grammar=_with_options(tag["schema"]), end=tag["end"]
                 )
                 for tag in json.loads(text)
             ]
@@ -151,9 +148,7 @@ def grammar_of(guidance: Any, structure: Structure) -> Any:
 
 def _with_options(schema: Any) -> Any:
     """A schema within a grammar, which is compact unless it says otherwise."""
-    return (
-        {"x-guidance": _SEPARATORS["compact"], **schema} if isinstance(schema, dict) else {"anyOf": [schema]}
-    )
+    return {"x-guidance": _SEPARATORS["compact"], **schema} if isinstance(schema, dict) else {"anyOf": [schema]}
 
 
 def _check(matcher: Any, structure: Structure) -> None:

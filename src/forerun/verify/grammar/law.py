@@ -73,9 +73,7 @@ class GrammarLaw:
             mask = self._compute(output)
         if mask is not None:
             return mask
-        failed = GrammarFailed(
-            f"the answer cannot go on: {reason_of(self._matcher)}; simplify what it must match"
-        )
+        failed = GrammarFailed(f"the answer cannot go on: {reason_of(self._matcher)}; simplify what it must match")
         if self._is_lexer_full():
             self._start = self._make()
         self._go_back()  # for other paths: an error is for good

@@ -73,9 +73,7 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
     d, t = tl.arange(0, D), tl.arange(0, TILE)
-    page = tl.load(
-        ints + pages + start // TILE, mask=start < end, other=0
-    )  # the next one's; without pages: any number
+    page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's; without pages: any number
     for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else STAGES):
         p = p0 + t
         if TABLE:

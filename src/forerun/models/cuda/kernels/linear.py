@@ -140,9 +140,7 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
     else:
         given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if MODE == RESIDUAL:
-        _finish_residual(
-            acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM
-        )
+        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM)
     else:
         if not NORMED:
             inverse = tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)

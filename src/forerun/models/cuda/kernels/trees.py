@@ -91,11 +91,7 @@ def record(tree_ints, ints, outcome, moves, last_accepted, last_tokens, last_row
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)
     here, below = n < N, (s > 0) & (s <= DEPTH)
     tl.store(outcome + b * N + n, tl.load(tree_ints + b * N + n, mask=here, other=0), mask=here)
-    tl.store(
-        outcome + rows + b * N + n,
-        tl.load(tree_ints + stride + b * N + n, mask=here, other=0),
-        mask=here,
-    )
+    tl.store(outcome + rows + b * N + n, tl.load(tree_ints + stride + b * N + n, mask=here, other=0), mask=here)
     moved = tl.where(tl.load(ints + slots_at + b * N) < 0, 0, b)
     path = tl.load(outcome + 2 * rows + moved * DEPTH + s - 1, mask=below, other=-1)
     slots = ints + slots_at + moved * N

@@ -149,9 +149,7 @@ def _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN: gl.constexpr, 
 
 
 @gluon.jit
-def _put_numbers(
-    acc, into, first, n0, N: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _put_numbers(acc, into, first, n0, N: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr):
     """fp32 to [rows, N]; eight threads that hold neighbouring outputs fill a sector of 32 bytes."""
     n = n0 + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     rows = first + gl.arange(0, P, gl.SliceLayout(0, LAYOUT))
@@ -223,22 +221,7 @@ def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inve
         n0, first = tile * BN, row_tile * MT
         _put(acc0, out, into0, staging.slice(0, P0, 0), inverses, first, n0, split, M, N, MODE, BN, P0, L0)
         if P1 > 0:
-            _put(
-                acc1,
-                out,
-                into1,
-                staging.slice(0, P1, 0),
-                inverses,
-                first + P0,
-                n0,
-                split,
-                M,
-                N,
-                MODE,
-                BN,
-                P1,
-                L1,
-            )
+            _put(acc1, out, into1, staging.slice(0, P1, 0), inverses, first + P0, n0, split, M, N, MODE, BN, P1, L1)
         if P2 > 0:
             _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, first + P0 + P1, n0, split, M, N, MODE, BN, P2,
                  L2)  # fmt: skip
@@ -253,9 +236,7 @@ def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, units, M, 
          STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Tiles of BN outputs for P0 + P1 + P2 rows; `left` and `right` describe the weight: in GATED gates and ups."""
     dtype: gl.constexpr = left.dtype
-    L0: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [num_warps // WARPS_N, WARPS_N], [16, P0 // WARPS_N, 16]
-    )
+    L0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps // WARPS_N, WARPS_N], [16, P0 // WARPS_N, 16])
     L1: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [num_warps // WARPS_N, WARPS_N], [16, (P1 if P1 > 0 else P0) // WARPS_N, 16]
     )

@@ -20,9 +20,7 @@ COMBINING = 1024  # programs that look for parts to add up, at most
 class Attention:
     """The attention of one model on its device."""
 
-    def __init__(
-        self, config: DecoderConfig, max_length: int, device: torch.device, room: int, pdl: bool
-    ) -> None:
+    def __init__(self, config: DecoderConfig, max_length: int, device: torch.device, room: int, pdl: bool) -> None:
         self.config, self.room, self.pdl = config, room, pdl
         self.processors, self.hopper = 1, False
         if device.type == "cuda":

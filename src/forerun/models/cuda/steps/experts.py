@@ -39,9 +39,7 @@ def choose_expert_tile(outputs: int, depth: int, per_token: int) -> ExpertTile:
     """The widest tile of which one row's experts still make enough programs."""
     step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
     sizes = [size for size in (64, 32, 16) if outputs % size == 0]
-    return ExpertTile(
-        next((size for size in sizes if outputs // size * per_token >= ENOUGH), sizes[-1]), step
-    )
+    return ExpertTile(next((size for size in sizes if outputs // size * per_token >= ENOUGH), sizes[-1]), step)
 
 
 def rows_per_block(expected: float) -> int:
@@ -124,9 +122,7 @@ class ExpertBuffers:
             counts = torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device)
             self.counts = counts  # as many rows as there are: where they end
 
-    def enter(
-        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, layer: int
-    ) -> None:
+    def enter(self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, layer: int) -> None:
         """Route all rows, sort them by expert, and run gate and up of every expert that was picked."""
         rows, moe, up = run.size.rows, self.moe, power_of_two(self.width)
         together = max(1, min(ROUTER_NUMBERS // up, self.columns))

@@ -145,9 +145,7 @@ class FusedSteps:
 
     def head_of_normed(self, run: Run) -> None:
         self.inverses[: run.size.rows].fill_(1.0)  # by which wide products multiply, whatever the rows are
-        self._linear(
-            run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True
-        )
+        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True)
 
     def on(self, model: Model) -> FusedSteps:
         steps = copy.copy(self)
@@ -235,9 +233,7 @@ class FusedSteps:
             wide.finish_residual(parts, count, self.buffers.x, out, norm, self.model.config.norm_eps)
         else:
             parts = wide.sums(name, count, rows, weight)
-            wide.finish_qkv(
-                parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
-            )
+            wide.finish_qkv(parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed)
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles, of products that have many.

@@ -26,9 +26,7 @@ class PlainSteps:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
         # of this pass: a run, a window, what they see
         self._seen: tuple[Run, int, Tensor, Tensor] | None = None
-        self._written: tuple[Run, Tensor, Tensor] | None = (
-            None  # a run, its rows that are written, their slots
-        )
+        self._written: tuple[Run, Tensor, Tensor] | None = None  # a run, its rows that are written, their slots
 
     def embed(self, run: Run) -> None:
         self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()

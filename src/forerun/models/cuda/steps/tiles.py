@@ -114,9 +114,7 @@ def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: 
     if few or head_dim > WIDEST or not hopper or _may_branch(size):
         return shared_out(size, heads, head_dim, processors)
     if size.rows < 8 * size.groups:
-        return Sharing(
-            min(FEWEST, programs_for(size, heads, processors)), SHORT_SPLITS, stages=2, narrow=True
-        )
+        return Sharing(min(FEWEST, programs_for(size, heads, processors)), SHORT_SPLITS, stages=2, narrow=True)
     # no other passes than those over prompts have so few groups: two programs to a multiprocessor, however long
     if size.splits <= SHORT_SPLITS or size.rows * heads >= 2 * FULL_NODES * processors:
         return Sharing(1, size.splits, stages=3, narrow=True)

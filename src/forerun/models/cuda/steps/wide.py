@@ -133,8 +133,7 @@ class WideProducts:
         device, self.inverses = inverses.device, inverses
         wide = [(name, rows) for name in cuts for rows in ROW_SIZES if rows > NARROW]
         self.tiles = {
-            (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits)
-            for name, rows in wide
+            (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits) for name, rows in wide
         }
         libraries = {
             (name, rows): WideTile(0, rows, library=True)
@@ -157,8 +156,7 @@ class WideProducts:
         Which kernel the library takes, and so in which order it adds, follows from the shapes alone.
         """
         made = {
-            name: (_random(MAX_ROWS, weights[name]), _random(len(weights[name]), weights[name]))
-            for name, _ in tiles
+            name: (_random(MAX_ROWS, weights[name]), _random(len(weights[name]), weights[name])) for name, _ in tiles
         }
 
         def total(place: tuple[str, int], tile: WideTile) -> Tensor:
@@ -208,9 +206,7 @@ class WideProducts:
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out)
 
-    def _launch(
-        self, tile: WideTile, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor
-    ) -> None:
+    def _launch(self, tile: WideTile, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
         row_tiles = tile.tall(count) // tile.rows
@@ -236,9 +232,7 @@ class WideProducts:
             self._described[key] = kernels_wide.describe(tensor, rows, columns)
         return self._described[key]
 
-    def finish_residual(
-        self, parts: Parts, count: int, x: Tensor, out: Tensor, norm: Tensor, eps: float
-    ) -> None:
+    def finish_residual(self, parts: Parts, count: int, x: Tensor, out: Tensor, norm: Tensor, eps: float) -> None:
         """Add what `sums` left to the residual stream, and leave what the next norm needs."""
         width = x.shape[1]
         kernels_rows.finish_residual[(count,)](
@@ -248,14 +242,7 @@ class WideProducts:
         )  # fmt: skip
 
     def finish_qkv(
-        self,
-        parts: Parts,
-        run: Run,
-        config: DecoderConfig,
-        layer: Layer,
-        kv: Tensor,
-        out: Tensor,
-        normed: bool,
+        self, parts: Parts, run: Run, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
     ) -> None:
         """Make queries, keys and values of what `sums` left; kv [2, Hkv, S, D]."""
         heads = gcd(config.heads, config.kv_heads, 8)
