@@ -4,8 +4,8 @@ Ctrl-C stops an answer, and what was written of it stays in the conversation. A 
 (too long by itself) is refused in one line, and the conversation goes on. When the next message no longer fits the
 context, the oldest exchanges are dropped, and a line says so.
 
-Messages come from an editor with history on a terminal, else from lines. A message is a line. A line that ends with a backslash goes on in the next; three double quotes begin a message of
-several lines and end it; what is pasted into a terminal is one message, however many lines it has.
+Messages come from an editor with history on a terminal, else from lines. A message is a line; a line that ends with a
+backslash continues in the next. Three double quotes begin and end a message of several lines. Pasted text is one message.
 """
 
 from __future__ import annotations
