@@ -16,7 +16,6 @@ import typer
 from forerun.cli.flags import TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
-from forerun.server.backends.start import LOAD_LLM, Loader
 from forerun.server.cluster.settings import ClusterSettings
 from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys
 
@@ -119,6 +118,7 @@ def serve(
 def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:
     """Take the port, load the model, answer."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.run import address_of, bind
     from forerun.server.run import serve as run
 
