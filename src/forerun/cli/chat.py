@@ -5,7 +5,7 @@ Ctrl-C stops an answer, and what was written of it stays in the conversation. A 
 context, the oldest exchanges are dropped, and a line says so.
 
 Messages come from an editor with history on a terminal, else from lines. A message is a line; a line that ends with a
-backslash continues in the next. Three double quotes begin and end a message of several lines. Pasted text is one message.
+backslash continues in the next. Three double quotes begin and end a message of several lines. Pasted text is one too.
 """
 
 from __future__ import annotations
