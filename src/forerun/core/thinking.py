@@ -1,6 +1,6 @@
 """Thinking: how a model marks what it thinks before it answers, and whether a prompt has opened or closed it. No torch.
 
-`forerun.verify.thinking` makes budgets and grammars part of the law; `forerun.server.parsers` splits answers.
+`forerun.verify.grammar.thinking` makes budgets and grammars part of the law; `forerun.server.parsers` splits answers.
 """
 
 from __future__ import annotations

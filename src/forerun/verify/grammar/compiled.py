@@ -17,7 +17,7 @@ from forerun.core.errors import InvalidInput, MissingDependency, brief
 from forerun.core.params import LawProcessor, Structure, Whitespace
 from forerun.core.request import Request
 from forerun.verify.grammar.law import GrammarLaw, reason_of
-from forerun.verify.thinking import Thinking, ThinkingLaw, Thinks
+from forerun.verify.grammar.thinking import Thinking, ThinkingLaw, Thinks
 
 # how llguidance separates the parts of a JSON text: regular expressions, and whether whitespace may be anywhere
 _SEPARATORS: dict[Whitespace, dict[str, Any]] = {
