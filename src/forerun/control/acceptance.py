@@ -149,7 +149,7 @@ class Request:
     @property
     def lookups(self) -> float:
         """The factor of look-ups."""
-        return min(MOST_TRUST, self.seen_lookups.after(self.drafter.lookups, KAPPA))
+        return min(MOST_TRUST, max(LEAST_TRUST, self.seen_lookups.after(self.drafter.lookups, KAPPA)))
 
     def see_trees(self, accepted: int, claimed: float) -> None:
         self.seen_trees.add(accepted, claimed, MEMORY)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf, isfinite
 
 from forerun.control.acceptance import DrafterState, Request
 from forerun.control.account import covered
@@ -232,10 +233,10 @@ class AdaptiveController:
             taken -= times.gap(batch)  # plain decoding reads it first, too
         if kind == "trees":
             menu, request = self.offer(outcome.seqs[0]).menu, self._requests.get(outcome.seqs[0].id)
+            draft = inf  # as of shapes that are not captured for a batch of which some have left
             if plan.shape is not None and menu is not None and request is not None:
-                taken += times.draft(request.drafter, menu, plan.shape, batch - outcome.undrafted)
-            else:
-                taken += min(outcome.seconds.get("draft", 0.0), plain)
+                draft = times.draft(request.drafter, menu, plan.shape, batch - outcome.undrafted)
+            taken += draft if isfinite(draft) else min(outcome.seconds.get("draft", 0.0), plain)
         return taken / plain - 1.0
 
     def _book(self, outcome: Round, plan: Plan, lost: float) -> None:
