@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from forerun.control import cost
-from forerun.control.acceptance import Record
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
+from forerun.control.history import History
 from forerun.core.request import budget_of
 from forerun.models.base import Abilities
 from forerun.testing import FakeSeq, TableLM
@@ -228,11 +228,23 @@ def test_flat_costs_allow_wide_and_deep_trees_and_steep_ones_do_not() -> None:
     assert deepest(CostModel({1: 1.0, 2: 3.0, 64: 120.0}).price(60)) == 0
 
 
-def test_acceptance_is_kept_by_depth() -> None:
-    record, others = Record(), Record()
+def test_a_short_memory_notices_success_and_is_not_fooled_by_one() -> None:
+    record = History()
     for _ in range(60):
-        record.count(4, 2, 4)  # the first two always stand, the third never does
-    first, second, third, fourth = record.survivals(others, 4, 0.0)
+        record.count(1, 0)
+    low = record.acceptance
+    record.count(1, 1)
+    assert record.acceptance < low + 0.1
+    for _ in range(4):
+        record.count(1, 1)
+    assert record.acceptance > 0.4
+
+
+def test_acceptance_is_kept_by_depth() -> None:
+    record = History()
+    for _ in range(60):
+        record.count(4, 2)  # the first two always stand, the third never does
+    first, second, third, fourth = record.survivals(4)
     assert first > 0.9
     assert second > 0.85
     assert third < 0.25
@@ -240,29 +252,26 @@ def test_acceptance_is_kept_by_depth() -> None:
 
 
 def test_claims_that_do_not_come_true_lose_their_weight() -> None:
-    honest, overconfident, others = Record(), Record(), Record()
+    honest, overconfident = History(), History()
     for _ in range(40):
         honest.count_expected(1.5, 1)
         honest.count_expected(1.5, 2)
         overconfident.count_expected(3.0, 1)
-    assert honest.trust(others) == pytest.approx(1.0, abs=0.1)
-    assert overconfident.trust(others) < 0.5
-    assert Record().trust(overconfident) < 0.8
+    assert honest.trust == pytest.approx(1.0, abs=0.1)
+    assert overconfident.trust < 0.5
+    assert History.after(overconfident).trust < 0.8
 
 
 def test_a_new_text_starts_from_the_others_and_soon_outweighs_them() -> None:
-    others = Record()
+    record = History()
     for _ in range(50):
-        others.count(3, 3, 3)
-        others.count_gain(2.0)
-    fresh = Record()
-    assert fresh.rate(others) > 0.9
-    assert fresh.mean_gain(others) > 1.5
+        record.count(3, 3)
+        record.count_gain(2.0)
+    fresh = History.after(record)
+    assert fresh.acceptance > 0.9
+    assert fresh.mean_gain > 1.5
     for _ in range(12):
-        fresh.count(3, 0, 3)
+        fresh.count(3, 0)
         fresh.count_gain(-0.5)
-    assert fresh.rate(others) < 0.4
-    assert fresh.mean_gain(others) < 0.5
-    for _ in range(200):
-        fresh.fade(0.97)
-    assert fresh.rate(others) > 0.9, "what is not seen any more is forgotten"
+    assert fresh.acceptance < 0.4
+    assert fresh.mean_gain < 0.2

@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 
-from forerun.control.acceptance import Record
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
+from forerun.control.trials import shortest_trial
+from forerun.core.offer import Offer
 from forerun.core.types import Budget, Round, Seq
+from forerun.drafters.base import NoDrafter
 from forerun.drafters.heads.growth import best_count
 from forerun.testing import FakeSeq
 from tests.control.simulate.predictable import Make, Simulation, TextKind
@@ -113,8 +114,7 @@ def test_a_head_that_boasts_is_scaled(kind: TextKind) -> None:
     for simulation in (honest, overclaiming):
         simulation.speed(kind, 100)
     assert overclaiming.speed(kind, 400) >= 0.9 * honest.speed(kind, 400)
-    (boasts,), (says,) = (one.controller._drafters.values() for one in (overclaiming, honest))
-    assert boasts.record.trust(Record()) < 0.85 < says.record.trust(Record())
+    assert overclaiming.controller.planner._latest.trust < 0.85 < honest.controller.planner._latest.trust
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -184,7 +184,26 @@ def test_forgets_and_never_runs_what_cannot_pay() -> None:
     simulation = Simulation(STEEP, Make(2.0, chosen=False, stops=False), nodes=8)
     assert simulation.speed(TextKind(1.0), 50) == 1.0
     simulation.controller.forget(simulation.texts[0])
-    assert not simulation.controller._requests
+    assert not simulation.controller.planner._records
+
+
+def test_a_batch_spends_its_allowance_once() -> None:
+    cost = CostModel({1: 1.0, 8: 1.7, 64: 8.0})
+    controller = AdaptiveController(CostModel(cost.seconds), 4, 1, lambda seq: Offer((0.3,), chosen=False))
+    seqs = [FakeSeq(i, [1]) for i in range(8)]
+    for _ in range(200):
+        depths = [budget.depth for budget in controller.plan(seqs)]
+        nodes = cost.pass_seconds(len(seqs) + sum(depths))
+        outcome = Round(tuple(seqs), tuple(depths), tuple(depths), (0,) * 8, {"pass": nodes, "draft": 0.3})
+        controller.observe(outcome)
+    planner = controller.planner
+    planner.allowance.level = 1e9
+    # trials for everybody, if that were free
+    assert all(budget.depth == 1 for budget in controller.plan(seqs))
+    price, plain = planner._price(8, 1.0, 0).price, planner.cost.pass_seconds(8, 8)
+    worst = shortest_trial(planner.offer(seqs[0]), price, plain, 8, 8)[1]
+    planner.allowance.level = 1.5 * worst
+    assert sum(budget.depth for budget in controller.plan(seqs)) == 1
 
 
 @pytest.mark.parametrize("strong", [1, 3, 7])
@@ -195,11 +214,10 @@ def test_lookups_of_a_batch_share_the_pass_nearly_as_well_as_can_be(strong: int)
     controller = AdaptiveController(CostModel(cost.seconds), 16, 1, lambda seq: offers[seq.id])
     seqs = [FakeSeq(i, [1]) for i in range(8)]
     for _ in range(60):  # the rate settles
-        plan = controller.plan(seqs)
-        counts = _cut(plan, offers)
+        counts = _cut(controller.plan(seqs), offers)
         tokens = tuple(round(sum(offers[i].free[:n])) for i, n in enumerate(counts))
         spent = {"pass": cost.pass_seconds(8 + sum(counts))}
-        controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, spent, plan=plan))
+        controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, spent))
 
     def rate(counts: list[int]) -> float:
         tokens = 8 + sum(sum(offers[i].free[:n]) for i, n in enumerate(counts))
@@ -209,8 +227,18 @@ def test_lookups_of_a_batch_share_the_pass_nearly_as_well_as_can_be(strong: int)
     assert rate(_cut(controller.plan(seqs), offers)) >= 0.97 * max(map(rate, options))
 
 
-def _cut(budgets: Plan, offers: list[Offer]) -> list[int]:
-    return [best_count(q.free[: b.nodes], b.price) for b, q in zip(budgets.budgets, offers, strict=True)]
+def _cut(budgets: list[Budget], offers: list[Offer]) -> list[int]:
+    return [best_count(q.free[: b.nodes], b.price) for b, q in zip(budgets, offers, strict=True)]
+
+
+def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
+    offers = [Offer(free=(0.9, 0.8)), NoDrafter().offer(FakeSeq(1, [1]))]
+    controller = AdaptiveController(CostModel(FLAT.seconds), 8, 1, lambda seq: offers[seq.id])
+    for seq, accepted in ((FakeSeq(0, [1]), 2), (FakeSeq(1, [1]), 0)):
+        for _ in range(100):
+            controller.plan([seq])
+            controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"pass": 1.0}))
+        assert controller.planner.rate > 2.0
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
@@ -236,3 +264,30 @@ def test_a_drafter_of_one_pass_goes_deeper_than_one_that_pays_by_level() -> None
         assert costly
         assert all((budget.level == 0.0) == one_pass for budget in costly)  # of one more level
     assert depths[0] > depths[1] + 1.0
+
+
+def test_an_overdrawn_allowance_stops_even_a_drafter_that_paid() -> None:
+    """Whatever the record says: once so much was lost, nothing is drafted until tokens have earned it back."""
+    controller = AdaptiveController(CostModel(FLAT.seconds), 8, 1, lambda seq: Offer((0.05,), chosen=False))
+    seq = FakeSeq(0, [1], max_length=10_000)
+    for _ in range(60):
+        (budget,) = controller.plan([seq])
+        depth = budget.depth
+        seconds = {"pass": FLAT.pass_seconds(1 + depth), "draft": 0.05 * depth}
+        controller.observe(Round((seq,), (depth,), (depth,), (depth,), seconds))
+    allowance = controller.planner.allowance
+    allowance.level = -allowance.floor + 0.01
+    assert controller.plan([seq])[0].depth > 1
+    allowance.level = -allowance.floor
+    assert controller.plan([seq])[0].nodes == 0
+
+
+def test_a_text_is_charged_for_what_the_others_draft_and_not_for_its_own() -> None:
+    cost = CostModel({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5, 64: 30.0})
+    sure = tuple(0.99**i for i in range(1, 6))
+    offers = [Offer(free=sure), Offer()]
+    controller = AdaptiveController(cost, 8, 1, lambda seq: offers[seq.id])
+    first, second = controller.plan([FakeSeq(0, [1]), FakeSeq(1, [1])])
+    assert first.price == cost.price(8, neighbours=1)[: len(first.price or ())]
+    assert second.price == cost.price(8, neighbours=1, others=5)[: len(second.price or ())]
+    assert first.nodes >= 5

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
+from forerun.core.offer import Offer
 from forerun.core.types import Round
 from forerun.testing import FakeSeq
 from lab.simulate.speeds import SimulatedMenu
@@ -36,9 +36,6 @@ class Lookups:
         self.asked += 1
         return Offer(free=self.free if self.rng.random() < self.matches else ())
 
-    def _claims(self, plan: Plan, seq: FakeSeq, depth: int) -> tuple[float, ...]:
-        return plan.part(seq.id).claims[:depth]
-
     def run(self, rounds: int) -> float:
         """How many times as fast as plain decoding, asking included."""
         self.tokens = self.seconds = 0.0
@@ -46,9 +43,10 @@ class Lookups:
         for _ in range(rounds):
             before = self.asked
             budgets = self.controller.plan(self.seqs)
+            offers = self.controller.planner._offers if self.asked > before else {}
             counts = []
             for seq, budget in zip(self.seqs, budgets, strict=True):
-                free = self._claims(budgets, seq, budget.depth) if budget.nodes else ()
+                free = offers[seq.id].free[: budget.depth] if seq.id in offers and budget.nodes else ()
                 if budget.price is None:  # the controller says how long
                     counts.append(len(free))
                     continue
@@ -59,9 +57,7 @@ class Lookups:
             asking = self.asking * (self.asked - before)
             passes = self.cost.pass_seconds(batch + sum(counts))
             parts = {"draft": asking, "pass": passes, "host": 0.0}
-            self.controller.observe(
-                Round(tuple(self.seqs), tuple(counts), tuple(counts), tuple(accepted), parts, plan=budgets)
-            )
+            self.controller.observe(Round(tuple(self.seqs), tuple(counts), tuple(counts), tuple(accepted), parts))
             self.tokens += sum(accepted) / batch + 1.0
             self.seconds += passes + asking
         return self.tokens * self.cost.pass_seconds(batch) / self.seconds
@@ -79,6 +75,8 @@ def test_matches_that_claim_too_much_do_not_cost_much(cost: CostModel, batch: in
     lookups = Lookups(cost, batch, claimed=0.95, true=0.3, asking=0.0, matches=0.5)
     lookups.run(60)
     assert lookups.run(300) >= 0.975
+    # nothing is worth a node there
+    assert lookups.controller.planner.free.trust < 0.75 or (cost is CPU and batch == 64)
 
 
 def test_distrust_does_not_last() -> None:
@@ -93,6 +91,7 @@ def test_matches_that_are_right_are_believed() -> None:
     lookups = Lookups(GPU, 8, claimed=0.8, true=0.8, asking=0.0, matches=0.5)
     lookups.run(100)
     assert lookups.run(300) > 1.5
+    assert lookups.controller.planner.free.trust > 0.85
 
 
 def test_nobody_is_asked_where_asking_takes_longer_than_drafts_gain() -> None:

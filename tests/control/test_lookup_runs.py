@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control import host_trees
+from forerun.control import round_seconds
 from forerun.control.cost import CostModel
-from forerun.control.times import RoundTimes
 from forerun.measure.bench.suites import TASKS
 from tests.control import record_texts
 from tests.control.lookup_texts import random_texts
@@ -44,15 +43,10 @@ def test_texts_in_which_nothing_is_copied_lose_little(world: str) -> None:
     assert simulated(world, WRONG).least_speed() > 0.975
 
 
-def forget_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host takes in rounds that draft is not learnt."""
-    monkeypatch.setattr(RoundTimes, "around", lambda self, kind, followed, batch: 0.0)
-
-
 def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a slow host takes is what keeps weak matches from being drafted."""
     with_price = simulated("x86, slow Python", WRONG | BY_TASK)
-    forget_host(monkeypatch)
+    monkeypatch.setattr(round_seconds.RoundSeconds, "more", property(lambda self: 0.0))
     without = simulated("x86, slow Python", WRONG | BY_TASK)
     drafted = [sum(group.drafted for group in one.groups.values()) for one in (with_price, without)]
     assert drafted[0] < 0.9 * drafted[1]
@@ -93,20 +87,21 @@ def test_passes_behind_a_pause_are_part_of_what_drafts_cost(texts: dict[str, lis
 
 def test_a_controller_that_does_not_see_pauses_would_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a pass for each call, and what rounds take is not learnt: weak matches seem to pay."""
-    seen = behind_pauses(WRONG | BY_TASK, pause=0.5)
-    forget_host(monkeypatch)
+    seen, rounds = behind_pauses(WRONG | BY_TASK, pause=0.5), round_seconds.RoundSeconds
+    monkeypatch.setattr(rounds, "more", property(lambda self: 0.0))
+    monkeypatch.setattr(rounds, "note", lambda self, seconds, expected, nodes, cost: cost)
     monkeypatch.setattr(CostModel, "observe", lambda *given: None)
     unseen = behind_pauses(WRONG | BY_TASK, pause=0.5)
     assert unseen.speed() < seen.speed()
     assert unseen.groups["wrong matches"].drafted > 2 * seen.groups["wrong matches"].drafted
 
 
-def test_a_long_match_that_is_refused_does_not_end_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_match_that_is_refused_does_not_end_every_call() -> None:
     """It grows with every token that is copied: a call that ended at each of them would run one pass."""
     copied = [[7 + i % 90 for i in range(90)] * 2]
     texts: dict[str, list[Text]] = {"copied": [(one[:90], one[90:]) for one in copied]}
     simulation = RunSimulation(X86, MEASURED, texts, pause=PAUSE)
-    monkeypatch.setattr(host_trees, "covered", lambda requests, worst: False)  # nothing is drafted
+    simulation.controller.planner.free.allowance.level = -10.0  # nothing is drafted
     found = simulation.run()
     assert found.groups["copied"].drafted == 0
     assert found.speed() > 0.97

@@ -11,6 +11,7 @@ import random
 import pytest
 
 from forerun.control.allocate import Levels, allocate, share_chains
+from forerun.control.lookups import SAMPLED_SEQUENCES
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
@@ -89,6 +90,7 @@ def test_rounds_are_plain_and_nearly_nobody_is_asked_where_nothing_is_gained() -
     assert not any(one.nodes for one in history.rounds)
     known = simulation.drafter._sequences  # type: ignore[attr-defined]
     assert len(known) <= 64 // 4
+    assert len(simulation.controller.gate._panel) <= SAMPLED_SEQUENCES
 
 
 def test_where_asking_takes_no_time_all_are_asked() -> None:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control import choices
-from forerun.control.adaptive import AdaptiveController
+from forerun.control import forms
+from forerun.control.allowance import Allowance
+from forerun.control.around import PLAIN
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
-from forerun.core.types import PlainSeq
+from forerun.control.forms import FormChooser, Promise
 from lab.simulate.load import Answered, SimulatedServer, asks
 from lab.simulate.speeds import SimulatedForms, h200
 
 ROOM = 1024
 
 
-def controller() -> AdaptiveController:
+def chooser_of(batch: int) -> FormChooser:
+    """A chooser that knows what plain rounds of this batch take around their pass."""
     speeds = h200()
-    offer = Offer(menu=SimulatedForms(speeds, 0.7))
-    return AdaptiveController(CostModel(speeds.curve()), 60, 10, lambda seq: offer, follows=True)
-
-
-def seqs(batch: int) -> list[PlainSeq]:
-    return [PlainSeq(i, [1], max_length=1000) for i in range(batch)]
+    chooser = FormChooser(SimulatedForms(speeds, 0.7), CostModel(speeds.curve()), Allowance(), 60, 10)
+    plain = Promise(PLAIN, batch, 5e-3)
+    chooser.observe(plain, range(batch), [0] * batch, batch, {"pass": 5e-3, "host": 1e-4})
+    return chooser
 
 
 def chosen(batch: int, prompts: WaitingPrompts) -> int:
-    """Nodes of the shape for a batch, while so much waits."""
-    one = controller()
-    one.note_waiting(prompts)
-    return one.plan(seqs(batch))[0].nodes
+    """Nodes of the form for a batch, while so much waits."""
+    chooser = chooser_of(batch)
+    chooser.note_waiting(prompts)
+    return chooser.choose(range(batch), batch).form.nodes
 
 
 def test_trees_give_way_where_many_requests_wait() -> None:
@@ -49,13 +48,27 @@ def test_a_prompt_of_one_token_has_no_rows_to_wait_for() -> None:
 
 
 def have_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "WAITING_WORTH", 0.0)
-    monkeypatch.setattr(choices, "BURST", 1000)
+    monkeypatch.setattr(forms, "WAITING_TOKEN_WORTH", 0.0)
+    monkeypatch.setattr(forms, "BURST", 1000)
 
 
 def test_negative_control_without_patience_large_trees_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     have_no_patience(monkeypatch)
     assert chosen(8, WaitingPrompts(24, 24 * 290, ROOM, ROOM)) > 3
+
+
+def test_what_is_missed_grows_with_rows_and_requests() -> None:
+    chooser = chooser_of(8)
+
+    def missed(prompts: WaitingPrompts) -> list[float]:
+        chooser.note_waiting(prompts)
+        return [one.missed for one in chooser._promises(range(8), 8) if one.seconds < 1.0]
+
+    none, some, many = (missed(WaitingPrompts(n, n * 290, ROOM, ROOM)) for n in (0, 1, 2))
+    assert set(none) == {0.0}
+    assert some[0] == many[0] == 0.0, "plain rounds are what is compared with"
+    assert all(0.0 < few < more for few, more in zip(some[1:], many[1:], strict=True))
+    assert some[1:] == sorted(some[1:]), "the menu's forms, smallest first"
 
 
 @pytest.mark.parametrize(("batch", "few"), [(8, 2), (32, 5)])
@@ -65,28 +78,21 @@ def test_nothing_is_drafted_while_a_sixth_of_the_batch_waits(batch: int, few: in
     assert chosen(batch, WaitingPrompts(few + 1, 2 * few, 256, ROOM)) == 0
 
 
-def test_a_shape_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, some = controller(), seqs(8)
-    trees = one.plan(some)
-    assert kind_behind(one, some, trees) == "trees"
-    one.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
-    assert kind_behind(one, some, trees) == "plain"
+def test_a_form_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = chooser_of(8)
+    assert chooser.choose(range(8), 8).form.nodes
+    assert chooser.keeps(range(8), 8) is not None
+    chooser.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
+    assert chooser.keeps(range(8), 8) is None
     have_no_patience(monkeypatch)
-    one.note_waiting(WaitingPrompts())
-    assert kind_behind(one, some, trees) == "trees"
-    one.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
-    assert kind_behind(one, some, trees) == "trees", "the negative control"
-
-
-def kind_behind(one: AdaptiveController, some: list[PlainSeq], unread: Plan) -> str:
-    following = one.follow(some, unread)
-    assert following is not None
-    return following.kind
+    chooser.note_waiting(WaitingPrompts())
+    chooser.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
+    assert chooser.keeps(range(8), 8) is not None, "the negative control"
 
 
 def test_nothing_is_drafted_until_the_last_of_many_is_read() -> None:
     """One that waits alone does not stop drafts; the last of many does."""
-    one, last = controller(), WaitingPrompts(1, 2, 256, ROOM)
+    chooser, last = chooser_of(8), WaitingPrompts(1, 2, 256, ROOM)
     for prompts, drafts in (
         (last, True),
         (WaitingPrompts(24, 48, 256, ROOM), False),
@@ -94,8 +100,8 @@ def test_nothing_is_drafted_until_the_last_of_many_is_read() -> None:
         (WaitingPrompts(), True),
         (last, True),
     ):
-        one.note_waiting(prompts)
-        assert (one.plan(seqs(8))[0].nodes > 0) == drafts
+        chooser.note_waiting(prompts)
+        assert (chooser.choose(range(8), 8).form.nodes > 0) == drafts
 
 
 def served(drafts: bool, clients: int) -> tuple[Answered, SimulatedServer]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
-from forerun.control.adaptive import AdaptiveController
+from forerun.control import adaptive
+from forerun.control.around import Around
 from forerun.control.cost import CostModel
-from forerun.core.offer import Plan
-from forerun.core.types import Budget, Seq
+from forerun.control.waiting import Waiting, level_rate
+from forerun.core.offer import Form
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
@@ -51,12 +51,7 @@ def test_never_slower_than_the_head_alone(cost: CostModel, gap: float, rate: flo
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["1.5B", "8B"])
 def test_whoever_waits_for_any_match_is_slower(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what was measured on a GPU, 0.9 of the head alone."""
-    real = AdaptiveController.follow
-
-    def follow(self: AdaptiveController, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        return None if any(self.offer(seq).free for seq in seqs) else real(self, seqs, unread)
-
-    monkeypatch.setattr(AdaptiveController, "follow", follow)
+    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
     both, alone = (run(cost, RECORDED, 1e-3, 0.8, looks_up=looks_up) for looks_up in (True, False))
     assert both.speed(alone) < 0.985
 
@@ -109,20 +104,35 @@ def test_what_an_adversary_can_take_is_bounded(patience: int) -> None:
     assert both.least_speed(alone) >= 0.95
 
 
+def test_the_gap_is_what_rounds_show() -> None:
+    form, around = Form(24, 5, 6), Around()
+    around.observe(form, 1, 2.0, 1.0)  # read first, as nothing else is known
+    assert around.gap(1) == 0.0
+    for _ in range(20):
+        around.observe(form, 1, 0.7, 1.0, followed=True)
+        around.observe(form, 1, 1.5, 1.0)
+    assert around.gap(1) == pytest.approx(0.8, abs=0.05)
+    assert around.seconds(form, 1, 0.0) == pytest.approx(0.7, abs=0.05)
+    around.observe(Form(8, 3, 3), 1, 1.2, 1.2)  # a trial of another form is read first: less the gap
+    assert around.seconds(Form(8, 3, 3), 1, 0.0) == pytest.approx(0.4, abs=0.1)
+    assert around.gap(8) == 0.0
+
+
 def test_the_first_round_of_a_text_tells_no_gap() -> None:
     """Its head has a prompt to read, which takes long and is no reason to follow."""
     simulation = FollowSimulation(SMALL, TREE, RECORDED, Host(8e-4), lambda text, at: 0.6)
     seconds_of, seen = simulation._seconds, list[float]()
 
-    def seconds(budget: Budget, nodes: int, followed: bool) -> dict[str, float]:
+    def seconds(by_head: bool, nodes: int, followed: bool) -> dict[str, float]:
         first = len(simulation.seq.tokens) == simulation.seq.prompt_length
-        found = seconds_of(budget, nodes, followed)
+        found = seconds_of(by_head, nodes, followed)
         return {**found, "host": found["host"] + (5e-3 if first else 0.0)}
 
     simulation._seconds = seconds  # type: ignore[method-assign]
     for _ in range(300):
         simulation._step()
-        seen.append(simulation.controller.times.gap(1))
+        (chooser,) = simulation.controller._choosers.values()
+        seen.append(chooser.around.gap(1))
     assert simulation._text > 5
     assert seen[-1] == pytest.approx(8e-4, rel=0.3)
 
@@ -131,7 +141,14 @@ def test_few_rounds_follow_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch) ->
     """Each would keep the next prompt waiting for a whole round."""
     short: list[Text] = [(prompt, answer[:20]) for prompt, answer in RECORDED]
     dropped = run(SMALL, short, 8e-4, 0.7, looks_up=True).dropped
-    monkeypatch.setattr(AdaptiveController, "_ends", lambda self, seqs, best: False)
+    monkeypatch.setattr(adaptive, "ends", lambda chooser, head, seqs: False)
     before = run(SMALL, short, 8e-4, 0.7, looks_up=True).dropped
     assert before > 40
     assert dropped <= 0.25 * before
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
+def test_level_rate_is_what_gives_as_many_tokens(rate: float, depth: int) -> None:
+    accepted = sum(rate**i for i in range(1, depth + 1))
+    assert level_rate(accepted, depth) == pytest.approx(rate, abs=0.001)

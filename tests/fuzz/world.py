@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Plan
+from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import Drafter
@@ -188,10 +188,13 @@ class SwitchingForms(RandomForms):
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return [self._budget()] * len(seqs)
 
-    def follow(self, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        if self.rng.random() < 0.4:
-            return unread
-        return Plan.of([self._budget()] * len(seqs)) if self.rng.random() < 0.9 else None
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return self.rng.random() < 0.4
+
+    stays_plain = goes_on
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return self._budget() if self.rng.random() < 0.9 else None
 
 
 CONTROLLERS = {"forms": RandomForms, "mixed": RandomForms, "switching": SwitchingForms}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,9 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Plan
+from forerun.control.waiting import Waiting
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Request, Round, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
@@ -40,7 +39,7 @@ class Timed(AdaptiveController):
     def observe(self, outcome: Round) -> None:
         nodes, depth = outcome.drafted[0], outcome.depths[0]
         self.followed += outcome.followed
-        by_head = bool(nodes) and outcome.plan is not None and outcome.plan.shape is not None
+        by_head = bool(nodes) and self._decisions[0].promise.form.nodes > 0
         self.sources += ("head" if by_head else "look-up" if nodes else "plain",)
         seconds = {"draft": LEVEL * depth if by_head else 0.0, "host": 0.0 if outcome.followed else GAP}
         seconds["pass"] = COST.pass_seconds(sum(outcome.drafted) + len(outcome.seqs))
@@ -98,7 +97,7 @@ class Praised(Timed):
     """Is told that two tokens of every tree of the head's were accepted."""
 
     def observe(self, outcome: Round) -> None:
-        if outcome.drafted[0] and outcome.plan is not None and outcome.plan.shape is not None:
+        if outcome.drafted[0] and self._decisions[0].promise.form.nodes:
             outcome = replace(outcome, accepted=(2,))
         super().observe(outcome)
 
@@ -109,7 +108,7 @@ def followed_rounds(
     """Rounds that followed, rounds, and the texts."""
     with monkeypatch.context() as patch:
         watched, engine = Watched(patch), make(target, lookup=lookup)
-        engine.controller = Praised(CostModel(COST.seconds), 60, 10, engine.controller.offer)
+        engine.controller = Praised(CostModel(COST.seconds), 60, 10, engine.controller.planner.offer)
         texts = write(engine, some)
         return watched.followed, len(engine.controller.sources), texts
 
@@ -137,12 +136,7 @@ def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(monkeypatc
 def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: as every match once did."""
     target, some = counting_target(), asked(misleading(1), 20)
-    real = AdaptiveController.follow
-
-    def follow(self: AdaptiveController, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        return None if any(self.offer(seq).free for seq in seqs) else real(self, seqs, unread)
-
-    monkeypatch.setattr(AdaptiveController, "follow", follow)
+    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
     head, _, wanted = followed_rounds(target, some, monkeypatch, lookup=False)
     both, _, texts = followed_rounds(target, some, monkeypatch, lookup=True)
     assert texts == wanted

@@ -10,6 +10,7 @@ import pytest
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.control.per_sequence import SequencePlanner
 from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
@@ -44,7 +45,7 @@ class Counted(AdaptiveController):
         seconds = dict.fromkeys(outcome.seconds, 0.0) | {"pass": 4e-3, "draft": 1e-3 * any(outcome.drafted)}
         super().observe(
             Round(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, seconds,
-                  followed=outcome.followed, plan=outcome.plan)
+                  followed=outcome.followed)
         )  # fmt: skip
 
 
@@ -82,5 +83,5 @@ def test_plain_rounds_of_a_drafter_that_never_pays_follow_each_other() -> None:
 
 
 def test_negative_control_without_a_rest_every_round_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdaptiveController, "follow", lambda self, seqs, unread: None)
+    monkeypatch.setattr(SequencePlanner, "rests", lambda *_: False)
     assert rounds_of(120)[1][False, True] == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.core.offer import Form, Plan
+from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.device.drafter import OnDevice
@@ -52,8 +52,13 @@ class Scheduled:
         form = self.forms[number]
         return Budget(0, 0) if form is None else Budget(*form)
 
-    def follow(self, seqs: Sequence[Seq], unread: Plan) -> Plan:
-        return Plan.of([self._budget(self.rounds + 1)] * len(seqs))
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return False
+
+    stays_plain = goes_on
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return self._budget(self.rounds + 1)
 
     def observe(self, outcome: Round) -> None:
         self.rounds += 1

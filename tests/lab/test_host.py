@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control.adaptive import AdaptiveController
+from forerun.control.lookups import LookupGate
 from forerun.core.offer import FREE, Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request, Seq
@@ -38,7 +38,8 @@ def test_texts_are_those_that_the_target_knows(drafter: str, copied: float) -> N
 def test_while_the_gate_is_closed_rounds_are_plain_and_nobody_looks_anything_up(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdaptiveController, "_asks_all", lambda self, seqs, unread: False)
+    monkeypatch.setattr(LookupGate, "whom", lambda self, ids, unread=False: ())
+    monkeypatch.setattr(LookupGate, "asks_all", lambda self, batch: False)
     texts = [(prompt, answer[:24]) for prompt, answer in made_texts(40, 0.9)]
     engine = make(drafter, texts, 40, None)
     looked = list[int]()

@@ -12,7 +12,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
-from forerun.core.offer import Offer, Plan
+from forerun.core.offer import Offer
 from forerun.core.types import Round
 from forerun.measure.bench.contenders import Recorder
 from forerun.testing import FakeSeq
@@ -22,7 +22,9 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "plan": (SEQS,),
     "observe": (Round(tuple(SEQS), (0,), (0,), (0,), {}),),
     "forget": (SEQS[0],),
-    "follow": (SEQS, Plan.plain(1)),
+    "goes_on": (SEQS,),
+    "stays_plain": (SEQS,),
+    "switches": (SEQS,),
     "note_waiting": (WaitingPrompts(1),),
 }
 
@@ -55,7 +57,6 @@ def test_every_question_is_handed_on(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_controller_that_is_not_asked_keeps_its_plan() -> None:
     fixed: Controller = FixedController(4, 1)
     recorder = Recorder(fixed)
-    trees = Plan.of(recorder.plan(SEQS))
-    assert recorder.follow(SEQS, trees) is trees
-    assert recorder.follow(SEQS, Plan.plain(1)) is None
+    assert recorder.goes_on(SEQS) is True
+    assert not recorder.stays_plain(SEQS)
     recorder.note_waiting(*ASKED["note_waiting"])

@@ -1,42 +1,42 @@
-"""AdaptiveController: one decision for every round, from one model of time, one of acceptance, and one account.
+"""AdaptiveController: how much to draft, from what passes cost here and how often drafts were accepted.
 
-    time        seconds of a round: pass, draft, and the host's work that nothing hides          times.py
-    acceptance  tokens of a draft: what is claimed x the drafter's factor x the request's        acceptance.py
-    account     what drafting may lose: 0.92x of a request, 0.985x of 20 requests of a drafter   account.py
-    decision    plain, trees of a shape, or look-ups: most tokens beyond those of its time       choices.py
-
-All that is believed is kept by drafter, so that requests of one drafter say nothing about those of another; they share
-what passes and the host take. Drafters that run on the host have budgets of their own (host_trees.py). Nothing is kept
-of a round: its plan travels with it and comes back with its outcome. docs/controller.md explains it on a page.
+Sequences whose drafter has a menu (captured graphs on a GPU) draft together, and one form is chosen for all of them
+(forms.py). All other sequences get budgets of their own (per_sequence.py). Where sequences of a menu also have drafts
+that cost nothing, n-gram chains, a round takes either the menu's form or those chains, whichever promises more tokens
+per second for the batch: trees from the host and from the device in one pass would send all of them through the host.
+The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
+is worth reading first (waiting.py). Look-ups alone stand beside a menu without forms: where the target launches plain
+passes one behind the other, they do so until a look-up is worth reading one first.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf, isfinite
 
-from forerun.control.acceptance import DrafterState, Request
-from forerun.control.account import covered
+from forerun.control.allowance import Allowance
+from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
-from forerun.control.choices import MOST_WAITED_FOR, Choice, Choices, Drafted, Group, trees_plan
 from forerun.control.cost import CostModel
-from forerun.control.host_trees import HostTrees
-from forerun.control.times import RoundTimes
-from forerun.core.offer import NEVER, NOTHING, Kind, Offer, Part, Plan
-from forerun.core.types import Round, Seq
+from forerun.control.decision import Decision, by_menu, chain_budget, observe_menu, waited_for_prompts
+from forerun.control.forms import FormChooser
+from forerun.control.free_drafts import NOTHING
+from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
+from forerun.control.lookups import MOST_WITH_TREES, LookupGate
+from forerun.control.no_forms import NO_FORMS
+from forerun.control.per_sequence import SequencePlanner
+from forerun.control.waiting import MOST_WAITED_FOR, Waiting, beside_plain, ends, free_promise, within
+from forerun.core.offer import FREE, NEVER, Menu, Offer
+from forerun.core.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-MOST_ASKED = 8  # sequences: for so few look-ups are always made
-PANEL, SAMPLES = (4, 32)  # of more sequences, those that are looked up in turn, and the last look-ups that count
-# plain rounds of a request with captured trees that no round shows: reading its prompt, a round dropped at its end
-RESERVE = 0.9
-CHEAP = 0.02  # of a plain round: look-ups that take less than this are made for all
+# rounds that drafted nothing: one of so many is timed, out of step with calls of up to eight, and all of the first
+TIMED_EVERY, TIMED_AT_FIRST = 11, 16
+UNFOLLOWED_ROUNDS = 4  # plain rounds that were read first, after which none is expected to follow
 
 
 class AdaptiveController:
-    """Plans from measured costs and observed acceptance."""
+    """Budgets from measured costs and observed acceptance."""
 
     def __init__(
         self,
@@ -47,14 +47,23 @@ class AdaptiveController:
         looks_up: Callable[[Seq], bool] = lambda seq: False,
         follows: bool = False,
     ) -> None:
-        """`follows`: the target launches rounds before the last one is read; that also shows when it is asked to."""
-        self.offer, self.looks_up = offer, looks_up
-        self.times = RoundTimes(cost, follows)
-        self.choices, self.host = Choices(self.times, nodes, width), HostTrees(self.times, nodes, width)
-        self._drafters: dict[object, DrafterState] = {}
-        self._requests: dict[int, Request] = {}
-        self._samples: dict[int, deque[tuple[float, ...]]] = {}  # by drafter: what look-ups of a few have found
-        self._turn = 0  # whose look-up comes next
+        """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
+        self.planner = SequencePlanner(cost, nodes, width, offer)
+        self.allowance = Allowance()  # of all menus together
+        self.gate = LookupGate(cost, self.planner.free_chains)
+        self.waiting = Waiting(self.planner.free_chains)
+        self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
+        self._lookups: dict[int, bool] = {}  # by sequence
+        self._asked: int | None = None  # whose look-ups this round has asked for; None = others draft too
+        self._idle: bool | None = None  # nothing can be drafted now; True = a drafter that costs rests
+        self._idles = 0  # such rounds so far
+        self._ahead: int | None = None  # the sequence whose next pass is run already
+        self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
+        self._decisions: list[Decision] = []  # of this round
+        self._never = False  # nobody of this round can draft
+        self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
+        # the next round, if it was said what that is before this one is read
+        self._next: tuple[Decision | None, Sequence[Seq]] | None = None
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
@@ -64,220 +73,238 @@ class AdaptiveController:
 
     @property
     def cost(self) -> CostModel:
-        return self.times.cost
+        return self.planner.cost
 
     @cost.setter
     def cost(self, cost: CostModel) -> None:
-        self.times.cost = cost
+        self.planner.cost = self.gate.cost = cost
+        for chooser in self._choosers.values():
+            chooser.cost = cost
 
-    # ---- deciding
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        if self._next is not None and self._next[0] is not None:  # said to follow, and read first after all
+            self._next[0].chooser.take_back(self._next[0].promise)
+        self._decisions, self._asked, self._idle, self._never, self._next = [], None, None, False, None
+        looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
+        if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted
+            self._idle = not looks_up
+            return [NOTHING]
+        if looks_up:
+            if self._unasked < UNFOLLOWED_ROUNDS and self.gate.asks_all(len(seqs)):
+                return self._plan_beside_plain(seqs)
+            return self._plan_lookups(seqs)
+        offers = self.planner.offers_of(seqs)
+        if alone and self.planner.rests(seqs[0], offers[0]):
+            self._idle = True
+            return [self.planner.resting(seqs[0])]
+        if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
+            self._never = True
+            self.planner.skip()
+            return [NOTHING] * len(seqs)
+        budgets = self._plan_all(seqs, offers)
+        return [self.planner.resting(seqs[0])] if alone and budgets[0] is NOTHING else budgets
 
-    def plan(self, seqs: Sequence[Seq]) -> Plan:
-        plan = self._decide(seqs, None)
-        return Plan.plain(len(seqs)) if plan is None else plan
+    def _all_look_up(self, seqs: Sequence[Seq]) -> bool:
+        known = self._lookups
+        for seq in seqs:
+            if (found := known.get(seq.id)) is None:
+                found = known[seq.id] = self.looks_up(seq)
+            if not found:
+                return False
+        return True
 
-    def follow(self, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        self.times.follows = True
-        return self._decide(seqs, unread)
+    def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
+        if len(seqs) == 1:
+            budget = plan_lookup(self.planner, seqs[0])
+            self._idle = None if budget.nodes else False
+            return [budget]
+        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs)
+        return budgets
+
+    def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
+        """Where plain rounds follow each other: look-ups where they are worth more than another plain one."""
+        batch, ids = len(seqs), tuple([seq.id for seq in seqs])
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        decision = self._decide(NO_FORMS, ids, offers, batch)
+        self._decisions = [decision]
+        self.planner.take_chains(seqs, offers)
+        if decision.promise.form is not FREE_CHAINS:
+            return [NOTHING] * batch
+        if batch <= MOST_WITH_TREES:
+            return self.planner.plan(seqs, offers, batch)
+        return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round behind the plain one under way plain? Look-ups are made now, beside the device."""
+        self._next, batch = None, len(seqs)
+        if not self._all_look_up(seqs):
+            return self._keeps_plain(seqs)
+        if not self.gate.asks_all(batch):
+            asked = asked_beside(self.gate, self.planner, seqs)
+            if asked is not None:
+                self._asked, self._next = (self._asked or 0) + asked, (None, seqs)
+            return asked is not None
+        self._unasked, chooser = 0, self._chooser(NO_FORMS)
+        plain = chooser.promise_of(PLAIN, batch, batch, batch)
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        if not self.waiting.waits(chooser, plain, offers):
+            self._next = Decision(chooser, frozenset([seq.id for seq in seqs]), plain, plain), seqs
+        return self._next is not None
+
+    def _keeps_plain(self, seqs: Sequence[Seq]) -> bool:
+        """The same for drafters that are more than look-ups: by the state of the round under way, which stays."""
+        if self._never:
+            return all([self.planner.offer(seq) is NEVER for seq in seqs])  # noqa: C419
+        if self._idle:
+            return len(seqs) == 1 and self.planner.rests(seqs[0], self.planner.offer(seqs[0]))
+        if len(self._decisions) != 1:
+            return False
+        (decision,) = self._decisions
+        ids = self._ids_of_menu(decision, seqs)
+        if not ids or decision.promise.form is not PLAIN or decision.promise.insists:
+            return False
+        plain = decision.chooser.keeps_plain(ids, len(seqs))
+        if plain is None:
+            return False
+        if len(seqs) <= MOST_WAITED_FOR:
+            offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+            if self.waiting.waits(decision.chooser, plain, offers):
+                return False
+        self._decisions = [replace(decision, ids=decision.ids.union(ids), promise=plain, head=plain)]
+        return True
+
+    def _ids_of_menu(self, decision: Decision, seqs: Sequence[Seq]) -> list[int]:
+        """The sequences that a decision holds for; empty = others could draft too, of which it says nothing.
+
+        It may be older than all of them: behind a text of look-ups alone, it would keep a head from drafting.
+        """
+        found = list[int]()
+        for seq in seqs:
+            offer = None if seq.id in decision.ids else self.planner.offer(seq)
+            if offer is None or offer.menu is decision.chooser.menu:
+                found.append(seq.id)
+            elif offer.costs:
+                return []
+        return found
+
+    def _take_next(self) -> None:
+        """The round under way is the one that was said to follow: it is observed as that."""
+        if self._next is not None:
+            (decision, seqs), self._next = self._next, None
+            self._idle, self._never = None, False
+            self._decisions, self._asked = ([], 0) if decision is None else ([decision], None)
+            if decision is None or decision.chooser.menu is not NO_FORMS:
+                self.planner.skip()
+            else:
+                self.planner.take_chains(seqs, [FREE] * len(seqs))
+
+    def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:
+        """Forms for the sequences of each menu, and budgets of their own for all others."""
+        beside = 0
+        planned: dict[int, Budget] = {}
+        for menu, which in by_menu(offers):
+            some = [within(offers[b], seqs[b]) for b in which]
+            decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
+            self._decisions.append(decision)
+            if decision.promise.form is FREE_CHAINS:
+                for b in which:
+                    offers[b] = Offer(free=offers[b].free)
+            else:
+                planned |= dict.fromkeys(which, decision.budget())
+                beside += decision.promise.form.nodes * len(which)
+        left = [b for b in range(len(seqs)) if b not in planned]
+        budgets = self.planner.plan([seqs[b] for b in left], [offers[b] for b in left], len(seqs), beside)
+        planned |= dict(zip(left, budgets, strict=True))
+        return [planned[b] for b in range(len(seqs))]
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
-        self.choices.prompts = prompts
+        for chooser in self._choosers.values():
+            chooser.note_waiting(prompts)
 
-    def _decide(self, seqs: Sequence[Seq], unread: Plan | None) -> Plan | None:
-        """What the next round does; None = the one under way, if there is one, is read first."""
-        batch = len(seqs)
-        known = self._requests.get(seqs[0].id) if batch == 1 else None
-        if known is not None and known.ahead:
-            return Plan.plain(1)  # its pass is run: whatever was found could not be drafted
-        many = batch > MOST_ASKED and all(self.looks_up(seq) for seq in seqs)
-        if many and not self._asks_all(seqs, unread):
-            return Plan.plain(batch, asked=1)
-        offers = [self._offer(seq) for seq in seqs]
-        requests = [self._request(seq, offer) for seq, offer in zip(seqs, offers, strict=True)]
-        groups: dict[int, list[int]] = {}
-        for b, request in enumerate(requests):
-            groups.setdefault(id(request.drafter), []).append(b)
-        if len(groups) == 1:
-            return self._of_one(Group(seqs, offers, requests, batch), unread)
-        parts = [
-            Group([seqs[b] for b in which], [offers[b] for b in which], [requests[b] for b in which], batch)
-            for which in groups.values()
-        ]
-        plan = self._mixed(parts, [*groups.values()], batch)
-        return plan if unread is None or plan.kind == unread.kind == "plain" else None
-
-    def _of_one(self, group: Group, unread: Plan | None) -> Plan | None:
-        """All sequences have the same drafter."""
-        if _on_host(group, self.times.follows):
-            plan = self.host.plan(group)
-            return plan if unread is None or plan.kind == "plain" else None
-        best = self.choices.best(group, None if unread is None else unread.shape)
-        looked_up = self.choices.lookup(group, best, unread)
-        if looked_up is not None:
-            return looked_up if unread is None else None
-        if best.shape is None:
-            return Plan.plain(group.batch, asked=0 if group.menu is not None else group.batch)
-        if unread is not None and self._ends(group.seqs, best):
-            return None
-        return trees_plan(group.seqs, best.shape)
-
-    def _mixed(self, groups: Sequence[Group], places: Sequence[Sequence[int]], batch: int) -> Plan:
-        """Several drafters: each group does what is best beside the others, in two sweeps."""
-        found = [Drafted() for _ in groups]
-        for _ in range(2):
-            for i, group in enumerate(groups):
-                others = sum([one for j, one in enumerate(found) if j != i], Drafted())
-                if _on_host(group, follows=True):
-                    plan = self.host.plan(group, others.rows)
-                    found[i] = Drafted(plan, sum([min(one.nodes, one.depth) for one in plan.budgets]))
-                else:
-                    found[i] = self.choices.beside(group, others)
-        budgets, parts = [NOTHING] * batch, dict[int, Part]()
-        for which, one in zip(places, found, strict=True):
-            for b, budget in zip(which, one.plan or (), strict=False):
-                budgets[b] = budget
-            parts |= {} if one.plan is None else one.plan.parts
-        kinds = {part.kind for part in parts.values()}
-        kind: Kind = "trees" if "trees" in kinds else "lookup" if kinds else "plain"
-        return Plan(kind, tuple(budgets), parts)
-
-    def _asks_all(self, seqs: Sequence[Seq], unread: Plan | None) -> bool:
-        """Look-ups of many take the host long: some are made in turn, and all of them where these promise enough."""
-        batch, times = len(seqs), self.times
-        plain, asking = times.plain(batch), batch * times.asking
-        if asking < CHEAP * plain:
-            return True
-        self._turn += 1
-        seq = seqs[self._turn % PANEL]
-        offer = self._offer(seq)
-        request = self._request(seq, offer)
-        found = self._samples.setdefault(id(request.drafter), deque(maxlen=SAMPLES))
-        found.append(offer.free[: self.choices.nodes])
-        if len(found) < MOST_ASKED or self._turn % PANEL:
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """May these start another round of the form under way? Their look-ups are made now, beside the device."""
+        if len(self._decisions) != 1:
             return False
-        rho, claims = batch / plain, [found[i % len(found)] for i in range(batch)]
-        depths, accepted = self.choices.chains(claims, [request] * batch, batch, rho, batch)
-        seconds = times.lookup(sum(depths), batch) + asking + (0.0 if unread is None else times.gap(batch))
-        if batch + accepted <= rho * seconds:
+        (decision,), ids = self._decisions, [seq.id for seq in seqs]
+        chooser, head = decision.chooser, decision.chooser.keeps(ids, len(seqs))
+        if head is None or ends(chooser, head, seqs):
             return False
-        known = [self._requests.get(one.id, request) for one in seqs]
-        return covered(known, seconds / plain - 1.0)
-
-    def _ends(self, seqs: Sequence[Seq], best: Choice) -> bool:
-        """Does the round under way end all of these so likely that another, dropped then, costs more than the gap?"""
-        likely, accepted = 1.0, best.tokens / len(seqs) - 1.0
-        for seq in seqs:
-            more = seq.max_length - len(seq.tokens) - 1  # tokens that must be accepted for it to end
-            if best.shape is None or more > best.shape.depth:
+        if len(seqs) <= MOST_WAITED_FOR:
+            offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+            if self.waiting.waits(chooser, head, offers):
                 return False
-            likely *= (accepted / (1.0 + accepted)) ** more
-        return likely * best.seconds > (1.0 - likely) * self.times.gap(len(seqs))
+        self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
+        return True
 
-    def _offer(self, seq: Seq) -> Offer:
-        """What its drafter offers, without what would lie behind the end of the sequence."""
-        request, room = self._requests.get(seq.id), max(0, seq.max_length - len(seq.tokens) - 1)
-        if request is not None and request.offered is not None and request.offered[0] == len(seq.tokens):
-            offer = request.offered[1]  # it was asked for when the last round was booked
-        else:
-            offer = self.offer(seq)
-        return offer if len(offer.free) <= room else replace(offer, free=offer.free[:room])
-
-    def _request(self, seq: Seq, offer: Offer) -> Request:
-        found = self._requests.get(seq.id)
-        if found is None:
-            key = getattr(seq, "drafting", ""), id(offer.menu), offer is NEVER
-            state = self._drafters.setdefault(key, DrafterState())
-            reserve = 0.0 if offer.menu is None else RESERVE
-            found = self._requests[seq.id] = Request(state, reserve=reserve)
-        return found
-
-    # ---- learning
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        """The form of the round behind the one under way, which may be another; few sequences wait for look-ups."""
+        self._next = None
+        if len(seqs) <= MOST_WAITED_FOR or len(self._decisions) != 1:
+            return None
+        chooser, ids = self._decisions[0].chooser, tuple([seq.id for seq in seqs])
+        others = [seq for seq in seqs if self.planner.offer(seq).menu is not chooser.menu]
+        if others or ends(chooser, self._decisions[0].head, seqs):
+            return None
+        promise = chooser.choose(ids, len(seqs))
+        decision = Decision(chooser, frozenset(ids), promise, promise)
+        self._next = decision, seqs
+        return decision.budget()
 
     def observe(self, outcome: Round) -> None:
-        batch, plan = len(outcome.seqs), outcome.plan or Plan.plain(len(outcome.seqs))
-        if outcome.undrafted == batch:
-            return  # it was not planned here: all of them start with it
-        pairs = zip(outcome.seqs, outcome.accepted, strict=True)
-        begins = [len(seq.tokens) - seq.prompt_length <= count + 1 for seq, count in pairs]
-        if not outcome.prompt_rows or not all(begins):  # else nobody has waited for these prompts
-            self.times.cost.note_prompts(outcome.prompt_rows)
-        kind = plan.kind if sum(outcome.drafted) else "plain"
-        first = not outcome.followed and any(begins) and self.times.follows
+        if outcome.undrafted < len(outcome.seqs):  # else it was not planned here: all of them start with it
+            self._observe(outcome)
+        self._take_next()
+
+    def _observe(self, outcome: Round) -> None:
+        batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
+        self._unasked += not nodes
+        self._ahead = outcome.seqs[0].id if outcome.ahead else None
+        if not outcome.prompt_rows or waited_for_prompts(outcome):
+            cost.note_prompts(outcome.prompt_rows)
+        if self._idle is not None:
+            self._observe_idle(outcome, self._idle)
+            return
         if outcome.tells_times:
-            self._learn_times(outcome, plan, kind, first)
-        self._book(outcome, plan, self._lost(outcome, plan, kind, first))
-        if not self.times.follows or (kind == "trees" and plan.shape is None):
-            self.host.observe(outcome, plan, self._requests, self._asked_again(outcome, plan))
+            cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
+        if self._asked is not None:
+            self.gate.observe(outcome, self._asked)
+            if self._asked < batch:
+                return
+        for decision in self._decisions:
+            observe_menu(decision, outcome, self.waiting)
+        self.planner.observe(outcome)
 
-    def _learn_times(self, outcome: Round, plan: Plan, kind: Kind, first: bool) -> None:
-        """The first round of a text, in which its drafter reads the prompt, tells of its pass alone."""
-        seconds, times, batch = outcome.seconds, self.times, len(outcome.seqs)
-        times.cost.observe(outcome.tree_rows or batch + sum(outcome.drafted), seconds["pass"], batch)
-        draft = seconds.get("draft", 0.0)
-        rest = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-        if not first:
-            times.observe(kind, outcome.followed, batch, max(0.0, rest - (draft if kind == "trees" else 0.0)))
-        if kind == "plain" and plan.asked and draft:
-            times.observe_asking(draft / plan.asked)
-        if kind == "trees" and outcome.followed and plan.shape is not None:
-            menu, request = self.offer(outcome.seqs[0]).menu, self._requests.get(outcome.seqs[0].id)
-            if menu is not None and request is not None:
-                times.observe_draft(request.drafter, menu, plan.shape, batch - outcome.undrafted, draft)
-
-    def _lost(self, outcome: Round, plan: Plan, kind: Kind, first: bool) -> float:
-        """Plain rounds that this one took beyond a plain one, by the model of time."""
-        batch, times = len(outcome.seqs), self.times
-        rows, plain = outcome.tree_rows or batch + sum(outcome.drafted), times.plain(batch)
-        taken = times.cost.pass_seconds(rows, batch) + times.around(kind, outcome.followed, batch)
-        if first:
-            taken -= times.gap(batch)  # plain decoding reads it first, too
-        if kind == "trees":
-            menu, request = self.offer(outcome.seqs[0]).menu, self._requests.get(outcome.seqs[0].id)
-            draft = inf  # as of shapes that are not captured for a batch of which some have left
-            if plan.shape is not None and menu is not None and request is not None:
-                draft = times.draft(request.drafter, menu, plan.shape, batch - outcome.undrafted)
-            taken += draft if isfinite(draft) else min(outcome.seconds.get("draft", 0.0), plain)
-        return taken / plain - 1.0
-
-    def _book(self, outcome: Round, plan: Plan, lost: float) -> None:
-        """What each request, and its drafter, has shown and lost; in batches the batch counts."""
-        drafted = len(outcome.seqs) - outcome.undrafted
-        mean, idle = sum(outcome.accepted[:drafted]) / drafted, dict[int, DrafterState]()
-        for b, seq in enumerate(outcome.seqs[:drafted]):
-            request = self._requests.get(seq.id)
-            if request is None:
-                continue
-            count, part = outcome.accepted[b], plan.part(seq.id)
-            request.book(1 + count, lost - (count if drafted <= MOST_WAITED_FOR else mean))
-            request.ahead = outcome.ahead > 0
-            if not outcome.drafted[b] or part.kind == "plain":
-                request.idle()
-                idle[id(request.drafter)] = request.drafter
-            elif part.kind == "lookup":
-                request.see_lookup(count, sum(part.claims[: outcome.depths[b]]))
-            elif part.shape is not None and (menu := self.offer(seq).menu) is not None:
-                request.see_trees(count, menu.expected(part.shape))
-        for state in idle.values():
-            state.idle()
-
-    def _asked_again(self, outcome: Round, plan: Plan) -> dict[int, Offer]:
-        """The offers of drafters on the host: they also say what was expected of the round that is being booked."""
-        found = dict[int, Offer]()
-        for seq in outcome.seqs:
-            part, request = plan.part(seq.id), self._requests.get(seq.id)
-            if part.kind == "trees" and part.shape is None and request is not None:
-                found[seq.id] = self.offer(seq)
-                request.offered = len(seq.tokens), found[seq.id]
-        return found
+    def _observe_idle(self, outcome: Round, costly: bool) -> None:
+        """A round of one sequence for which there was nothing to draft: most rounds of many texts, so in few steps."""
+        self._idles += 1
+        if outcome.tells_times and (self._idles <= TIMED_AT_FIRST or self._idles % TIMED_EVERY == 0):
+            self.cost.observe(1, outcome.seconds["pass"])
+        self.planner.note_idle(outcome, costly)
 
     def forget(self, seq: Seq) -> None:
-        request = self._requests.pop(seq.id, None)
-        if request is not None:
-            request.drafter.end(request)
+        self.planner.forget(seq)
+        self.gate.forget(seq.id)
+        self._lookups.pop(seq.id, None)
+        for chooser in self._choosers.values():
+            chooser.forget(seq.id)
 
+    def _decide(self, menu: Menu, ids: tuple[int, ...], offers: Sequence[Offer], batch: int) -> Decision:
+        """The menu's best form, or chains that cost nothing where these promise more."""
+        chooser = self._chooser(menu)
+        head = promise = chooser.choose(ids, batch)
+        self.waiting.note(offers)
+        if not head.insists and any([offer.free for offer in offers]):  # noqa: C419
+            depths, accepted = self.planner.free_chains(offers, batch)
+            nodes = sum(depths)
+            free = free_promise(chooser, head, nodes, batch, accepted)
+            if nodes and self.waiting.takes(chooser, head, free, batch):
+                promise = free
+        return Decision(chooser, frozenset(ids), promise, head)
 
-def _on_host(group: Group, follows: bool) -> bool:
-    """Are its trees made on the host? So are look-ups of a lone sequence, where rounds do not follow each other."""
-    if group.menu is not None:
-        return False
-    return any([offer.costs for offer in group.offers]) or (not follows and group.batch == 1)  # noqa: C419
+    def _chooser(self, menu: Menu) -> FormChooser:
+        chooser = self._choosers.get(id(menu))
+        if chooser is None:
+            allowance = beside_plain() if menu is NO_FORMS else self.allowance
+            most = self.planner.nodes, self.planner.width
+            chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
+        return chooser

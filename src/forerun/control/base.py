@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
+from forerun.core.offer import Offer
 from forerun.core.types import Budget, Round, Seq
 
 
@@ -20,7 +20,7 @@ class ControlParts:
     nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
     width: int | None  # children per node at most
     looks_up: Callable[[Seq], bool] = lambda seq: False  # does its drafter make look-ups and nothing else?
-    follows: bool = False  # are rounds launched before the last one is read?
+    follows: bool = False  # are plain passes launched before the last one is read?
 
 
 @runtime_checkable
@@ -41,13 +41,13 @@ class WaitingPrompts:
 
 
 class Controller(Protocol):
-    """Plans rounds before anything is drawn, from what earlier rounds showed.
+    """Plans budgets before anything is drawn, from what earlier rounds showed.
 
     It never sees the tokens of the round it plans, so it cannot bias them. 0 nodes = do not draft.
     """
 
-    def plan(self, seqs: Sequence[Seq]) -> Sequence[Budget] | Plan:
-        """One budget per sequence that shares the coming pass. A `Plan` comes back with the round's outcome."""
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        """One budget per sequence that shares the coming pass."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -61,10 +61,24 @@ class Controller(Protocol):
 
 @runtime_checkable
 class Reconsiders(Protocol):
-    """A controller that plans rounds before the last one is read."""
+    """A controller that may end a plan before its rounds are over (`Budget.repeats`)."""
 
-    def follow(self, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        """The round behind one that was launched with this plan and not read; None = it must be read first."""
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """Does the last plan hold for another round, launched before the verdict on the one under way is read?"""
+        ...
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round after the plain one under way plain too? Then it is launched without a plan.
+
+        Called before the verdict on the round under way is read; False where that must be read first.
+        """
+        ...
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        """The round under way is the last of its plan: what the next one drafts for each of these, 0 nodes = nothing.
+
+        Called where the two above said no, before the verdict is read; None where that must be read first.
+        """
         ...
 
 
@@ -73,5 +87,5 @@ class SeesPrompts(Protocol):
     """A controller that weighs drafts against the prompts that wait."""
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
-        """What waits now; called before `plan` and before `follow`."""
+        """What waits now; called before `plan` and before `goes_on`."""
         ...

@@ -1,14 +1,10 @@
-"""What drafters offer to the controller for the coming round (`Offer`), and what that decides (`Plan`)."""
+"""Offer: what drafting would cost in the coming round, as a drafter states it to the controller."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
-
-from forerun.core.request import Budget
-
-Kind = Literal["plain", "trees", "lookup"]  # of a round
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 
 class Form(NamedTuple):
@@ -77,65 +73,6 @@ class Offer:
 
 FREE = Offer()
 NEVER = Offer(chosen=False)  # of a drafter that never drafts: there is nothing to choose
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one sequence drafts in a round."""
-
-    kind: Kind = "plain"
-    shape: Form | None = None  # of trees from captured graphs; others vary
-    claims: tuple[float, ...] = ()  # of a look-up: how likely each depth is accepted
-    start: float = 0.0  # seconds that its drafter takes to read the sequence first
-
-
-PLAIN = Part()
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a round does: its kind, its shape, and a budget for every sequence.
-
-    It travels with the launched round and comes back with its outcome, so that a controller need not remember rounds.
-    """
-
-    kind: Kind
-    budgets: tuple[Budget, ...]
-    parts: dict[int, Part] = field(default_factory=dict)  # by sequence; all others are plain
-    shape: Form | None = None  # of all trees, where they have the same
-    asked: int = 0  # look-ups that were made for it
-
-    @classmethod
-    def of(cls, budgets: Sequence[Budget] | Plan) -> Plan:
-        """Of a controller that says no more than this."""
-        if isinstance(budgets, cls):
-            return budgets
-        first = next((one for one in budgets if one.nodes), None)
-        shape = None if first is None else Form(first.nodes, first.depth, first.width)
-        return cls("plain" if first is None else "trees", tuple(budgets), shape=shape)
-
-    @classmethod
-    def plain(cls, count: int, asked: int = 0) -> Plan:
-        return cls("plain", (NOTHING,) * count, asked=asked)
-
-    def goes_on(self, last: Plan, trees: bool) -> bool:
-        """Is it what the last round does, which has trees of its plan's shape or is plain?"""
-        return (self.kind == "trees" and self.shape == last.shape) if trees else self.kind == "plain"
-
-    def part(self, seq_id: int) -> Part:
-        return self.parts.get(seq_id, PLAIN)
-
-    def __iter__(self) -> Iterator[Budget]:
-        return iter(self.budgets)
-
-    def __len__(self) -> int:
-        return len(self.budgets)
-
-    def __getitem__(self, place: int) -> Budget:
-        return self.budgets[place]
-
-
-NOTHING = Budget(0, 0, source="free")
 
 
 def at_depth(levels: Sequence[float], depth: int) -> float:

@@ -15,7 +15,6 @@ from typing import Protocol
 from torch import Tensor
 
 from forerun.core.errors import CannotSample
-from forerun.core.offer import Plan
 from forerun.core.params import SamplingParams
 from forerun.core.request import Branch as Branch
 from forerun.core.request import Budget as Budget
@@ -214,7 +213,6 @@ class Round:
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
     ahead: int = 0  # passes of coming plain rounds that were run with its own: see Needs.match_length
     undrafted: int = 0  # of the last sequences: nobody drafted for these, who start with this pass
-    plan: Plan | None = None  # what the controller had decided; None = it was not asked
 
     @property
     def tells_times(self) -> bool:

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeGuard
 
 from forerun.control.base import Controller, Reconsiders, SeesPrompts
 from forerun.core.noise import fresh_seed
-from forerun.core.offer import Form, Plan
+from forerun.core.offer import Form
 from forerun.core.request import ALWAYS
 from forerun.core.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
@@ -42,6 +42,7 @@ from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
 
 log = logging.getLogger(__name__)
 
+NOT_DRAFTED = Budget(0, 0)
 # sequences of a round, and their places in the round before; -1 = none
 Seats = list[tuple[SequenceState, int]]
 
@@ -138,8 +139,7 @@ class Engine:
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
         self.timeline.open(seqs)
         rows = self._prefill_share(len(seqs))
-        plan = Plan.of(self.controller.plan(seqs))
-        budgets = _cut_budgets(seqs, plan.budgets)
+        budgets = _cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._preempt)
         readers = scheduler.next_readers(rows) if rows else []
@@ -149,7 +149,7 @@ class Engine:
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         seqs, trees = self._with_starters(seqs, trees, readers, rows)
-        self._launch(seqs, trees, readers, rows, plan, budgets, clock)
+        self._launch(seqs, trees, readers, rows, budgets, clock)
 
     def _launch(
         self,
@@ -157,7 +157,6 @@ class Engine:
         trees: TreeBatch,
         readers: list[SequenceState],
         rows: int,
-        plan: Plan,
         budgets: Sequence[Budget],
         clock: RoundClock,
     ) -> None:
@@ -166,7 +165,7 @@ class Engine:
         assert change is not None, "a round is opened before it is launched"
         scores = self._score(seqs, trees, readers, rows)
         clock.lap("pass")
-        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, plan, *_standing(budgets))
+        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, *_standing(budgets))
         if self.timeline.depth > 1:
             self.deadline.note_start(launched, self.stats.now())
         self.timeline.launched(launched)
@@ -187,7 +186,7 @@ class Engine:
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
         followed, started = launched.trees.follows is not None, launched.starters(seqs)
-        parts = clock.seconds, spent, rows, followed, clock.ahead, started, launched.plan
+        parts = clock.seconds, spent, rows, followed, clock.ahead, started
         advances, outcome = outcome_of(seqs, trees, laws, verdict, self.verifiers.logprobs, *parts)
         change.advances = advances  # from here on the round has happened
         tokens = 0
@@ -275,35 +274,34 @@ class Engine:
         scheduler.start(starters)
         seqs = [*seqs, *starters]
         scores = self._score(seqs, trees, readers, share)
-        stands = plan.decided, plan.repeats, last.may_draft if plan.other is None else plan.drafts
-        return LaunchedRound(Change([*seqs, *readers]), seqs, readers, trees, scores, last.clock, *stands)
+        change, may_draft = Change([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
+        return LaunchedRound(change, seqs, readers, trees, scores, last.clock, plan.repeats, may_draft)
 
     def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> NextPlan | None:
         """The plan of the next round, if it is known before the last one is read."""
-        controller, drafts = self.controller, last.trees.form is not None
-        same = NextPlan(drafts, last.repeats - 1, last.plan)
-        if not drafts and self.drafters.never_draft(seqs):
-            return same._replace(decided=Plan.plain(len(seqs)))
+        controller, same = self.controller, NextPlan(last.trees.form is not None, last.repeats - 1)
+        if last.trees.form is None and self.drafters.never_draft(seqs):
+            return same
         planned = seqs
         if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
             planned = [seq for seq in seqs if seq.request.budget is None]
-        all_planned = len(planned) == len(seqs)
-        if not _reconsiders(controller) or (drafts and not planned):  # a request's own budget always holds
-            stands = last.repeats > 0 and (drafts or not last.may_draft)
-            return same if stands and (drafts or all_planned) else None
-        if drafts:
-            decided = controller.follow(planned, last.plan)
-        else:
+        if not _reconsiders(controller) or (same.drafts and not planned):  # a request's own budget always holds
+            stands = last.repeats > 0 and (same.drafts or not last.may_draft)
+            return same if stands and (same.drafts or len(planned) == len(seqs)) else None
+        if same.drafts:
+            if last.repeats > 0 and controller.goes_on(planned):
+                return same
+        elif len(planned) == len(seqs):
             last.clock.lap("host")
-            decided = controller.follow(seqs, last.plan) if all_planned else None
+            stays = controller.stays_plain(seqs)
             last.clock.lap("draft")  # look-ups are made beside the device
-        if decided is None or decided.goes_on(last.plan, drafts):
-            return None if decided is None else same._replace(decided=decided)
-        device = self.drafters.device(seqs) if all_planned else None
+            if stays:
+                return same
+        device = self.drafters.device(seqs) if len(planned) == len(seqs) else None
         if device is None or not device.menu.switches:
             return None
-        budget = decided.budgets[0]
-        return NextPlan(budget.nodes > 0, budget.repeats, decided, budget)
+        budget = controller.switches(seqs)
+        return None if budget is None else NextPlan(budget.nodes > 0, budget.repeats, budget)
 
     def _grown(self, last: LaunchedRound, seats: Seats, plan: NextPlan) -> TreeBatch | None:
         """Trees of the last form, or of another, where there is room for them."""
@@ -399,8 +397,7 @@ class Engine:
         scheduler.begin(seqs)
         starters, roots = self._with_starters([], TreeBatch.chains([]), seqs, rows)
         if starters:  # no drafter has seen them yet: the controller is not asked, and plans no trial in vain
-            plan = Plan.plain(len(starters))
-            self._launch(starters, roots, seqs, rows, plan, plan.budgets, clock)
+            self._launch(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
             return
         chains, scores = self.target.prefill(seqs, self._needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)
@@ -543,7 +540,6 @@ class NextPlan(NamedTuple):
 
     drafts: bool
     repeats: int  # further rounds that may be launched before it is read
-    decided: Plan
     other: Budget | None = None  # None = the form of the last round
 
 

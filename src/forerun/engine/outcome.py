@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forerun.core.errors import CannotSample
-from forerun.core.offer import Plan
 from forerun.core.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
@@ -28,7 +27,6 @@ def outcome_of(
     followed: bool = False,
     ahead: int = 0,
     started: int = 0,
-    plan: Plan | None = None,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part.
 
@@ -37,8 +35,7 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        rest = clock, prompt_rows, followed, 0, ahead, started, plan
-        done = Round(tuple(seqs), nothing, nothing, nothing, *rest)
+        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, started)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
@@ -63,18 +60,19 @@ def outcome_of(
         alike = taken, size - 1, depth, kept
         if (counts := counted.get(alike)) is None:
             counts = counted[alike] = RoundCounts(*alike, seconds)
-        wanted = seq.params.logprobs is not None
-        logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of) if wanted else ()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if seq.params.logprobs is not None:
+            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of)
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1 and b < drafted_for:
             own = slice(first, first + size)
-            event = replace(event, rejected=rejected_branches(tokens[own], parents[own], path, kept))
+            branches = rejected_branches(tokens[own], parents[own], path, kept)
+            event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    drafted = tuple([size - 1 for size in sizes])
+    trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    rest = clock, prompt_rows, followed, rows, ahead, started, plan
-    return advances, Round(tuple(seqs), drafted, tuple(deepest), tuple(accepted), *rest)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started)
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Menu, Offer, Plan
+from forerun.core.offer import Form, Menu, Offer
 from forerun.core.types import Budget, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
 from forerun.drafters.compose import HybridDrafter
@@ -114,8 +114,8 @@ class FollowSimulation:
             CostModel(cost.seconds), 60, 10, drafter.offer, lambda seq: alone, follows=True
         )
         self.history = FollowHistory()
-        self._next: Plan | None = None  # of the round that follows
-        self._drafted = False
+        self._left = 0  # rounds that may still follow under this plan
+        self._budget, self._following, self._drafted = Budget(0, 0), False, False
         self.seq = self.texts.start()
 
     def run(self, rounds: int) -> FollowHistory:
@@ -131,39 +131,48 @@ class FollowSimulation:
         return self.history.spent - before, len(self.history.kinds) - rounds
 
     def _step(self) -> None:
-        followed = self._next is not None
-        plan = self.controller.plan([self.seq]) if self._next is None else self._next
-        seq, budget, by_head = self.seq, plan[0], plan[0].source == "costly"
+        followed = self._following
+        if not followed:
+            (self._budget,) = self.controller.plan([self.seq])
+            self._left = self._budget.repeats
+        self._left -= 1
+        seq, budget, by_head = self.seq, self._budget, self._budget.source == "costly"
         trees = lone_roots([seq]) if by_head else self.lookup.propose([seq], [budget])
         accepted, nodes, depth = self._accept(trees, budget)
-        self._next = self._following(plan) if by_head or not nodes else None
-        seconds = self._seconds(budget, nodes, followed)
+        self._following = self._follows(by_head and budget.nodes > 0, plain=not nodes)
+        if self._following and not nodes:
+            self._budget = Budget(0, 0)
+        seconds = self._seconds(by_head, nodes, followed)
         fresh = self.texts.after(seq, accepted + 1)
         chain = TreeBatch.chains([[seq.tokens[-1], *fresh[:-1]]])
         self.lookup.observe([seq], chain, Scores(None), Verdict.whole_chain(chain, fresh[-1:]))
         seq.tokens += fresh
-        outcome = Round((seq,), (nodes,), (depth,), (len(fresh) - 1,), seconds, followed=followed, plan=plan)
+        outcome = Round((seq,), (nodes,), (depth,), (len(fresh) - 1,), seconds, followed=followed)
         self.controller.observe(outcome)
         kind = "look-up" if nodes else "plain"
         if by_head or (followed and not nodes):
             kind = "followed" if followed else "head"
         self._drafted, spent = by_head, sum(seconds.values())
         if len(seq.tokens) >= seq.max_length:
-            if self._next is not None:
+            if self._following:
                 self.history.dropped += 1
                 spent += seconds["draft"] + seconds["pass"]  # what follows waits for it
-            self._next, self._drafted = None, False
+            self._following = self._drafted = False
             self.lookup.forget(seq)
             self.controller.forget(seq)
             self.texts.end(seq)
             self.seq = self.texts.start()
         self.history.add(kind, len(fresh), spent)
 
-    def _following(self, plan: Plan) -> Plan | None:
-        """The next round, where it is launched before this one is read: as in forerun.engine.engine."""
+    def _follows(self, can: bool, plain: bool) -> bool:
+        """Is the next round launched before this one is read? As in forerun.engine.engine."""
         if len(self.seq.tokens) + 1 >= self.seq.max_length:
-            return None
-        return self.controller.follow([self.seq], plan)
+            return False
+        if plain:
+            return self.controller.stays_plain([self.seq])
+        if not can or self._left < 0:
+            return False
+        return self.controller.goes_on([self.seq])
 
     def _accept(self, trees: TreeBatch, budget: Budget) -> tuple[int, int, int]:
         """Tokens accepted, nodes and depth."""
@@ -182,8 +191,8 @@ class FollowSimulation:
         """Of one place of a text: a token that a head misses, it misses wherever its tree starts."""
         return random.Random(f"{self.seed} {self.seq.id} {place}").random()
 
-    def _seconds(self, budget: Budget, nodes: int, followed: bool) -> dict[str, float]:
-        form, by_head = Form(budget.nodes, budget.depth, budget.width), budget.source == "costly"
+    def _seconds(self, by_head: bool, nodes: int, followed: bool) -> dict[str, float]:
+        form = Form(self._budget.nodes, self._budget.depth, self._budget.width)
         drafting = self.host.drafts if nodes and not by_head else 0.0
         if by_head and nodes and self.menu is not None:
             drafting = self.menu.seconds(form, 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
+from forerun.core.offer import Offer
 from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch
 from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
 from tests.control.simulate.history import History, KnownTexts, SimulatedRound, Text
@@ -62,7 +62,6 @@ class LookupSimulation:
         self.controller = AdaptiveController(CostModel(cost.seconds), 60, 10, self._offer, looks_up, launches_ahead)
         self.launches_ahead = launches_ahead
         self.look_ups, self.history = 0, History()
-        self._next: Plan | None = None  # of the next round, where it follows
         self._under_way: float | None = None  # when the pass of the next round ends, where it follows
         self._now = self._free_at = 0.0
         self._looking, self._read = 0.0, dict[int, int]()
@@ -82,14 +81,13 @@ class LookupSimulation:
     def _step(self) -> None:
         seqs, batch, started, self._looking = self.seqs, len(self.seqs), self._now, 0.0
         end, followed = self._under_way, self._under_way is not None
-        plan = self.controller.plan(seqs) if self._next is None else self._next
-        trees = lone_roots(seqs) if followed else self.drafter.propose(seqs, plan.budgets)
+        trees = lone_roots(seqs) if followed else self.drafter.propose(seqs, self.controller.plan(seqs))
         drafted, looking = trees.nodes - batch, self._looking
         if end is None:
             self._now += looking + 0.4 * self.host.plain(batch)
             self._now += self.host.drafted(batch) if drafted else 0.0
             end = self._launch(trees.nodes)
-        self._follow_up(trees, plan)
+        self._follow_up(trees)
         self._now = max(self._now, end) + 0.6 * self.host.plain(batch)
         spent, verdict = self._now - started, self.texts.verdict(seqs, trees)
         once = min(self.cost.pass_seconds(trees.nodes), spent - looking)
@@ -100,17 +98,15 @@ class LookupSimulation:
         accepted = tuple(len(path) for path in verdict.to_host()[0])
         for seq, tokens in zip(seqs, committed_tokens(trees, verdict), strict=True):
             seq.tokens += tokens
-        self.controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, followed=followed, plan=plan))
+        self.controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, followed=followed))
         made = SimulatedRound(batch, drafted, sum(accepted) + batch, spent, self.plain_seconds(batch))
         self.history.rounds.append(made)
         self.seqs = [self._follow(seq) for seq in seqs]
 
-    def _follow_up(self, trees: TreeBatch, plan: Plan) -> None:
+    def _follow_up(self, trees: TreeBatch) -> None:
         """Launch the next round, if that is known to be plain, before this one is read."""
-        self._under_way, self._next, looking = None, None, self._looking
-        if self.launches_ahead and trees.is_plain():
-            self._next = self.controller.follow(self.seqs, plan)
-        if self._next is not None:
+        self._under_way, looking = None, self._looking
+        if self.launches_ahead and trees.is_plain() and self.controller.stays_plain(self.seqs):
             self._now += self._looking - looking + 0.4 * self.host.plain(len(trees))
             self._under_way = self._launch(len(trees))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer, Plan
+from forerun.core.offer import Form, Offer
 from forerun.core.types import Budget, PlainSeq, Round
 from lab.simulate.speeds import SimulatedMenu, draw_accepted
 from tests.control.simulate.history import History, SimulatedRound
@@ -47,8 +47,7 @@ class MenuSimulation:
         self.controller = AdaptiveController(known, 60, 10, lambda seq: offer)
         self.seqs = [PlainSeq(i, [1]) for i in range(len(traces))]
         self.history, self._next_id = History(), len(traces)
-        self._next: Plan | None = None  # of the round that follows
-        self._ids: list[int] = []  # of the sequences of the last round
+        self._following, self._budget = False, Budget(0, 0)
 
     def run(self, rounds: int, batch: Callable[[int], int] | None = None) -> History:
         """`batch` says how many of the sequences are there in a round; None = all of them."""
@@ -59,13 +58,16 @@ class MenuSimulation:
         return self.history
 
     def _step(self, now: int, seqs: Sequence[PlainSeq]) -> None:
-        if [seq.id for seq in seqs] != self._ids:
-            self._next = None  # some have come or gone
-        self._ids = [seq.id for seq in seqs]
-        followed, gap = self._next is not None, self.gap if self._next is None else 0.0
-        plan = self.controller.plan(seqs) if self._next is None else self._next
-        budgets = plan.budgets
-        accepted = [self._accept(self.traces[i](now), budget) for i, budget in enumerate(budgets)]
+        followed, gap = self._following, 0.0 if self._following else self.gap
+        budgets = [self._budget] * len(seqs) if followed else self.controller.plan(seqs)
+        accepted = [
+            draw_accepted(
+                Form(one.nodes, one.depth, one.width), self.traces[i](now), one.depth, lambda _: self.rng.random()
+            )
+            if one.nodes
+            else 0
+            for i, one in enumerate(budgets)
+        ]
         nodes, depths = [budget.nodes for budget in budgets], [budget.depth for budget in budgets]
         count, drafted = len(seqs), sum(nodes)
         form = next((Form(one.nodes, one.depth, one.width) for one in budgets if one.nodes), None)
@@ -74,10 +76,11 @@ class MenuSimulation:
         seconds = {"draft": drafting, "pass": target, "host": self.host * count + gap}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
         trees = tuple(nodes), tuple(depths), tuple(accepted)
-        self._next = self.controller.follow(seqs, plan) if self.gap else None
+        self._budget, goes_on = (budgets[0], self.controller.goes_on if drafted else self.controller.stays_plain)
+        self._following = bool(self.gap and goes_on(seqs))
         for seq, count_of in zip(seqs, accepted, strict=True):
             seq.tokens += [1] * (1 + count_of)
-        self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed, plan=plan))
+        self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed))
         plain = self.cost.pass_seconds(count) + self.host * count
         truly = drafting + target + self.host * count + gap
         self.history.rounds.append(SimulatedRound(count, drafted, sum(accepted) + count, truly, plain))
@@ -95,9 +98,3 @@ class MenuSimulation:
             return 1.0
         pause = 20.0 if self.rng.random() < 0.003 else 1.0
         return pause * max(0.5, self.rng.gauss(1.0, self.noise))
-
-    def _accept(self, rate: float, budget: Budget) -> int:
-        if not budget.nodes:
-            return 0
-        form = Form(budget.nodes, budget.depth, budget.width)
-        return draw_accepted(form, rate, budget.depth, lambda _: self.rng.random())

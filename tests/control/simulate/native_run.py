@@ -130,8 +130,7 @@ class RunSimulation:
 
     def _round(self, group: Group, seq: PlainSeq, whole: list[int]) -> None:
         at = len(seq.tokens)
-        plan = self.controller.plan([seq])
-        trees = self.drafter.propose([seq], [_cut(plan[0], len(whole) - at - 1)])
+        trees = self.drafter.propose([seq], [_cut(self.controller.plan([seq])[0], len(whole) - at - 1)])
         (shape,), nodes = trees.topology(), trees.nodes - 1
         verdict, seconds = self.known.verdict([seq], trees), {"draft": 0.0, "verdict": 0.0}
         path = verdict.to_host()[0][0]
@@ -146,7 +145,7 @@ class RunSimulation:
         self.drafter.observe([seq], trees, Scores(None), verdict)
         seq.tokens += committed_tokens(trees, verdict)[0]
         counts = (nodes,), (shape.deepest,), (len(path),)
-        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._ahead), plan=plan))
+        self.controller.observe(Round((seq,), *counts, seconds, ahead=len(self._ahead)))
         group.rounds, group.drafted = group.rounds + 1, group.drafted + nodes
         group.accepted, group.seconds = group.accepted + len(path), group.seconds + sum(seconds.values())
 

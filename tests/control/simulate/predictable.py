@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer, Plan
+from forerun.core.offer import Offer
 from forerun.core.types import Budget, PlainSeq, Round, Seq
 from forerun.drafters.heads.growth import best_count, pays_to_deepen
 
@@ -90,8 +90,7 @@ class Simulation:
         for _ in range(rounds):
             for text in self.texts:
                 text.match = self._match(kind)
-            plan = Plan.of(judge.plan(self.texts))
-            self.budgets = [*plan.budgets]
+            self.budgets = judge.plan(self.texts)
             drafts = [self._draft(kind, *pair) for pair in zip(self.texts, self.budgets, strict=True)]
             starts = [self._start(*pair) for pair in zip(self.texts, drafts, strict=True)]
             target = self.cost.pass_seconds(batch + sum(one.nodes for one in drafts))
@@ -101,7 +100,7 @@ class Simulation:
             drafting = unit * (passes_run * self.make.level + sum(starts))
             nodes, depths = tuple(one.nodes for one in drafts), tuple(one.depth for one in drafts)
             accepted, times = tuple(one.accepted for one in drafts), {"pass": target, "draft": drafting}
-            judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times, plan=plan))
+            judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times))
             tokens += sum(one.accepted + 1 for one in drafts)
             passes += (target + drafting) / plain
             for text, one in zip(self.texts, drafts, strict=True):

@@ -19,7 +19,6 @@ from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPr
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import Plan
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.base import Drafter, Parts
@@ -200,13 +199,17 @@ class Recorder:
         self.passes: list[Mapping[str, float]] = []
         self._drafts: dict[int, list[tuple[int, int, int]]] = {}
 
-    def plan(self, seqs: Sequence[Seq]) -> Sequence[Budget] | Plan:
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return self.controller.plan(seqs)
 
-    def follow(self, seqs: Sequence[Seq], unread: Plan) -> Plan | None:
-        if self._reconsiders is not None:
-            return self._reconsiders.follow(seqs, unread)
-        return unread if unread.shape is not None else None
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is None or self._reconsiders.goes_on(seqs)
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is not None and self._reconsiders.stays_plain(seqs)
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return None if self._reconsiders is None else self._reconsiders.switches(seqs)
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         if self._sees_prompts is not None:

@@ -1,0 +1,281 @@
+"""FormChooser: one decision per round for all sequences that draft together from one menu.
+
+The form that promises most tokens per second is taken, plain decoding being a form of 0 nodes:
+
+    (B + sum of E over the sequences) / (T_pass(rows) + T_around(form))
+
+E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_around all else that a round
+of this form takes, drafting first of all: what the menu says, then what rounds took. The last form stays unless
+another is better by 3%. Rarely, a form is tried that might do better than is believed: one that pays even if its worst
+case is all that comes of it is covered by the allowance (allowance.py), so that trials cannot cost more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+from forerun.control.acceptance import Acceptance
+from forerun.control.allowance import Allowance
+from forerun.control.around import PLAIN, Around, presumed_gap
+from forerun.control.base import WaitingPrompts
+from forerun.control.cost import CostModel
+from forerun.core.offer import Form, Menu
+
+# of a plain pass: where plain rounds took more than that beside it, the process had just started
+COLD_SHARE = 0.5
+BETTER = 1.03  # times the tokens per second of the last form, for another one
+ROUNDS_BETWEEN_TRIALS = 64
+FOLLOWED_ROUND = 0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
+BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
+HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
+# times the seconds of a form, if all goes well: where rounds have shown them, and where they are a guess
+HOPED_SECONDS_KNOWN, HOPED_SECONDS_GUESSED = 0.92, 0.75
+ROUNDS_TO_REGAIN = 8  # in which another form must gain as much as is lost by reading one first
+ROUNDS_BETWEEN_LOOKS = 4  # rounds that follow, from one look at other forms to the next
+# tokens of those that write, for one of a request that has not begun: somebody waits for its first
+WAITING_TOKEN_WORTH = 8.0
+BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
+BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
+REFRESH_ROUNDS = 8  # for which the seconds of all forms are kept: they change little
+
+
+class Promise(NamedTuple):
+    """What a form would give in the coming round."""
+
+    form: Form
+    tokens: float  # of the whole batch
+    seconds: float
+    missed: float = 0.0  # tokens that requests would have written whose prompts are read later for it
+    insists: bool = False  # it was chosen to learn, not to gain
+
+    @property
+    def rate(self) -> float:
+        return (self.tokens - self.missed) / self.seconds
+
+
+class FormChooser:
+    """Chooses the form of a whole batch, and learns from its rounds."""
+
+    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance, nodes: int, width: int) -> None:
+        """`nodes` and `width` are the most that the user allows."""
+        self.menu, self.cost, self.allowance = menu, cost, allowance
+        self.acceptance, self.around = Acceptance(), Around()
+        self.last = PLAIN
+        self._priors = {PLAIN: 0.0} | {
+            form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
+        }
+        self._places = {form: i for i, form in enumerate(self._priors)}
+        self._since = 0.0  # rounds since the last trial
+        # did the last round, a trial from plain decoding, gain? Then see whether that was chance
+        self._paid = False
+        self._tried: dict[Form, int] = {}  # the round in which a form last ran
+        self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
+        self._round = 0
+        self.prompts = WaitingPrompts()  # that wait for the coming round
+        self._burst = False  # were they many, and have some waited ever since?
+
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        """What waits for the coming round."""
+        self.prompts, self._burst = prompts, self._burst and prompts.requests > 0
+
+    def choose(self, ids: Sequence[int], batch: int) -> Promise:
+        """The form for these sequences of a batch, the others of which do not draft."""
+        if not self._knows_plain(batch):  # what all else is compared with
+            return self.promise_of(PLAIN, batch, batch, batch)._replace(insists=True)
+        promises = self._promises(ids, batch)
+        best = self._best(promises, batch)
+        if bool(best.form.nodes) != bool(self.last.nodes):
+            self._times.clear()
+        self.last = best.form
+        paid, self._paid = self._paid, False
+        if (self._since >= ROUNDS_BETWEEN_TRIALS or (paid and best.form == PLAIN)) and (
+            trial := self._find_trial(promises, batch)
+        ) is not None:
+            self._since = 0.0
+            return trial._replace(insists=True)
+        return best
+
+    def take_back(self, promise: Promise) -> None:
+        """What was chosen was not launched: a trial is due as before."""
+        if promise.insists:
+            self._since = ROUNDS_BETWEEN_TRIALS
+
+    def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
+        """What the last form promises now, unless another is so much better that it pays to read a round first.
+
+        Asked before every round that follows: others are looked at now and then.
+        """
+        form, times = self.last, self._seconds(len(ids), batch)
+        if not form.nodes or not self._knows_plain(batch):
+            return None
+        tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
+        last = Promise(form, batch + tokens, times[self._places[form]])
+        if not self.allowance.covers(last.seconds / times[0] - 1.0):
+            return None
+        if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
+            return last
+        better = max(BETTER, 1.0 + self.gap(batch) / last.seconds / ROUNDS_TO_REGAIN)
+        return last if self._best(self._promises(ids, batch), batch, better).form == form else None
+
+    def keeps_plain(self, ids: Sequence[int], batch: int) -> Promise | None:
+        """What plain decoding promises, if it was best, is, and no trial is due: asked before every round that follows.
+
+        Others are looked at now and then, as for `keeps`.
+        """
+        if self.last.nodes or not self._knows_plain(batch):
+            return None
+        if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
+            return self.promise_of(PLAIN, batch, batch, batch)
+        promises = self._promises(ids, batch)
+        best = self._best(promises, batch)
+        if best.form.nodes or (self._since >= ROUNDS_BETWEEN_TRIALS and self._find_trial(promises, batch) is not None):
+            return None
+        return best
+
+    def _promises(self, ids: Sequence[int], batch: int) -> list[Promise]:
+        weight, expected = self.acceptance.weight(ids), self.acceptance.expected
+        times = self._seconds(len(ids), batch)
+        found = [
+            Promise(form, batch + weight * expected(form, prior), seconds)
+            for (form, prior), seconds in zip(self._priors.items(), times, strict=True)
+        ]
+        return self._with_missed(found, len(ids), batch) if self.prompts.requests else found
+
+    def _with_missed(self, promises: Sequence[Promise], drafting: int, batch: int) -> list[Promise]:
+        """The same, with what requests miss that wait for their prompts while a round of each form runs.
+
+        Trees take time, and rows of the pass that prompts could have. A request whose prompt is read so much later than
+        beside plain rounds writes so much less, at the best rate that one of the batch has. While many wait, and until
+        few do, nothing is drafted: whoever is read last waits for all of it.
+        """
+        plain, prompts = promises[0], self.prompts
+        least = BURST_ENDS * batch if self._burst else max(BURST, BURST_SHARE * batch)
+        self._burst = prompts.requests >= least
+        if self._burst:
+            return [plain, *[one._replace(missed=inf) for one in promises[1:]]]
+        each = max([one.rate for one in promises]) / batch
+        read = max(1, min(prompts.rows, prompts.taken, prompts.room - batch))  # a prompt of one token: 0 rows
+        beside = self.cost.whole_seconds(batch + read, batch) + self._around(plain.form, drafting, batch)
+        found = list[Promise]()
+        for one in promises:
+            rows = self.rows_of(one.form, drafting, batch)
+            some = min(read, max(0, prompts.room - rows))
+            seconds = self.cost.whole_seconds(rows + some, batch) + self._around(one.form, drafting, batch)
+            later = max(0.0, seconds - beside * some / read) if one.form.nodes else 0.0
+            found.append(one._replace(missed=WAITING_TOKEN_WORTH * prompts.requests * each * later))
+        return found
+
+    def _best(self, promises: Sequence[Promise], batch: int, better: float = BETTER) -> Promise:
+        """The best form whose worst case is covered; the last one, where that is nearly as good."""
+        plain, better = promises[0], max(better, 1.0 + self._delay(batch) / ROUNDS_TO_REGAIN)
+        covered = [
+            one for one in promises if not one.form.nodes or self.allowance.covers(one.seconds / plain.seconds - 1.0)
+        ]
+        best = max(covered, key=lambda one: one.rate, default=plain)
+        last = next((one for one in covered if one.form == self.last), plain)
+        return last if best.rate < better * last.rate and last.rate >= plain.rate else best
+
+    def observe(
+        self,
+        promise: Promise,
+        ids: Sequence[int],
+        accepted: Sequence[int],
+        batch: int,
+        seconds: Mapping[str, float],
+        delayed: bool = False,
+        followed: bool = False,
+    ) -> None:
+        """A round of this form: tokens accepted of each sequence, seconds by part."""
+        form = promise.form
+        self._round += 1
+        self._since += FOLLOWED_ROUND if followed and form.nodes else 1.0
+        self._tried[form] = self._round
+        if self._round < ROUNDS_BETWEEN_TRIALS or self._round % REFRESH_ROUNDS == 0:
+            self._times.clear()
+        if not delayed:  # else it waited for a pass of another round
+            said = self._said(form, len(ids))
+            known = self.around.seconds(form, batch, said)
+            own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
+            self.around.observe(form, batch, own, known, followed, said)
+        if form.nodes:
+            self.acceptance.observe(form, self._priors[form], ids, accepted)
+        gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
+        self._paid = promise.insists and form.nodes > 0 and self.last == PLAIN and gained > 0.0
+
+    def _delay(self, batch: int) -> float:
+        """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""
+        return 0.0 if self.last.nodes else 2.0 * self.gap(batch) / self.plain_seconds(batch)
+
+    def gap(self, batch: int) -> float:
+        """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
+        return self.around.gap(batch, presumed_gap(self.plain_seconds(batch)))
+
+    def plain_seconds(self, batch: int) -> float:
+        """Seconds of a plain round."""
+        return self.cost.pass_seconds(batch, batch) + self.around.seconds(PLAIN, batch, 0.0)
+
+    def promise_of(self, form: Form, rows: int, batch: int, tokens: float, drafting: int = 0) -> Promise:
+        """What a round of this form takes that has so many rows; `drafting` sequences get a draft of the menu's."""
+        return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + self._around(form, drafting, batch))
+
+    def _around(self, form: Form, drafting: int, batch: int) -> float:
+        return self.around.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
+
+    def _knows_plain(self, batch: int) -> bool:
+        return self.around.knows_plain(batch, COLD_SHARE * self.cost.pass_seconds(batch, batch))
+
+    def _was_cold(self, batch: int) -> bool:
+        """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
+        slow = self.around.seconds(PLAIN, batch, 0.0) > COLD_SHARE * self.cost.pass_seconds(batch, batch)
+        return slow and self.last.nodes > 0
+
+    def rows_of(self, form: Form, drafting: int, batch: int) -> int:
+        """Of a pass in which so many of a batch get a draft of the menu's."""
+        return self.menu.rows(form, drafting) + batch - drafting if form.nodes else batch
+
+    def _seconds(self, drafting: int, batch: int) -> list[float]:
+        """Of a round of every form; computed anew every few rounds, or every round while much is new."""
+        key = drafting, batch
+        if key not in self._times:
+            self._times[key] = [
+                self.promise_of(form, self.rows_of(form, drafting, batch), batch, 0.0, drafting).seconds
+                for form in self._priors
+            ]
+        return self._times[key]
+
+    def _said(self, form: Form, drafting: int) -> float:
+        """Seconds of drafting, as the menu says."""
+        return self.menu.seconds(form, drafting) if form.nodes else 0.0
+
+    def _find_trial(self, promises: Sequence[Promise], batch: int) -> Promise | None:
+        """A form other than the last one that could do better, within the allowance: the one not tried for longest.
+
+        While nothing is drafted, the form whose worst case is cheapest: acceptance shows in any of them.
+        """
+        plain, delay = promises[0], self._delay(batch)
+        last = next(each for each in promises if each.form == self.last)
+        drafting = [
+            each
+            for each in promises
+            if each.form != last.form
+            and self.allowance.covers_trial(each.seconds / plain.seconds - 1.0 + delay)
+            and self._hoped_rate(each, batch, idle=last is plain) > BETTER * last.rate
+        ]
+        if last is plain:
+            return min(drafting, key=lambda each: each.seconds, default=None)
+        return min(drafting, key=lambda each: self._tried.get(each.form, 0), default=None)
+
+    def _hoped_rate(self, promise: Promise, batch: int, *, idle: bool) -> float:
+        """Tokens per second if all goes well."""
+        form = promise.form
+        hoped = batch + HOPED_TOKENS * (promise.tokens - batch)
+        if idle:  # acceptance may have risen to anything since
+            best = sum(BEST_ACCEPTANCE**depth for depth in range(1, form.depth + 1))
+            hoped = max(hoped, batch * (1.0 + best))
+        known = self.around.is_known(form, batch)
+        return (hoped - promise.missed) / (promise.seconds * (HOPED_SECONDS_KNOWN if known else HOPED_SECONDS_GUESSED))
+
+    def forget(self, seq_id: int) -> None:
+        self.acceptance.forget(seq_id)

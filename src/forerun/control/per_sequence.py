@@ -1,0 +1,297 @@
+"""SequencePlanner: budgets of single sequences, for drafters without a menu (n-gram, heads and models on a CPU).
+
+Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), one that must run (a head,
+a model), or no draft. The one with the highest expected gain is taken, in tokens beyond those that would have been
+written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for one that
+cannot stop by itself, depth is fixed beforehand from the acceptance at each depth. Flat costs thus give wide and deep
+trees, steep ones short chains or nothing, by one rule.
+
+Where nothing pays, only a trial can show that acceptance has risen, and trials cost: they are made within the allowance
+(allowance.py), and are as short as can pay, so that they come often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from forerun.control.allocate import (
+    Levels,
+    Option,
+    allocate,
+    best_depth,
+    share_chains,
+    share_options,
+    shortest_that_pays,
+)
+from forerun.control.allowance import Allowance
+from forerun.control.cost import CostModel
+from forerun.control.free_drafts import NOTHING, UNCORRECTED_ERROR, FreeDrafts
+from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
+from forerun.control.pace import Pace
+from forerun.control.prices import PriceList, PriceLists
+from forerun.control.round_seconds import IN_A_ROW, RoundSeconds, drafting_seconds
+from forerun.control.trials import Trials, shortest_trial
+from forerun.control.usual_nodes import UsualNodes
+from forerun.core.offer import FREE, Offer
+from forerun.core.types import Budget, Round, Seq
+
+WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
+MOST_CHAIN_NODES = 1024  # nodes of a round's chains
+
+
+class SequencePlanner:
+    """Budgets from measured costs and observed acceptance."""
+
+    def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
+        self.cost, self.nodes, self.width = cost, nodes, width
+        self.offer = offer  # of the sequence's own drafter
+        self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
+        self.free, self.rounds = FreeDrafts(), RoundSeconds()
+        self._records: dict[int, History] = {}
+        self._latest = History()  # what a new sequence starts from
+        self._offers: dict[int, Offer] = {}  # of this round's sequences
+        self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
+        self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
+        # rounds without a draft that are not booked yet, by sequence; and those in which a drafter that costs rested
+        self._idle, self._rested = dict[int, int](), dict[int, int]()
+        self._pace, self._prices = Pace(), PriceLists(nodes, width)
+        self._trials, self._usual = Trials(self.allowance), UsualNodes()
+
+    @property
+    def rate(self) -> float:
+        return self._pace.rate
+
+    def offers_of(self, seqs: Sequence[Seq]) -> list[Offer]:
+        """The drafters' offers; one that was asked for when the last round was booked still holds."""
+        kept, self._next = self._next, {}
+        if not kept:
+            return [self.offer(seq) for seq in seqs]
+        asked = [kept.get(seq.id, (-1, FREE)) for seq in seqs]
+        return [
+            offer if length == len(seq.tokens) else self.offer(seq)
+            for seq, (length, offer) in zip(seqs, asked, strict=True)
+        ]
+
+    def plan(self, seqs: Sequence[Seq], offers: Sequence[Offer], batch: int, beside: int = 0) -> list[Budget]:
+        """Budgets of these sequences of a batch, whose other ones draft `beside` nodes together."""
+        self.take_chains(seqs, offers)
+        if not seqs:
+            return []
+        self._settle_idle()
+        costly, others = sum(offer.costs for offer in offers), [beside] * len(seqs)
+        listed = self._price(batch, self.rate, self._usual.beside(self._offers, batch) + beside)
+        options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
+        if batch > 1:
+            depths = self._shared_depths([option.levels for option in options], batch, beside)
+            options, others = share_options(options, depths, batch, beside)
+        spare, budgets = self._trials.levels(), []
+        for seq, option, nodes in zip(seqs, options, others, strict=True):
+            if option.idle:
+                option = self._tried(seq, option, batch, costly, spare)
+            if option.asks:
+                self._asked[seq.id] = option.depth
+            budgets.append(NOTHING if option.idle else self._budget(seq, option, batch, costly, nodes))
+        return budgets
+
+    def _tried(self, seq: Seq, option: Option, batch: int, costly: int, spare: dict[bool, float]) -> Option:
+        """A trial where one is due and covered by what is left; else the same."""
+        record, stops, trials = self._record(seq.id), option.offer.stops, self._trials
+        price, plain = self._price(batch, 1.0, 0).price, self.cost.pass_seconds(batch, batch)
+        length, worst = shortest_trial(option.offer, price, plain, batch, costly)
+        if length and trials.is_due(record, worst, spare[stops], stops):
+            spare[stops] -= worst
+            depth = 2 * length if stops else length  # it goes on only where it is confident
+            return Option(option.offer, option.levels, asks=True, depth=depth)
+        record.idle += 1
+        if batch == 1 and (stops or self.allowance.covers(0.0)):  # else it may pay as soon as that is so
+            trials.rest(seq.id, self._prices.rounds, record, worst if length else None, stops)
+        return option
+
+    def rests(self, seq: Seq, offer: Offer) -> bool:
+        """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
+        self._settle_idle()
+        return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
+
+    def resting(self, seq: Seq) -> Budget:
+        """Nothing, and for how many further rounds no drafter that must run will draft for this sequence."""
+        return self._trials.resting(seq.id, self._prices.rounds)
+
+    def note_idle(self, outcome: Round, costly: bool) -> None:
+        """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
+        seq = outcome.seqs[0]
+        if outcome.tells_times:
+            self.rounds.note_plain(outcome.seconds)
+        self._idle[seq.id] = self._idle.get(seq.id, 0) + 1
+        if costly:
+            self._rested[seq.id] = self._rested.get(seq.id, 0) + 1
+
+    def _settle_idle(self) -> None:
+        """Book rounds without a draft, all since the last draft together: one by one they took longer."""
+        if not self._idle:
+            return
+        for seq_id, rounds in self._idle.items():
+            self._pace.add_plain(rounds)
+            self.free.note_idle(rounds)
+            self._prices.note_idle(rounds)
+            self._usual.rest(seq_id, rounds)
+        for seq_id, rounds in self._rested.items():
+            self._trials.note_rested(rounds)
+            self._record(seq_id).idle += rounds
+        self._idle, self._rested = {}, {}
+
+    def skip(self) -> None:
+        """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
+        self._offers, self._asked = {}, {}
+
+    def free_chains(self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAIN_NODES) -> tuple[list[int], float]:
+        """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
+        self._settle_idle()
+        chains = [offer.free[: self.nodes] for offer in offers]
+        if not (any(chains) and self.free.allowance.covers_usual):  # nobody has one: the usual case of a few
+            return [0] * len(offers), 0.0
+        if batch == 1:  # by the list that its budget will have
+            price = self._price(1, self.rate, 0).price
+            depth, gain = best_depth(self.free.levels(offers[0]), price)
+            return [depth], gain + price[depth] - price[0]
+        seconds = self.cost.passes_seconds(batch, 1 + min(most, sum(map(len, chains))), batch)
+        factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
+        costs = [factor * (one - seconds[0]) for one in seconds]
+        return share_chains(chains, costs, self.free.trust)
+
+    def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
+        """The round of these is observed here; where `free_chains` has planned it, nobody else is asked."""
+        self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
+        self._asked = {}
+
+    def observe(self, outcome: Round) -> None:
+        """Learn from the sequences of a round that were planned here."""
+        batch, nodes, offers = len(outcome.seqs), sum(outcome.drafted), self._offers
+        if not offers:
+            return
+        self._settle_idle()
+        columns = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
+        rows = [row for row in columns if row[0].id in offers]
+        if not rows:
+            return
+        plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
+        drafting = drafting_seconds(outcome, offers, self._asked) / plain
+        if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
+            self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
+        self.free.note_round()
+        self._prices.note_round()
+        each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
+        alone = batch == 1 and not outcome.followed and outcome.tells_times
+        drafting += self.rounds.note_asked(outcome.seconds) if alone and self._asked else 0.0
+        costly = gained = free_cost = free_gained = 0.0
+        for seq, drafted, depth, accepted in rows:
+            self._usual.note(seq.id, drafted)
+            if seq.id in self._asked:
+                spent = batch * (each * drafted + drafting / len(self._asked))
+                once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
+                costly, gained = costly + spent, gained + accepted
+                self._book(seq, drafted, depth, accepted, spent, once)
+            elif drafted:
+                free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
+                if depth <= len(offers[seq.id].free):
+                    self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
+        if alone:
+            free_cost = 0.0 if self._asked else self.rounds.note(outcome.seconds, taken, nodes, free_cost)
+        self.free.allowance.book_draft(free_cost, free_gained / batch)
+        if any(offer.costs for offer in offers.values()):
+            own = self._trials.of(any(offer.stops for offer in offers.values()))
+            own.book_draft(costly / batch, gained / batch)
+
+    def forget(self, seq: Seq) -> None:
+        self._settle_idle()
+        for kept in (self._records, self._offers, self._next):
+            kept.pop(seq.id, None)
+        self._usual.forget(seq.id)
+
+    def _book(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
+        """Record what a drafter that costs gained, against the passes that it took.
+
+        `once` are those that went into reading the sequence so far: later rounds do not need them again.
+        """
+        following = self.offer(seq)  # it also says what was expected of the round that is being booked
+        self._next[seq.id] = len(seq.tokens), following
+        expected = following.expected
+        for record in (self._record(seq.id), self._latest):
+            if depth:
+                record.count(depth, accepted, drafted)
+            if expected is not None:
+                record.count_expected(expected, accepted)
+            # what a drafter expects, corrected by its bias, varies less than what was accepted
+            likely = accepted if expected is None else record.trust * expected
+            memory = MEMORY if expected is None or not following.stops else GAIN_MEMORY
+            record.count_gain(likely - self.rate * (spent - once), memory)
+            if record.mean_gain > WORTH_IT:
+                record.wait = FIRST_WAIT
+
+    def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
+        """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
+        free = Option(offer, self.free.levels(offer, self._more(batch)))
+        if not offer.costs:
+            return free
+        free_gain = best_depth(free.levels, listed.price)[1]
+        record = self._record(seq.id)
+        if offer.stops and record.mean_gain <= max(free_gain, WORTH_IT):  # however deep it went
+            return Option(offer, free.levels, idle=not free_gain)
+        costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
+        survivals = record.survivals(self.nodes, least=costs[-1])
+        levels = Levels(survivals, costs, max(1.0, record.nodes) if offer.chosen else 1.0)
+        depth, gain = best_depth(levels, listed.price)
+        if offer.stops:  # what it gains by stopping in time shows only in its rounds
+            least = 2 * shortest_that_pays(listed.price, tuple(costs))  # less could not pay at any confidence
+            depth, gain = min(listed.deepest, max(depth + 1, least)), record.mean_gain
+        elif offer.chosen:  # the nodes it left out were not tested, so its rates are too high
+            gain = min(gain, record.mean_gain)
+        left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
+        pays = gain > max(free_gain, WORTH_IT) and gain * left > self._in_tokens(offer.start, batch, 1)
+        if pays and depth and self._trials.of(offer.stops).covers(0.0):
+            return Option(offer, levels, asks=True, depth=depth)
+        return Option(offer, free.levels, idle=not free_gain)
+
+    def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
+        """How deep each of several sequences should draft beside so many nodes of others."""
+        most = sum(round(len(one.survivals) * one.nodes) + 1 for one in levels)
+        seconds = self.cost.passes_seconds(batch + beside, most + 1, batch)
+        factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
+        return allocate(levels, lambda nodes: factor * (seconds[nodes] - seconds[0]))
+
+    def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
+        offer, listed = option.offer, self._price(batch, self.rate, others)
+        if not option.asks:
+            return self.free.budget(listed)
+        level = self._in_tokens(offer.level, batch, costly)
+        if not offer.chosen:
+            return Budget(option.depth, option.depth, level=level, source="costly")
+        nodes = option.depth if listed.widest == 1 else self.nodes
+        price, trust = listed.price[: nodes + 1], self._record(seq.id).trust
+        if abs(trust - 1.0) > UNCORRECTED_ERROR:
+            price, level = tuple([cost / trust for cost in price]), level / trust
+        return Budget(nodes, option.depth, listed.widest, price, level, "costly")
+
+    def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
+        """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
+        self._settle_idle()
+        listed = self._price(1, self.rate, 0)
+        # what plain rounds take comes first
+        unseen = not self.rounds.plain and self._prices.rounds < IN_A_ROW
+        if unseen or not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
+            return NOTHING
+        self.take_chains([seq], [offer])
+        return self.free.budget(listed, chain=True)
+
+    def _more(self, batch: int) -> float:
+        """What a round that drafts costs beside its nodes, in tokens; of many sequences it is little for each."""
+        return self._in_tokens(self.rounds.more, 1, 1) if batch == 1 else 0.0
+
+    def _price(self, batch: int, rate: float, others: int) -> PriceList:
+        return self._prices.of(self.cost, batch, rate, others)
+
+    def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
+        """Tokens that would have been written in that time, per sequence of those that share it."""
+        return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
+
+    def _record(self, seq_id: int) -> History:
+        return self._records.get(seq_id) or self._records.setdefault(seq_id, History.after(self._latest))
