@@ -60,6 +60,7 @@ def test_chains_never_settle_far_below_plain_and_find_most_of_the_gain(
     assert speed >= 0.85 * best
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("acceptance", [0.3, 0.65, 0.9])
 @pytest.mark.parametrize(
     ("cost", "make"), [(CPU, HEAD), (CPU, Make(0.2)), (GPU, Make(0.1)), (GPU, Make(0.1, stops=False))]
@@ -159,6 +160,7 @@ def test_what_is_at_hand_is_used_and_the_head_rests() -> None:
     assert simulation.budgets[0].level > 0.0
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("cost", [CPU, GPU])
 @pytest.mark.parametrize("acceptance", [0.4, 0.8])
 def test_both_together_beat_either_alone(cost: CostModel, acceptance: float) -> None:

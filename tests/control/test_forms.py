@@ -50,6 +50,7 @@ def best_speed(cost: CostModel, batch: int, rate: float) -> float:
     return max(1.0, *each)
 
 
+@pytest.mark.slow(keep=32)
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("batch", [1, 8, 64, 128])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
@@ -127,6 +128,7 @@ def test_it_is_the_allowance_that_holds_against_the_adversary() -> None:
     assert simulation.run(600).worst_window() < LEAST
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])
 def test_sequences_that_differ_join_and_leave(cost: CostModel, seed: int) -> None:
@@ -136,6 +138,7 @@ def test_sequences_that_differ_join_and_leave(cost: CostModel, seed: int) -> Non
     assert simulation.run(600, sizes).worst_window() >= LEAST
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("factor", [0.6, 1.6])
 @pytest.mark.parametrize("batch", [1, 32])
 def test_a_curve_that_was_measured_badly_is_put_right(batch: int, factor: float) -> None:
@@ -146,6 +149,7 @@ def test_a_curve_that_was_measured_badly_is_put_right(batch: int, factor: float)
     assert history.worst_window() >= LEAST
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 @pytest.mark.parametrize("batch", [1, 8, 32, 64])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])
@@ -154,6 +158,7 @@ def test_finds_most_of_what_the_best_form_gives(cost: CostModel, batch: int, rat
     assert history.speed(200) >= 0.87 * best_speed(cost, batch, rate)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_drafting_returns_after_acceptance_has_risen(batch: int) -> None:
     """Nothing is accepted for long, twice: neither debt nor a bad record keeps drafts away for more than 300 rounds."""

@@ -126,6 +126,7 @@ def test_three_levels_leave_the_targets_law_as_it_is(verifier: str) -> None:
     assert chi_square_p(counts, joint_law(table(VOCAB), PROMPT, WARM, 3)) > 1e-4
 
 
+@pytest.mark.slow
 def test_negative_control_a_level_that_reports_another_law_is_caught() -> None:
     """Were the law that goes with a draft the lower drafter's, the target's law would not come out."""
 

@@ -53,6 +53,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_head(tmp_path_factory.mktemp("head"))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.parametrize("in_torch", [False, True])
 def test_texts_are_those_of_transformers_in_a_batch(name: str, head: Path, in_torch: bool) -> None:

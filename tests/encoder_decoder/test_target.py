@@ -41,6 +41,7 @@ def write(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingPa
     return [texts[seq] for seq in seqs]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "recycling"])
 def test_a_batch_of_mixed_sources_is_written_as_transformers_writes_each(name: str, drafter: str) -> None:
@@ -107,6 +108,7 @@ def test_a_forced_first_token_is_written_first() -> None:
     assert all(text[0] == 17 for text in wanted)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_keeps_the_contract_of_targets_bit_by_bit(name: str) -> None:
     near = 2e-2  # in torch; residual rows of a random T5 are in the hundreds

@@ -96,6 +96,7 @@ def alone(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [texts(play(engine, [request]))[0] for request in requests]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_do_not_depend_on_chunks_or_company(

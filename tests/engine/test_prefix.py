@@ -226,6 +226,7 @@ def test_a_sequence_sent_back_at_any_point_continues_with_the_same_text(
             assert engine.target.used_slots == 0
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", [*KINDS, "table"])
 def test_many_run_where_their_longest_would_not_fit_and_the_youngest_wait(kind: str, tmp_path: Path) -> None:
     """Eight of up to 162 tokens in 768 slots: reserved for life, four would fit."""
@@ -248,6 +249,7 @@ def test_many_run_where_their_longest_would_not_fit_and_the_youngest_wait(kind: 
     assert few.used_slots == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_draft_the_same_after_a_hit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only the text: what was drafted and accepted, as if the prompt had been read."""

@@ -140,6 +140,7 @@ class TargetLawOnRejection:
         return Verdict.of(paths, bonus, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
 def test_negative_control_a_wrong_rule_is_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.verifiers.paths, "wrong", f"{__name__}:TargetLawOnRejection")

@@ -19,7 +19,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from tests.exactness.harness import run
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = pytest.mark.model
 
 TOKENS = 20
 QUESTIONS = [
@@ -110,6 +110,7 @@ def test_every_prompt_has_several_drafters() -> None:
     assert min(counts[i] for i in range(len(QUESTIONS))) >= 3  # none is one of them
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_equals_transformers(
     drafter: str,
@@ -151,6 +152,7 @@ def test_negative_control_the_draft_model_alone_writes_something_else(
     assert texts[0] != oracle[0]
 
 
+@pytest.mark.slow
 def test_a_seed_fixes_the_text_on_the_real_model(
     target: Decoder, draft: Decoder, checkpoint: Any, prompts: list[tuple[int, ...]]
 ) -> None:

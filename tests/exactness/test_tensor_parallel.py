@@ -43,6 +43,7 @@ def logits_after(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
 def test_texts_are_those_of_one_rank(one: LLM, two: LLM, texts_of_one: list[Completion], drafter: str) -> None:
     chats, wanted = _chats(), texts_of_one

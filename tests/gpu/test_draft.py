@@ -218,6 +218,7 @@ def test_rows_reach_the_head_however_a_round_is_observed(device: str) -> None:
         seq.tokens += [*(as_lists(plain)[0][0][node] for node in path), bonus]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("budget", [Budget(5, 5), Budget(24, 5, 4)])
 def test_a_text_is_the_same_with_and_without_drafts(device: str, budget: Budget) -> None:

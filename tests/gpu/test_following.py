@@ -139,6 +139,7 @@ def test_texts_are_those_of_plain_decoding(
     assert 10 < watched.followed < watched.asked
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("form", "layers"), [(CHAIN, 1), (WIDE, 1), (CHAIN, 2), (WIDE, 2)])
 def test_drafts_are_those_of_rounds_that_were_read(form: Form, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
@@ -155,6 +156,7 @@ def test_drafts_are_those_of_rounds_that_were_read(form: Form, layers: int, monk
     assert sum(map(sum, found[0][1])) > 20, "something is accepted"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
 def test_trees_of_another_draft_than_the_last_are_followed(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft was made for more than have stayed, or first for some and then for those who joined."""
@@ -191,6 +193,7 @@ def test_trees_of_another_draft_than_the_last_are_followed(form: Form, monkeypat
     assert behind.total() == behind[True, True] + behind[False, True]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = willing_target(), requests(10, 4, temperature=heat, seed=3)
@@ -225,6 +228,7 @@ def sampled(count: int, draw: int, verifier: str) -> list[Request]:
     return made
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("verifier", "forms"), [("coupled", [WIDE]), *((name, [CHAIN, TREE, WIDE, None]) for name in ("coupled", "exact"))]
@@ -246,6 +250,7 @@ def test_sampled_texts_are_those_of_the_host(
     assert write(make(target, Forms(forms, 6), follows=True), other, 5)[0] != wanted[:2]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
 def test_sampled_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of positions that the host does not know yet: else less would be accepted."""
@@ -271,6 +276,7 @@ def test_whoever_the_host_decides_about_ends_it_for_sampled_ones_too(monkeypatch
     assert 0 < watched.followed < watched.asked
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("place", ["draft", "score", "verdict", "observe"])
 def test_a_failure_leaves_sampled_texts_as_they_are(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = willing_target(), sampled(5, 8, "coupled")
@@ -298,6 +304,7 @@ def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < watched.followed < watched.asked
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("sampled", [True, False])
 def test_whoever_is_about_to_end_counts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last round is not the device's to decide, though the round behind it would be."""
@@ -424,6 +431,7 @@ def test_a_store_that_is_full_is_no_reason_to_write_over_others(monkeypatch: pyt
     assert watched.followed > 0
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("size", [600, MAX_ROWS - 9, MAX_ROWS + 300])
 def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
     size: int, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def misleading(seed: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow
 def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = counting_target(), asked(misleading(1), 30)
     head, rounds, wanted = followed_rounds(target, some, monkeypatch, lookup=False)
@@ -133,6 +134,7 @@ def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(monkeypatc
     assert abs(both - head) <= 3
 
 
+@pytest.mark.slow
 def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: as every match once did."""
     target, some = counting_target(), asked(misleading(1), 20)
@@ -143,6 +145,7 @@ def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) ->
     assert both < 0.7 * head
 
 
+@pytest.mark.slow
 def test_text_that_repeats_itself_is_looked_up_all_the_same() -> None:
     target = willing_target()
     target.model.head[1] = 0.0  # texts go on
@@ -166,6 +169,7 @@ def test_nothing_follows_a_text_that_ends_surely(tokens: int, monkeypatch: pytes
     assert tokens < 7 or followed > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookup", [False, True])
 def test_requests_with_budgets_of_their_own_are_followed_too(lookup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where nobody plans, look-ups are drafted from all the same."""

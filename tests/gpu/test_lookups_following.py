@@ -133,6 +133,7 @@ def test_copied_text_is_drafted(lookup: type[LookupDrafter], at_once: int, param
         assert controller.drafted >= 4 / at_once
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(seed: int, temperature: float) -> None:

@@ -90,6 +90,7 @@ def test_texts_are_those_of_plain_decoding(
     assert _is_clean(drafter)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("blur", [0.0, 0.5])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_chains_are_those_of_rounds_that_were_read(blur: float, coupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +121,7 @@ def test_chains_are_those_of_rounds_that_were_read(blur: float, coupled: bool, m
     assert counts == {LONG.depth} if not blur and not coupled else len(counts) > 2
 
 
+@pytest.mark.slow
 def test_a_token_outside_the_draft_models_vocabulary_ends_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes as a bonus that the host has not seen when the next draft starts."""
     target, some = willing_target(words=8), requests(6, 3)
@@ -135,6 +137,7 @@ def test_a_token_outside_the_draft_models_vocabulary_ends_its_drafts(monkeypatch
     assert _is_clean(drafter)
 
 
+@pytest.mark.slow
 def test_texts_stay_beside_look_ups_and_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is recorded by name, as graphs are, and done again."""
     target, some = willing_target(), sampled(9, 3, "coupled")

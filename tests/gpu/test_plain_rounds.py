@@ -116,6 +116,7 @@ def test_texts_are_those_of_one_pass_after_the_other(device: str, apart: int) ->
     assert beside.counts[True, True] > 2, "with prompts in the same pass, too"
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["T=0", "T=1"])
 def test_prompts_in_nearly_every_round_keep_no_round_from_following(device: str, params: dict[str, Any]) -> None:
@@ -158,6 +159,7 @@ def test_slots_of_a_text_that_ended_serve_the_next(device: str) -> None:
     assert target.plain.followed > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_whoever_is_sent_back_for_want_of_room_writes_the_same(device: str) -> None:
     """Long texts that do not fit together: the youngest are sent back, and read again."""
@@ -190,6 +192,7 @@ def test_whoever_is_aborted_leaves_the_others_as_they_are(device: str, when: int
     assert target.plain.followed > 10
 
 
+@pytest.mark.slow
 def test_a_wrong_root_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a row follows its neighbour, or the token of the round before the last."""
     target = _target("cpu")
@@ -218,6 +221,7 @@ def test_a_second_turn_finds_the_pages_of_a_first_that_was_ahead(device: str) ->
     assert again == [text, *alone]
 
 
+@pytest.mark.slow
 def test_nothing_is_launched_where_the_host_decides() -> None:
     target = _target("cpu")
     _write(_engine(target), _requests(replace(GREEDY, temperature=0.8, seed=4, repetition_penalty=1.2)))
@@ -242,6 +246,7 @@ def _mixed(verifier: str) -> list[Request]:
     return made
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verifier", ["coupled", "exact"])
 def test_sampled_texts_are_the_hosts_and_go_ahead_too(device: str, verifier: str) -> None:
@@ -256,6 +261,7 @@ def test_sampled_texts_are_the_hosts_and_go_ahead_too(device: str, verifier: str
     assert changed == [bool(SAMPLED[i % len(SAMPLED)]) for i in range(len(changed))]
 
 
+@pytest.mark.slow
 def test_logprobs_of_sampled_texts_are_the_hosts() -> None:
     def logprobs(target: CudaDecoder) -> list[list[tuple[int, float]]]:
         engine = _engine(target)
@@ -306,6 +312,7 @@ class Standing:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_plain_rounds_follow_as_long_as_their_plan_stands(seed: int) -> None:
     target = _target("cpu")

@@ -128,6 +128,7 @@ def test_negative_control_trees_that_do_not_lie_behind_their_prompts(monkeypatch
     assert not torch.allclose(roots_of(trees, scores.required_logits), apart(seqs)[0], atol=1e-2)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, None]])
 @pytest.mark.parametrize("coupled", [False, True])
@@ -160,6 +161,7 @@ def request(length: int, draw: int) -> Request:
     return Request(prompt, SamplingParams(max_tokens=40), drafter="device", shows_rejected=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", [False, True])
 def test_a_first_token_comes_with_a_drafted_pass_and_is_booked_as_plain(follows: bool) -> None:
     """And the round behind it follows unread, whether its prompt is put off by the head or not."""
@@ -203,6 +205,7 @@ def accepted_at(engine: Engine, some: Sequence[Request]) -> tuple[list[list[int]
     return texts, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "layers"), [(CHAIN, 1), (WIDE, 1), (WIDE, 2)])
 def test_drafts_behind_it_are_those_of_requests_that_waited(
     form: Form, layers: int, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +231,7 @@ def test_drafts_behind_it_are_those_of_requests_that_waited(
     assert watched.followed > 20
 
 
+@pytest.mark.slow
 def test_negative_control_a_head_that_does_not_read_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     target = willing_target(words=5)
     target.model.head[1] = 0.0

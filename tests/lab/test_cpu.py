@@ -50,6 +50,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_the_last_line_is_the_document(
     capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path, tiny_folder: str

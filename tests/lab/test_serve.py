@@ -18,6 +18,7 @@ from lab.serve.stream_client import Answer
 from tests.server.conftest import Running
 
 
+@pytest.mark.slow
 def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--url {served.url}/v1 --requests 4 --loads 4 --max-tokens 6 --plot {tmp_path}/serve.png"
     assert main(["serve", *words.split()]) == 0
@@ -28,6 +29,7 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "serve.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     suite = tmp_path / "short.jsonl"  # 80 prompts are read
     asked = ("Say yes.", "Count to three.", "Name a tree.")
@@ -87,6 +89,7 @@ def test_a_server_at_the_cost_of_a_larger_shape(llm: LLM) -> None:
     assert texts[0] == texts[1] == llm.chat("Count to five.", max_tokens=8, drafter="none").text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_larger_shape_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve-inflated", "--port", "0"]) == 2

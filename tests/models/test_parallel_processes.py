@@ -89,6 +89,7 @@ def test_a_prompt_longer_than_a_plan(one: LLM, two: LLM) -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 def test_an_interrupt_or_error_between_passes_is_survived(two: LLM) -> None:
     """Ctrl-C, or no memory, anywhere on rank 0's own thread: the round is undone and the ranks stay in step."""
     wanted = two.generate(PROMPTS[0], max_tokens=12, temperature=0).token_ids
@@ -102,6 +103,7 @@ def test_an_interrupt_or_error_between_passes_is_survived(two: LLM) -> None:
         assert two.generate(PROMPTS[0], max_tokens=12, temperature=0).token_ids == wanted
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_said(folder: str) -> None:
     llm = LLM(folder, tensor_parallel_size=2, drafter="none")
     target = llm.engine.target
@@ -113,6 +115,7 @@ def test_a_worker_that_dies_is_said(folder: str) -> None:
         llm.generate("abc", max_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_in_mid_pass_ends_its_request(folder: str) -> None:
     llm = LLM(folder, tensor_parallel_size=2, drafter="none")
     pid, stream = workers_of(llm).pids[0], llm.stream("abc", max_tokens=400, ignore_eos=True)
@@ -123,6 +126,7 @@ def test_a_worker_that_dies_in_mid_pass_ends_its_request(folder: str) -> None:
     assert not is_running(pid)
 
 
+@pytest.mark.slow
 def test_no_process_is_left_by_a_program_that_ends(folder: str) -> None:
     """Ctrl-C is survived where the program goes on, and a program that is killed takes its workers along."""
     script = """
@@ -151,6 +155,7 @@ def test_no_process_is_left_by_a_program_that_ends(folder: str) -> None:
     assert wait_for(lambda: not any(map(is_running, pids))), "a worker outlives its program"
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
     job = {"model": str(tmp_path / "none"), "dtype": "float32", "backend": "gloo", "threads": 1}
     workers = Workers(2, [torch.device("cpu")] * 2, job)
@@ -181,6 +186,7 @@ def test_what_cannot_be_split_is_refused(folder: str) -> None:
         load_parallel(other, EngineConfig(tensor_parallel_size=2), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_garbage_ends_the_processes(folder: str) -> None:
     llm = LLM(folder, tensor_parallel_size=2, drafter="none")
     pid = workers_of(llm).pids[0]
@@ -190,6 +196,7 @@ def test_garbage_ends_the_processes(folder: str) -> None:
     assert wait_for(lambda: not is_running(pid)), "an unused model keeps its processes"
 
 
+@pytest.mark.slow
 def test_close_ends_the_processes(two: LLM) -> None:
     """The last test: nothing can be asked of it afterwards."""
     pid, workers = workers_of(two).pids[0], workers_of(two)

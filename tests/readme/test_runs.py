@@ -60,6 +60,7 @@ def _without_marks(text: str) -> str:
     return text.translate({ord(mark): None for mark in "[]"})  # with which an example marks drafted tokens
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.model
 @pytest.mark.parametrize("path", STREAMING, ids=name_of)
 def test_a_text_that_is_streamed_is_printed_once(
@@ -92,6 +93,7 @@ def test_negative_control_a_text_that_is_printed_twice_is_found(
     assert printed(capsys.readouterr().out, streams) == [(1, 2)]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("page", [marked(page, "".join(blocks(page, "python"))) for page in PAGES])
 def test_the_python_blocks_of_a_page_run(page: Path) -> None:
     run_blocks(page)
@@ -105,6 +107,7 @@ def test_an_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert ": False" not in said  # examples print what they claim as "...: True"
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_nano_writes_what_the_engine_writes_on_the_real_model() -> None:
     from forerun.core.params import SamplingParams

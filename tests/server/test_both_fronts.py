@@ -73,6 +73,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_answers_are_the_same(name: str, served: Running, threaded: str) -> None:
     case = {**CASES, **MORE}[name]

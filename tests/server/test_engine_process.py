@@ -48,6 +48,7 @@ def is_healthy(url: str) -> bool:
     return httpx.get(f"{url}/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_started_again() -> None:
     others = {*children_of(os.getpid())}
     with serving(Loader(LOAD_LLM, MODEL), restart=True) as (url, engine):
@@ -70,6 +71,7 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
     assert not is_there(another)
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(caplog: pytest.LogCaptureFixture) -> None:
     """An error that is raised once more would keep the places, and the values there, of all times before."""
 
@@ -97,6 +99,7 @@ def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(caplo
     assert "could not be started again" not in caplog.text, "it was not wanted any more"
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
     """By the name of what ended it, as from an engine on a thread."""
     loader = Loader(f"{FAULTY}:load_failing", {"once": str(tmp_path / "failed")})
@@ -112,6 +115,7 @@ def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
         wait_for(lambda: not is_there(engine), "its process has ended")
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_and_keeps_its_interpreter_is_killed(tmp_path: Path) -> None:
     """None of its threads can answer then."""
     given = {"once": str(tmp_path / "hung"), "keeps_interpreter": True}
@@ -123,6 +127,7 @@ def test_an_engine_that_hangs_and_keeps_its_interpreter_is_killed(tmp_path: Path
         assert not is_there(engine)
 
 
+@pytest.mark.slow
 def test_an_engine_whose_only_work_is_a_grammar_does_not_hang() -> None:
     pytest.importorskip("llguidance")
     with serving(Loader(f"{FAULTY}:load_slow_grammar", {"seconds": 8.0}), hang_seconds=4.0) as (url, _):
@@ -133,6 +138,7 @@ def test_an_engine_whose_only_work_is_a_grammar_does_not_hang() -> None:
         assert is_healthy(url)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_said_as_ever() -> None:
     for loader, error, says in (
         (Loader(LOAD_LLM, {**MODEL, "model": "no-such-model"}), UnknownName, "no-such-model"),
@@ -155,6 +161,7 @@ def test_an_engine_that_is_killed_by_a_signal_without_a_name(tmp_path: Path) -> 
         engine.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_other_processes_import_nothing_from_the_folder_they_are_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def started(said: IO[str], which: str) -> str:
     return line.split()[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", ["thread", "process"])
 def test_requests_end_with_an_error_and_sigterm_still_ends_it(front: str, tmp_path: Path) -> None:
     with hanging(front, "stays", tmp_path) as (process, said, url):
@@ -75,6 +76,7 @@ def healthy(client: httpx.Client) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", ["thread", "process"])
 def test_it_starts_anew_on_the_same_socket(front: str, llm: LLM, tmp_path: Path) -> None:
     with hanging(front, "restart", tmp_path) as (process, said, url):

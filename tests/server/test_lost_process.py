@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import httpx
+import pytest
 
 from forerun import LLM
 from forerun.models.parallel.decoder import ParallelTarget
@@ -19,6 +20,7 @@ from tests.models.tiny_folder import make_tiny_folder
 from tests.server.conftest import children_of, is_there, start, start_process
 
 
+@pytest.mark.slow
 def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None:
     given = {"model": make_tiny_folder(tmp_path), "engine": {"tensor_parallel_size": 2}}
     given["drafting"] = {"drafter": "ngram"}
@@ -48,6 +50,7 @@ def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None
     assert [is_there(another), is_there(rank)] == [False, False], "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_health_says_which_process_has_ended(tmp_path: Path) -> None:
     with LLM(make_tiny_folder(tmp_path), tensor_parallel_size=2, drafter="ngram") as llm:
         assert isinstance(llm.engine.target, ParallelTarget)

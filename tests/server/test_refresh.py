@@ -62,6 +62,7 @@ def recording(drafting: LLM, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     thread.join(10)
 
 
+@pytest.mark.slow
 def test_only_what_says_so_is_recorded(recording: tuple[str, Path], drafting: LLM) -> None:
     url, folder = recording
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "temperature": 0}
@@ -104,6 +105,7 @@ def _ids(backend: Backend) -> tuple[int, ...]:
     return tuple(backend.tokenizer.chat_ids([{"role": "user", "content": PROMPT}]))
 
 
+@pytest.mark.slow
 def test_a_head_that_drafts_worse_is_taken_out_again(
     drafting: LLM, heads: HeadVersions, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_head_that_drafts_worse_is_taken_out_again(
     assert not (heads.folder / "v0001" / "rolled_back.json").exists()
 
 
+@pytest.mark.slow
 def test_a_text_under_way_keeps_its_head(drafting: LLM, heads: HeadVersions) -> None:
     """The one that began before the swap drafts as well as ever; the one that began after it does not."""
 
@@ -164,6 +167,7 @@ def test_a_text_under_way_keeps_its_head(drafting: LLM, heads: HeadVersions) -> 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_head_is_swapped_in_another_process(heads: HeadVersions) -> None:
     """And a new process, in place of one that died, drafts with the version that the link is at."""
     always = {"speculative_config": {"drafter": "eagle3", "controller": "fixed", "budget": 5}}

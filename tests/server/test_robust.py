@@ -70,6 +70,7 @@ def wanted(llm: LLM) -> list[str]:
     return [llm.generate(prompt, params).text for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["drafter", "pass"])
 def test_faults_change_no_text(
     part: str, llm: LLM, wanted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -104,6 +105,7 @@ def test_an_answer_names_what_drafted(
     assert [json.loads(line)["drafter"] for line in logged] == named
 
 
+@pytest.mark.slow
 def test_one_request_that_always_fails_does_not_hurt_the_others(
     llm: LLM, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_one_request_that_always_fails_does_not_hurt_the_others(
             assert (text, reason, error) == (wanted[i], "length", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restart", [False, True])
 def test_an_engine_that_died_is_reported(restart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM.load("smollm2", config=EngineConfig(max_batch=4, max_length=512))
@@ -156,6 +159,7 @@ def test_an_engine_that_died_is_reported(restart: bool, monkeypatch: pytest.Monk
         assert llm.engine.target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_deadlines_end_streams_and_whole_answers(llm: LLM) -> None:
     with serving(llm, deadline=0.5) as url:
         _, reason, error = stream(url, "Once", max_tokens=900)
@@ -165,6 +169,7 @@ def test_deadlines_end_streams_and_whole_answers(llm: LLM) -> None:
         assert stream(url, "Once", max_tokens=2)[1] == "length", "the next one is served"
 
 
+@pytest.mark.slow
 def test_keys_from_a_file_and_their_rates(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\nfirst\n\nsecond\n")
     with serving(llm, api_keys=read_keys(tmp_path / "keys"), rate_limit=3) as url:

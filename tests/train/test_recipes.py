@@ -96,6 +96,7 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
     assert len(record["data_hash"]) == 64
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark"])
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
@@ -167,6 +168,7 @@ def test_eagle3_can_leave_the_lm_head_to_the_target(tiny: Checkpoint, texts: Pat
     assert len(drafter.head.vocabulary) == 40
 
 
+@pytest.mark.slow
 def test_eagle3_can_be_narrower_than_its_target(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """It begins with the target's LM head in the directions that matter most, learns, and drafts."""
     assert DecoderConfig.from_hf(tiny.config).width == 32

@@ -69,6 +69,7 @@ def test_no_more_is_accepted_in_a_round_than_a_chain_of_five_drafts() -> None:
     assert walk_rows(usable, usable, torch.zeros(30, 8, dtype=torch.long), 0) == (30, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "hydra", "dflash"])
 def test_what_is_walked_is_what_decoding_counts(
     method: Method, tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path

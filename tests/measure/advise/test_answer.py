@@ -102,6 +102,7 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     assert tree.cut(2).rounds[0][0] == (6, 2, 2)
 
 
+@pytest.mark.slow
 def test_what_vllm_lacks_is_answered_with_the_next_best_that_it_has() -> None:
     slower, faster = (Drafting((((nodes, nodes, nodes),) * 8,) * 2) for nodes in (4, 8))
     copying = evidence(FLAT, COPYING, COPYING)
@@ -125,6 +126,7 @@ def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
     assert cheap["capture_hours"] == pytest.approx(2_000_000 / 1000 / 3600, abs=0.01)
 
 
+@pytest.mark.slow
 def test_where_suffix_has_its_table_it_is_replayed_with_it() -> None:
     """As on a GPU: in a text that copies nothing, look-ups alone gain nothing. `auto` is suffix there too."""
     rows = torch.arange(200)[:, None] + 1
@@ -160,6 +162,7 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     assert len(found.draftings["draft_model"].rounds) == 2
 
 
+@pytest.mark.slow
 def test_the_command_answers_and_checks_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +205,7 @@ def test_nothing_to_check_with_is_refused() -> None:
         advise.split([Prompt("a", "qa", (1,))])
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_gets_an_answer(smollm2_path: str, tmp_path: Any) -> None:
     file = tmp_path / "own.jsonl"
@@ -218,6 +222,7 @@ def test_one_prompt_is_said_to_be_one() -> None:
     assert "one prompt" not in " ".join(in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8))))
 
 
+@pytest.mark.slow
 def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
     copying, fresh = evidence(FLAT, COPYING, COPYING), evidence(STEEP, FRESH, FRESH)
     tree = Drafting((((6, 3, 3),) * 8,) * 2, level=0.01)
@@ -244,6 +249,7 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
     assert "predicted" not in said, "of what was not measured nothing is claimed"
 
 
+@pytest.mark.slow
 def test_the_drafter_called_auto_is_the_engines_own() -> None:
     prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
     settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
@@ -252,6 +258,7 @@ def test_the_drafter_called_auto_is_the_engines_own() -> None:
         assert found["auto"]["drafter"] == drafter
 
 
+@pytest.mark.slow
 def test_own_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
     monkeypatch.setattr(advise, "load_average", lambda: 1000.0)
