@@ -13,7 +13,7 @@ import pytest
 from forerun.api.llm import LLM
 from forerun.build import engine as build
 from forerun.build.auto_drafter import prospect_of, time_levels, weigh_head
-from forerun.build.engine import build_named, choose_drafter, make_engine
+from forerun.build.engine import build_named, choose_drafter, make_engine, refuse_missing_head
 from forerun.build.fingerprint import Fingerprint, find_head
 from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.core.errors import InvalidInput
@@ -123,8 +123,9 @@ def test_the_default_is_the_head_of_the_box_or_what_passes_say(tmp_path: Path, m
     monkeypatch.setattr(build, "find_head", partial(find_head, box=tmp_path / "box"))
     monkeypatch.setattr(build, "_device", lambda name: name)
     assert chosen() == chosen("cpu") == ("auto", None)  # what passes take decides, once they are measured
+    assert chosen(drafter="eagle3") == ("eagle3", None)
     with pytest.raises(InvalidInput, match="drafter='eagle3' needs a head, and none comes with the package"):
-        chosen(drafter="eagle3")  # before anything is loaded
+        refuse_missing_head(SpeculativeConfig("eagle3"), Named)  # type: ignore[arg-type]
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("ngram+eagle3", folder)
     assert chosen("cpu") == ("auto", folder)  # what passes cost there decides, once they are measured
@@ -132,8 +133,9 @@ def test_the_default_is_the_head_of_the_box_or_what_passes_say(tmp_path: Path, m
     assert chosen(drafter="ngram") == ("ngram", folder)  # for requests that ask for it
     assert chosen(drafter="none") == ("none", folder)
     assert chosen(drafter="draft_model") == ("draft_model", None)  # a head is no second model
-    with pytest.raises(InvalidInput, match="drafter='medusa' needs a head"):
-        chosen(drafter="medusa")
+    assert chosen(drafter="medusa") == ("medusa", None)
+    for drafter in ("auto", "ngram", "none", "draft_model"):
+        refuse_missing_head(SpeculativeConfig(drafter), Named)  # type: ignore[arg-type]
 
 
 def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:

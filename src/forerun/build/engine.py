@@ -192,12 +192,17 @@ def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint, devic
             return replace(speculative, drafter=chosen, draft_model=str(bundled.head.path))
         if drafter == "mtp" and carries_mtp(checkpoint.weights):
             return replace(speculative, draft_model=str(checkpoint.path))
-        if wanted != "auto":
-            raise InvalidInput(
-                f"drafter={drafter!r} needs a head, and none comes with the package for {checkpoint.name}; "
-                "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
-            )
     return speculative
+
+
+def refuse_missing_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> None:
+    """A drafter that runs a head, where none was given or found, is the caller's error before weights are loaded."""
+    drafter = speculative.drafter
+    if speculative.draft_model is None and drafter != "auto" and needs_head(drafter):
+        raise InvalidInput(
+            f"drafter={drafter!r} needs a head, and none comes with the package for {checkpoint.name}; "
+            "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
+        )
 
 
 def needs_head(drafter: str) -> bool:

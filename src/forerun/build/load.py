@@ -29,6 +29,7 @@ from forerun.build.engine import (
     load_target,
     make_engine,
     needs_head,
+    refuse_missing_head,
     token_map,
 )
 from forerun.build.memory_limit import as_out_of_memory
@@ -94,6 +95,7 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     elif settings.tensor_parallel_size > 1:  # ranks on one CPU share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
     speculative = choose_drafter(speculative, checkpoint, settings.device)
+    refuse_missing_head(speculative, checkpoint)
     opened = [open_checkpoint(given) for given in draft_models(speculative)]
     smaller = [(small, token_map(checkpoint, small)) for small in opened]
     tokenizer = checkpoint.tokenizer()
