@@ -60,6 +60,7 @@ class DrafterSpec:
     beside: str | None = None  # a drafter that costs nothing and is best composed with it: beside+name
     reads_source: bool = False  # is it for encoder-decoders alone?
     members: tuple[DrafterSpec, ...] = ()  # of a composition
+    by_request: bool = False  # drafts only what a request brings with it: alone it drafts nothing
 
     @property
     def checkpoints(self) -> int:
@@ -219,10 +220,12 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "prediction", "forerun.drafters.lookup.prediction:PredictionDrafter",
             says="Predicted outputs: the text that a request predicts, aligned with what is written.",
+            by_request=True,
         ),
         DrafterSpec(
             "forced", "forerun.drafters.lookup.forced:ForcedDrafter",
             says="Forced tokens: what a grammar or a thinking budget leaves no choice about.",
+            by_request=True,
         ),
         DrafterSpec(
             "layer_skip", "forerun.drafters.model.layer_skip:LayerSkipDrafter",

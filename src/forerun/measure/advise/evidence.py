@@ -171,7 +171,7 @@ def _available(llm: LLM, wanted: Sequence[str]) -> dict[str, Drafter]:
     if wanted:
         return {name: llm.engine.drafters.get(name) for name in wanted}
     found: dict[str, Drafter] = {}
-    specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
+    specs = sorted((spec for spec in registry.drafters.specs() if not spec.by_request), key=lambda spec: spec.name)
     for name in dict.fromkeys(name for spec in specs for name in (spec.name, spec.best)):
         if name == "none":
             continue
