@@ -84,7 +84,7 @@ def every_method(given: Given) -> list[Method]:
             names += _with_models(spec, given.draft_models)
         elif spec.needs == "head":
             names += _with_heads(spec, given.head_for(spec))
-        elif spec.name not in ("none", *names):
+        elif spec.name not in ("none", *names) and not spec.by_request:
             names.append(spec.name)  # of another package
     if len(given.draft_models) == 2:
         both = ";".join(given.draft_models)

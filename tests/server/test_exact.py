@@ -73,7 +73,11 @@ async def streamed(url: str, case: dict[str, Any], speculative: Any) -> list[dic
             for choice in chunk.choices:
                 own = found.setdefault(choice.index, {"text": "", "calls": [], "reason": None, "logprobs": []})
                 own["text"] += choice.delta.content or ""
-                own["calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or ()]
+                for call in choice.delta.tool_calls or ():  # a name first, then its arguments piece by piece
+                    if call.function.name is not None:
+                        own["calls"].append((call.function.name, ""))
+                    called, arguments = own["calls"][call.index]
+                    own["calls"][call.index] = called, arguments + (call.function.arguments or "")
                 own["reason"] = choice.finish_reason or own["reason"]
                 own["logprobs"] += choice.logprobs.content if choice.logprobs else []
     return [found[i] for i in sorted(found)]
