@@ -73,9 +73,9 @@ def test_they_are_found_later_too_and_left_again() -> None:
     """A third of the way nothing matches, then all is copied, then nothing matches again."""
     simulation = simulate(TEXTS["no matches"] * 4, 32)
     simulation.run(200)
-    simulation.texts = COPYING
+    simulation.texts.texts = COPYING
     simulation.run(500)
-    simulation.texts = TEXTS["no matches"]
+    simulation.texts.texts = TEXTS["no matches"]
     history = simulation.run(500)
     assert history.speed(450, 700) > 1.3
     assert history.speed(1000) > 0.99

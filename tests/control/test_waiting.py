@@ -133,7 +133,7 @@ def test_the_first_round_of_a_text_tells_no_gap() -> None:
         simulation._step()
         (chooser,) = simulation.controller._choosers.values()
         seen.append(chooser.around.gap(1))
-    assert simulation._text > 5
+    assert simulation.texts.started > 5
     assert seen[-1] == pytest.approx(8e-4, rel=0.3)
 
 

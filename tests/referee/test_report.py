@@ -83,7 +83,7 @@ import sys
 for name in ("torch", "transformers", "tokenizers", "httpx"):
     sys.modules[name] = None
 from forerun.cli.app import main
-sys.argv = ["forerun", "verify", URL, "--table", {str(folder)!r}, "--check", "greedy.alone", "--check", "law.top_k",
+sys.argv = ["forerun", "verify", URL, "--table", {str(folder)!r}, "--only", "greedy.alone", "--only", "law.top_k",
             "--tokens", "1500", "--html", {str(tmp_path / "r.html")!r}, "--junit", {str(tmp_path / "r.xml")!r},
             "--json", {str(tmp_path / "r.json")!r}]
 main()
@@ -102,7 +102,7 @@ main()
 def test_a_failure_exits_with_one(pair: Pair, tmp_path: Path, forerun: Callable[..., int], capsys: Any) -> None:
     folder = make_model(tmp_path, pair).folder
     with served(Planted(pair, frozenset(["rejected_kv_kept"]))) as target:
-        assert forerun("verify", target.url, "--table", str(folder), "--check", "greedy.alone") == 1
+        assert forerun("verify", target.url, "--table", str(folder), "--only", "greedy.alone") == 1
     said = capsys.readouterr().out
     assert "greedy.alone: alone: a greedy text is not the one due" in said
     assert "again: curl -s" in said
@@ -110,7 +110,7 @@ def test_a_failure_exits_with_one(pair: Pair, tmp_path: Path, forerun: Callable[
 
 def test_a_run_in_which_nothing_was_checked_is_no_pass(pair: Pair, forerun: Callable[..., int], capsys: Any) -> None:
     with served(Planted(pair)) as target:
-        assert forerun("verify", target.url, "--check", "law.top_k") == 1
+        assert forerun("verify", target.url, "--only", "law.top_k") == 1
     assert "nothing was checked" in capsys.readouterr().out
 
 
@@ -120,7 +120,7 @@ def test_a_run_in_which_nothing_was_checked_is_no_pass(pair: Pair, forerun: Call
         (["nosuch"], "target 'nosuch' is no URL, no folder and no module:function"),
         (["http://127.0.0.1:9", "--table", "nosuch"], "--table 'nosuch' has no table.json"),
         (["http://127.0.0.1:9", "--off", "{"], "--off '{' is no JSON"),
-        (["http://127.0.0.1:9", "--check", "greedy.alon e"], "greedy.alon e"),
+        (["http://127.0.0.1:9", "--only", "greedy.alon e"], "greedy.alon e"),
         (["no.such:function"], "cannot import the target 'no.such:function'"),
     ],
 )

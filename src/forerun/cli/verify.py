@@ -82,7 +82,7 @@ def run(
     model: ModelName = None,
     extra: Extra = "{}",
     rename: Rename = "{}",
-    check: Names = None,
+    only: Names = None,
     with_module: Modules = None,
     tokens: Tokens = 60_000,
     seconds: Seconds = 180.0,
@@ -100,7 +100,7 @@ def run(
             check_file(flag, file)
     for module in with_module or ():
         _import(module)
-    checks = chosen_checks(check or ())
+    checks = chosen_checks(only or ())
     pair = None if table is None else _pair(table)
     found = _target(target, engine, pair, model, plain, _fields("--off", off) if off else None,
                     _fields("--extra", extra), _fields("--rename", rename),
