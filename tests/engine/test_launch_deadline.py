@@ -20,7 +20,7 @@ ROUND = 8e-3
 
 
 def launched(seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form") -> Any:
-    trees = SimpleNamespace(form=form, drafting=lambda: 0.0)
+    trees = SimpleNamespace(form=form, draft_seconds=0.0)
     return SimpleNamespace(seqs=seqs, trees=trees, scores=SimpleNamespace(seconds=lambda: seconds, read=read))
 
 

@@ -31,7 +31,8 @@ class FakeTrees:
     seconds: float = 0.0
     follows: tuple[int, ...] | None = None
 
-    def drafting(self) -> float:
+    @property
+    def draft_seconds(self) -> float:
         return self.seconds
 
 

@@ -191,7 +191,6 @@ class _Texts:
                 budget=self._budget(),
                 shows_rejected=rng.random() < 0.1,
                 cache_salt=rng.choice(("", "", "", "a", None)),
-                prediction=self._prediction(prompt),
             )
         self.made.append(one)
         return one
@@ -214,12 +213,6 @@ class _Texts:
         else:
             prompt = self._tokens(rng.choice((4, 9, 20, 63, 64, 65, 100, 129, 250)))
         return prompt[: 50 if self.short else min(self.longest - 80, self.setting.context - 1)]
-
-    def _prediction(self, prompt: list[int]) -> tuple[int, ...]:
-        """Of some texts; by dice of its own, so that all else of a seed is as it was."""
-        rng = random.Random(f"{len(self.made)} {prompt}")
-        kinds = (prompt[: self.setting.context], prompt[len(prompt) // 2 :], [rng.randrange(2, VOCAB)] * 9)
-        return tuple(rng.choice(kinds)) if rng.random() < 0.15 else ()
 
     def _params(self, prompt: int) -> SamplingParams:
         rng, more = self.rng, dict[str, Any]()
@@ -271,3 +264,13 @@ _LAWS: tuple[dict[str, Any], ...] = (
 def without_drafts(request: Request) -> Request:
     """The same, as it is asked for alone."""
     return replace(request, drafter="none", budget=None, cache_salt=None, shows_rejected=False)
+
+
+def with_predictions(scenario: Scenario) -> Scenario:
+    """Some of its requests predict their texts, rightly or not; all else is as it was."""
+    made = list[Request]()
+    for i, one in enumerate(scenario.requests):
+        rng, prompt = random.Random(f"{i} {one.prompt}"), one.prompt
+        kinds = (prompt, prompt[len(prompt) // 2 :], (rng.randrange(2, VOCAB),) * 9)
+        made.append(replace(one, prediction=rng.choice(kinds)) if rng.random() < 0.4 else one)
+    return replace(scenario, requests=tuple(made))

@@ -26,7 +26,7 @@ from tests.fuzz.damage import (
 )
 from tests.fuzz.play import Counts, Wrong, play
 from tests.fuzz.play_async import play_async
-from tests.fuzz.scenario import FOLLOW, FORMS, PLAIN, Scenario, make_scenario
+from tests.fuzz.scenario import FOLLOW, FORMS, PLAIN, Scenario, make_scenario, with_predictions
 from tests.fuzz.shrink import shrink
 
 SEEDS = (3001, 3003, 3004, 3008, 3009, 3010, 3011, 3013, 3018)
@@ -78,6 +78,13 @@ def test_every_text_is_too_where_forms_change_behind_unread_rounds(seed: int) ->
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
     assert play(make_scenario(seed)).tokens > 0
+
+
+@pytest.mark.parametrize("seed", [3003, 3008])
+def test_every_text_is_too_where_some_are_predicted(seed: int) -> None:
+    scenario = with_predictions(make_scenario(seed))
+    assert any(one.prediction for one in scenario.requests)
+    assert play(scenario).tokens > 0
 
 
 def test_these_do_what_they_are_for() -> None:
