@@ -107,10 +107,10 @@ def test_what_must_be_read_first_would_be_noticed(monkeypatch: pytest.MonkeyPatc
 def test_batches_are_such_that_trees_fit_a_pass() -> None:
     draft = both_drafters(make_target("llama", "cpu", kernels="torch"), borrows=True)[0].draft
     for nodes in (60, 100, 5):
-        wanted = draft.fitting(1, nodes, 7, 10)
+        wanted = draft.menu.fitting(1, nodes, 7, 10)
         fit = batch_for(32, nodes, MAX_ROWS)
-        assert draft.fitting(fit, nodes, 7, 10) == wanted
-        cut = draft.fitting(32, nodes, 7, 10)
+        assert draft.menu.fitting(fit, nodes, 7, 10) == wanted
+        cut = draft.menu.fitting(32, nodes, 7, 10)
         assert (cut != wanted) is (nodes > 30), "a tree of 60 would have 31 nodes in a batch of 32"
 
 
