@@ -9,15 +9,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 # Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, and what
 # callers pass (prompts as arrays, streamers).
 NOT_OURS = {
+    "api/dropin/run.py": 1,
+    "api/dropin/wrapped.py": 1,
+    "api/prompts.py": 3,
+    "build/memory_limit.py": 1,
     "cli/doctor.py": 1,
-    "dropin/run.py": 1,
-    "dropin/wrapped.py": 1,
+    "core/params.py": 1,
     "models/hf/check.py": 3,
     "models/hf/target.py": 6,
     "models/load/gguf.py": 1,
     "models/native/library.py": 1,
-    "params.py": 1,
-    "prompts.py": 3,
+    "referee/suite.py": 1,
+    "referee/targets.py": 3,
+    "server/limits.py": 1,
     "train/provenance.py": 1,
     "train/recipes/eagle.py": 2,
 }

@@ -220,7 +220,8 @@ def test_an_engine_and_its_tokenizer_make_either() -> None:
 SERVER_ONLY = {
     "model", "messages", "prompt", "stream", "stream_options", "record", "speculative", "best_of", "echo", "suffix",
     "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-    "response_format",
+    "response_format", "parallel_tool_calls", "reasoning_effort",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",  # old names of structured_outputs
 }  # fmt: skip
 
 
