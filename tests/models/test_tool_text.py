@@ -9,7 +9,8 @@ import pytest
 
 from forerun.core.errors import InvalidInput
 from forerun.models.load.chat import render_chat
-from forerun.server.tools import find_calls
+from forerun.server.parsers.pieces import found_in
+from forerun.server.parsers.tools import ToolParser
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
     "type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "integer"}}}}}  # fmt: skip
@@ -65,7 +66,7 @@ def test_without_tools_nothing_is_said_of_them(tools: Any) -> None:
 def test_calls_and_results_are_text() -> None:
     text = render_chat(PLAIN, CALLED)
     answer = text.split("[assistant]")[1].split("[user]")[0]
-    said, calls = find_calls(answer, {"add"})
+    said, calls, _ = found_in(ToolParser({"add": {}}), answer)
     assert said is None
     assert [json.loads(call.arguments) for call in calls] == [{"a": 2, "b": 3}, {"a": 4, "b": "é"}]
     results = text.split("[user]")[2]
@@ -85,7 +86,7 @@ def test_calls_and_results_are_text() -> None:
 def test_what_is_taught_is_what_is_read() -> None:
     text = render_chat(PLAIN, [USER], tools=[TOOL])
     example = text[text.index("<tool_call>") : text.index("</tool_call>") + len("</tool_call>")]
-    ((call,), said) = find_calls(example, {"the function's name"})[::-1]
+    said, (call,), _ = found_in(ToolParser({"the function's name": {}}), example)
     assert (call.name, said) == ("the function's name", None)
 
 
