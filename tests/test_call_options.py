@@ -244,6 +244,7 @@ def test_a_stream_reads_well_in_a_notebook(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_by_its_name(smollm2_path: str) -> None:
     llm = LLM("smollm2", drafter="none", max_length=64)
     assert repr(llm) == "LLM('smollm2', drafter='none')"

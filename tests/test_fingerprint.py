@@ -114,6 +114,7 @@ def test_models_with_other_weights_have_none() -> None:
     assert Fingerprint.of(replace(checkpoint(), weights=strange)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_keeps_its_heads_under_another_name(
     smollm2_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -106,6 +106,7 @@ def command(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toys")
 def test_one_registration_puts_a_drafter_into_the_list(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -173,6 +173,7 @@ def test_more_prompts_than_are_allowed_are_refused_and_leave_nothing() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_async_llm_loads_by_name_and_closes_what_it_loaded(smollm2_path: str) -> None:
     closed, wanted = list[LLM](), LLM(smollm2_path, drafter="none").chat("Hi", max_tokens=4)
 

@@ -119,6 +119,7 @@ def test_the_completion_is_there_with_the_last_event() -> None:
     assert run_async(read) == "length"
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_drops_its_request() -> None:
     llm = make()
     with llm.stream("abc", ENDLESS) as stream:

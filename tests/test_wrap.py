@@ -109,6 +109,7 @@ def test_prompt_lookup(model: Any, wrapped: Wrapped) -> None:
     assert torch.equal(wrapped.generate(**batch, **settings), wanted)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("number", [None, 3])
 def test_a_second_model_drafts(model: Any, wrapped: Wrapped, number: int | None) -> None:
     draft, one, batch = llama(seed=1, width=16), ragged((9,)), ragged()

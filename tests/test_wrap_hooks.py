@@ -49,6 +49,7 @@ def model() -> Any:
     return llama()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", HOOKS)
 def test_greedy_equals_transformers(model: Any, name: str) -> None:
     ours, small = wrap(model), llama(seed=1, width=16)
@@ -60,6 +61,7 @@ def test_greedy_equals_transformers(model: Any, name: str) -> None:
             assert torch.equal(ours.generate(**batch, max_new_tokens=20, **HOOKS[name], **given), wanted)
 
 
+@pytest.mark.slow
 def test_sampled_texts_do_not_depend_on_the_drafter(model: Any) -> None:
     settings: dict[str, Any] = {
         "do_sample": True, "temperature": 1.3, "max_new_tokens": 20, "seed": 3, "eos_token_id": None,
@@ -159,6 +161,7 @@ def test_what_the_last_call_came_to(model: Any) -> None:
     assert len(ours.last) == 1
 
 
+@pytest.mark.slow
 def test_a_drafter_by_name(model: Any) -> None:
     one, small = ragged((9,)), llama(seed=1, width=16)
     wanted = model.generate(**one, max_new_tokens=12)

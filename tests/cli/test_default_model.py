@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_drafting_does_not_change_the_text(forerun: Run) -> None:
     def document(*flags: str) -> dict[str, object]:
         asked = ("generate", "Count: one two one two", "--max-tokens", "16", "--json", "-", "--budget", "4")
@@ -32,6 +33,7 @@ def test_drafting_does_not_change_the_text(forerun: Run) -> None:
     assert plain["text"] == drafted["text"] != ""
 
 
+@pytest.mark.slow
 def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
     ran = forerun("doctor", "--json", "-")
     assert ran.code == 0
@@ -54,6 +56,7 @@ print(*sys.modules, sep=" ")
 """
 
 
+@pytest.mark.slow
 def test_a_start_imports_only_what_it_needs() -> None:
     ended = subprocess.run([sys.executable, "-c", GENERATE], capture_output=True, text=True, check=True)
     loaded = set(ended.stdout.split())

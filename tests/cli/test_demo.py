@@ -49,6 +49,7 @@ def test_nothing_is_divided_by_a_text_of_one_round() -> None:
     assert Compared(Written(1), Written(1)).gain == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(not PRESENT, reason="the default model is absent; run: forerun models pull smollm2")
 def test_the_default_model_repeats_its_prompt_in_the_edit_alone(forerun: Run) -> None:

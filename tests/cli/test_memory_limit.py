@@ -37,6 +37,7 @@ def test_commands_under_a_limit_say_so_in_one_line(megabytes: int, command: str)
     assert ran.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_torch_go_on() -> None:
     for command in ("models", "drafters"):
         ran = limited(120, "-m", "forerun", command)

@@ -16,6 +16,7 @@ def run(program: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_package_and_the_server_are_imported_without_it() -> None:
     run(
         "import forerun, forerun.ray, forerun.api.llm, forerun.server.cluster.run\n"
@@ -25,6 +26,7 @@ def test_the_package_and_the_server_are_imported_without_it() -> None:
     run("import forerun.server.app, forerun.server.run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", ["serve --replicas 2", "data make --ray --out /nowhere/at/all --target smollm2 --own-prompts 1"]
 )
@@ -35,6 +37,7 @@ def test_what_needs_it_says_so(words: str, smollm2_path: str) -> None:
     assert ended.stderr.strip().splitlines()[-1].endswith("pip install 'forerun[ray]'"), ended.stderr
 
 
+@pytest.mark.slow
 def test_help_needs_neither_ray_nor_torch() -> None:
     told = "print('torch' in sys.modules, 'ray' in sys.modules and sys.modules['ray'] is not None)"
     for words in ("serve --help", "plan --help", "data make --help"):

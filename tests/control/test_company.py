@@ -81,6 +81,7 @@ def write(contenders: Sequence[Sequence[str]], right: float = RIGHT) -> list[lis
 others_in_turn = pytest.mark.parametrize("others", [[NGRAM], [SUFFIX], [NONE], [NGRAM, SUFFIX], [SUFFIX, NONE, NGRAM]])
 
 
+@pytest.mark.slow(keep=4)
 @others_in_turn
 @pytest.mark.parametrize("contender", [HEAD, BOTH])
 def test_a_contender_drafts_in_company_as_it_does_alone(contender: str, others: list[str]) -> None:

@@ -63,6 +63,7 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     return target.spent, engine.stats.drafted
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch", [8, 16])
 def test_a_loaded_server_is_not_slower_for_drafting(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, none = seconds_under_load("none", batch, monkeypatch)

@@ -79,6 +79,7 @@ def behind_pauses(texts: dict[str, list[Text]], pause: float = PAUSE, seed: int 
     return RunSimulation(X86, MEASURED, texts, noise=0.1, seed=seed, pause=pause).run()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("texts", [BY_TASK, REVERSED, WRONG], ids=["tasks", "reversed", "wrong"])
 def test_passes_behind_a_pause_are_part_of_what_drafts_cost(texts: dict[str, list[Text]]) -> None:
     found = [behind_pauses(texts, seed=seed) for seed in range(1, 5)]

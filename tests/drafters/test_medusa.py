@@ -23,6 +23,7 @@ from tests.drafters.tiny_heads import heads_config, heads_weights
 VOCAB = 9
 
 
+@pytest.mark.slow
 def test_the_fixed_tree_is_the_best_of_all() -> None:
     """Against every connected tree of that many nodes whose children are taken by rank."""
     rates = ((0.5, 0.3, 0.1), (0.45, 0.35, 0.05), (0.6, 0.1, 0.05))

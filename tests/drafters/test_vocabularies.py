@@ -137,6 +137,7 @@ def test_the_targets_law_comes_out(drafter: str, verifier: str) -> None:
     assert chi_square_p(counts, joint_law(table(6), PROMPT, WARM, 3)) > 1e-4
 
 
+@pytest.mark.slow
 def test_negative_control_a_law_that_was_not_masked_is_caught() -> None:
     """What is not shared keeps some of the law that goes with the draft, though it can never be drawn."""
 
@@ -254,6 +255,7 @@ def other_models() -> list[Path]:
     return sorted(path for path in (cache_folder() / "models").glob("*.gguf") if "smollm2" not in path.name.lower())
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("path", other_models() or [None], ids=lambda path: path and path.stem)
 def test_real_models_of_other_families(smollm2_path: str, path: Path | None) -> None:

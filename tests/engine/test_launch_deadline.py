@@ -105,6 +105,7 @@ def served(drafts: bool, clients: int) -> Answered:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_clients_that_ask_again_are_read_a_round_earlier(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(monkeypatch)

@@ -37,6 +37,7 @@ def test_hardly_a_round_is_read_first_though_forms_change() -> None:
     assert first < 0.04 * rounds
 
 
+@pytest.mark.slow
 def test_negative_control_where_every_change_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = load()[3]
     monkeypatch.setattr(AdaptiveController, "switches", lambda self, seqs: None)

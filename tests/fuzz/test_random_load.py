@@ -53,6 +53,7 @@ def even(seed: int, ends: bool = False, **setting: Any) -> Scenario:
     return replace(made, setting=replace(made.setting, **names), requests=tuple(requests))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5002, 5004, 5008])
 def test_every_text_of_plain_rounds_that_follow_is_too(seed: int) -> None:
     """Prompts beside nearly all of them, few pages, passes captured on the way."""
@@ -60,6 +61,7 @@ def test_every_text_of_plain_rounds_that_follow_is_too(seed: int) -> None:
     assert play(scenario).followed > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5002, 5004])
 def test_every_text_that_an_mtp_layer_drafts_for_is_too(seed: int) -> None:
     counts = play(even(seed, drafters=("mtp",), forms=((6, 3, 3), (3, 3, 1)), captures=True))
@@ -67,6 +69,7 @@ def test_every_text_that_an_mtp_layer_drafts_for_is_too(seed: int) -> None:
     assert counts.accepted > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5002, 5004, 5008])
 def test_every_text_is_too_where_forms_change_behind_unread_rounds(seed: int) -> None:
     scenario = even(seed, controller="switching", forms=(*FORMS, PLAIN, PLAIN), pages=14, prompt_rows=(16, 64))
@@ -87,6 +90,7 @@ def test_every_text_is_too_where_some_are_predicted(seed: int) -> None:
     assert play(scenario).tokens > 0
 
 
+@pytest.mark.slow
 def test_these_do_what_they_are_for() -> None:
     """Else they would prove nothing."""
     total = Counts()

@@ -44,6 +44,7 @@ def _texts(engine: Engine, prompts: list[tuple[int, ...]], form: str, batch: int
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_texts_of_a_full_batch_are_those_of_batch_1(device: str) -> None:
     need_cuda(device)

@@ -50,6 +50,7 @@ def has_accepted(engine: Engine, target: CudaDecoder) -> bool:
     return ahead is not None and ahead.trees.form is not None and int((accepted[:4] > 0).sum()) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [ask_for_another, swap_the_head])
 def test_texts_stay_while_a_drafter_is_built(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [replace(one, params=replace(one.params, ignore_eos=True, max_tokens=16)) for one in requests(6, 6)]

@@ -64,6 +64,7 @@ def rows_of_one_that_joins(draw: int, monkeypatch: pytest.MonkeyPatch) -> list[b
     return found
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_token_that_joins_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [rows_of_one_that_joins(draw, monkeypatch) for draw in range(6)]
     assert all(map(len, found))
@@ -99,6 +100,7 @@ def test_after_a_failure_no_round_is_taken_for_one_whose_rows_were_kept(
     assert drafter.draft.rows.held == 0
 
 
+@pytest.mark.slow
 def test_sequences_that_join_need_no_room_behind_trees_that_they_have_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool has as many pages as are asked for, and no more."""
     target = willing_target(kv_slots=64 * 40)

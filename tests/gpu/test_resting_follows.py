@@ -74,6 +74,7 @@ def rounds_of(tokens: int) -> tuple[list[int], Counter[tuple[bool, bool]]]:
     return text, controller.kinds
 
 
+@pytest.mark.slow
 def test_plain_rounds_of_a_drafter_that_never_pays_follow_each_other() -> None:
     text, kinds = rounds_of(300)
     drafted, followed, first = kinds[True, False], kinds[False, True], kinds[False, False]
@@ -82,6 +83,7 @@ def test_plain_rounds_of_a_drafter_that_never_pays_follow_each_other() -> None:
     assert followed > 0.65 * 300
 
 
+@pytest.mark.slow
 def test_negative_control_without_a_rest_every_round_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SequencePlanner, "rests", lambda *_: False)
     assert rounds_of(120)[1][False, True] == 0

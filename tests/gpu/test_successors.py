@@ -43,6 +43,7 @@ def test_they_are_the_laws_of_passes_over_one_text_each(device: str) -> None:
     assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_texts_without_copies_are_drafted_too() -> None:
     """Behind every token comes the next one: what misleads a look-up is known to the table."""
     target, some = counting_target(), asked(misleading(4), 40)

@@ -113,6 +113,7 @@ def test_texts_are_those_of_plain_decoding_and_every_kind_of_switch_is_made(devi
     assert kinds["read first"] < 0.15 * kinds.total()
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("verifier", ["coupled", "exact"])
 def test_sampled_texts_are_those_of_the_host(verifier: str) -> None:
     some, kinds = sampled(12, 3, verifier), Counter[str]()
@@ -139,6 +140,7 @@ def accepted_of(
     return texts, [one[:-2] for one in accepted], kinds
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("layers", "heat"), [(1, 0.0), (2, 0.0), (1, 1.0)])
 def test_drafts_are_those_of_rounds_that_were_read(layers: int, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has read the same rows: of deeper trees than it drafts now, of plain rounds, of prompts."""
@@ -159,6 +161,7 @@ def nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("name", "mistake"), [("_forms_behind", only_the_form), ("_keep", nothing)], ids=["unread rows", "lost rows"]
 )

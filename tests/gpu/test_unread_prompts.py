@@ -194,6 +194,7 @@ def _text(tokens: dict[int, list[int]], engine: Engine) -> None:
             tokens.setdefault(event.seq_id, []).extend(event.tokens)
 
 
+@pytest.mark.slow
 def test_aborted_preempted_and_finished_requests_leave_nothing() -> None:
     """A pool that is too small sends requests back; one is aborted, one ends with its first token."""
     rows = list[FeatureRows]()

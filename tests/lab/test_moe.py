@@ -70,6 +70,7 @@ def test_a_larger_mixture_has_the_same_function(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(got[2], got[0], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_runs_on_a_gpu_runs_in_torch_too(tmp_path: Path) -> None:
     """The same routers wake the same experts there; texts are equal at all settings."""
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))

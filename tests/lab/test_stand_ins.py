@@ -51,6 +51,7 @@ def test_random_weights_make_a_model() -> None:
     assert bool(logits.isfinite().all())
 
 
+@pytest.mark.slow
 def test_rounds_and_long_contexts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rounds, "ROUNDS", 2)
     monkeypatch.setattr(gpu_rounds, "FORMS", {"chain of 2": Budget(2, 2), "tree of 7": Budget(7, 2, 3)})
@@ -63,6 +64,7 @@ def test_rounds_and_long_contexts_are_measured(monkeypatch: pytest.MonkeyPatch) 
     assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     passes = [{"batch": 1, "nodes": n, "pass_ms": 4.0 + n / 60} for n in (1, 8, 64)]

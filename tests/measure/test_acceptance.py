@@ -76,6 +76,7 @@ def twin(drafter: Drafter, target: CudaDecoder) -> LLM:
     return LLM(engine, Letters(), "tiny")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heat", "verifier"), [(0.0, "exact"), (1.0, "coupled"), (1.0, "exact")])
 def test_a_gpu_drafts_and_decides_on_the_device_and_rounds_do_not_wait_for_the_host(
     heat: float, verifier: str, monkeypatch: pytest.MonkeyPatch

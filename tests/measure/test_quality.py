@@ -119,11 +119,13 @@ def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_memory_of_what_is_absent_is_one_line() -> None:
     with pytest.raises(InvalidInput, match=r"memory of './absent.gguf' as q8 could not be measured: .*absent"):
         resident("./absent.gguf", "q8", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(not PRESENT, reason="the default model is absent; run: forerun models pull smollm2")
 def test_the_default_model_takes_little_more_than_its_weights() -> None:

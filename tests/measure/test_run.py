@@ -46,6 +46,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_then_the_document(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_command_prints_tables_then_the_document(
     assert len(row["drafts"][0]) == row["rounds"] == len(row["passes"])
 
 
+@pytest.mark.slow
 def test_no_full_collection_of_what_was_loaded_falls_into_a_timed_call(
     monkeypatch: pytest.MonkeyPatch, suite: str
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_cell_writes_as_many_texts_at_once_as_its_batch_has_places(suite: str)
     assert max(running) == 2 < most == llm.engine.max_batch
 
 
+@pytest.mark.slow
 def test_the_report_needs_nothing_from_outside_and_escapes_what_models_write(suite: str) -> None:
     settings = Settings(suite=suite, max_tokens=8, repeats=1, setups=parse_setups(["auto"]), batches=(1, 2))
     result = run.run(settings)
@@ -120,6 +123,7 @@ def test_the_report_needs_nothing_from_outside_and_escapes_what_models_write(sui
     assert "Acceptance by position" in page
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

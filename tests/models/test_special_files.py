@@ -38,6 +38,7 @@ def bound(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "socket"
 
 
+@pytest.mark.slow
 def test_models_that_are_no_files(tmp_path: Path, bound: Path) -> None:
     named, bare = tmp_path / "m.gguf", tmp_path / "fifo"
     for path in (named, bare):
@@ -48,6 +49,7 @@ def test_models_that_are_no_files(tmp_path: Path, bound: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_folders_with_a_file_that_is_none(name: str, tmp_path: Path) -> None:
     head = tmp_path / "head"

@@ -50,6 +50,7 @@ def _active(target: NativeDecoder, before: list[int], chain: list[int]) -> float
     return sum(target.active_experts) / len(target.active_experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixture", "dense"])
 def test_texts_are_those_of_generate_with_and_without_drafts(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)

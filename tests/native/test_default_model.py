@@ -31,6 +31,7 @@ def loaded() -> tuple[Checkpoint, NativeDecoder]:
     return opened, NativeDecoder(config, opened.weights, mode="gguf", kv_slots=None)
 
 
+@pytest.mark.slow
 def test_drafting_does_not_change_the_text(loaded: tuple[Checkpoint, NativeDecoder]) -> None:
     opened, target = loaded
     tokenizer = opened.tokenizer()

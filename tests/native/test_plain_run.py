@@ -120,6 +120,7 @@ def test_texts_events_and_rounds_are_those_of_one_pass_at_a_time(
     assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_long_texts_equal_those_of_transformers(checkpoint: Checkpoint) -> None:
     reference = make_reference("smollm2")
     engine = engine_of(target_of(checkpoint), "ngram")

@@ -66,6 +66,7 @@ def test_every_bet_is_fair(pair: Pair) -> None:
         assert expected == pytest.approx(1.0, abs=1e-9) or expected < 1, bettor.name
 
 
+@pytest.mark.slow
 def test_right_samples_are_rarely_doubted(pair: Pair) -> None:
     found = p_values(pair, runs=40, batches=4, size=400)
     assert min(found) > FALSE_ALARMS
@@ -89,6 +90,7 @@ def test_biases_are_found(pair: Pair, sampling: Floats) -> None:
     assert evidence.p_value <= FALSE_ALARMS / 13
 
 
+@pytest.mark.slow
 def test_the_stated_power_holds(pair: Pair) -> None:
     """A bias of 4% towards the likeliest symbol is found within the tokens that are stated, nine times in ten."""
     distance = 0.04

@@ -111,6 +111,7 @@ def test_a_planted_bug_is_found_over_a_socket(pair: Pair, bug: str) -> None:
     assert report.failed[0].finding.command.startswith(f"curl -s {target.url}/completions ")
 
 
+@pytest.mark.slow
 def test_a_right_server_passes(pair: Pair) -> None:
     with served(Planted(pair)) as target:
         report = run_suite(target, pair, Budget(9000, 100), chosen_checks())

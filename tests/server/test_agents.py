@@ -50,6 +50,7 @@ def client_of(served: Running) -> Any:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", ["off", "on"])
 def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(thinking: Running, speculative: str) -> None:
     with client_of(thinking) as client:

@@ -63,6 +63,7 @@ def is_idle(engine: Engine) -> bool:
     return not engine.busy and engine.target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_up_nobody_and_is_cut_off(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Its text is far more than the socket and 64 KiB take: the server stops writing, then ends the connection."""
     engine = llm.engine
@@ -177,6 +178,7 @@ HEADS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pure", [True, False])
 def test_paths_and_headers_are_bounded(llm: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With uvicorn's own parser of HTTP (`pure`), which says 400, and with httptools, where that is installed."""

@@ -68,6 +68,7 @@ def send_all(served: Running, path: str, count: int, seed: int) -> Counter[int]:
         return Counter(check(http, sent) for sent in requests_of(document, path, count, seed))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("path", POSTS)
 def test_no_body_gives_a_5xx(served: Running, path: str) -> None:
     statuses = send_all(served, path, 160, seed=14)

@@ -159,6 +159,7 @@ def test_a_client_that_leaves_frees_its_slots(http: httpx.Client, served: Runnin
     assert (served.stats()["used_slots"], served.stats()["running"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_more_than_the_queue_takes_is_turned_away(http: httpx.Client, served: Running) -> None:
     """Batch 4 and a queue of 8: of 20 at once, some get 429 with a word on when to come again."""
     answers: list[httpx.Response] = []

@@ -126,6 +126,7 @@ def test_json_that_was_asked_for_is_json(client: openai.OpenAI) -> None:
     assert isinstance(found["age"], int)
 
 
+@pytest.mark.slow
 def test_many_at_once_are_each_their_own(served: Running) -> None:
     """More than the batch takes, some of them left early: every text is the one written alone."""
     prompts = [f"Write about the number {i}." for i in range(10)]

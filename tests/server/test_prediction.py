@@ -92,6 +92,7 @@ def test_what_is_no_prediction_is_a_400(http: httpx.Client, prediction: Any, sai
     assert error["param"].startswith("prediction")
 
 
+@pytest.mark.slow
 def test_the_library_takes_one_for_each_prompt(llm: LLM) -> None:
     prompts = ["Count: 1, 2, 3, 4,", "a b c d e f"]
     plain = llm.generate(prompts, max_tokens=24, drafter="none")
@@ -115,6 +116,7 @@ def test_the_library_takes_one_for_each_prompt(llm: LLM) -> None:
     assert asyncio.run(asked()) == texts[0]
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_a_file(tmp_path: Path) -> None:
     file, result = tmp_path / "code.py", tmp_path / "result.json"
     file.write_text(CODE)

@@ -35,6 +35,7 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}"))
 
 
+@pytest.mark.slow
 def test_a_second_request_is_read_from_the_cache(http: httpx.Client, served: Running) -> None:
     salt = {"cache_salt": "test_prefix"}
     queries, hits = (metric(served.url, f"prefix_cache_{name}_total") for name in ("queries", "hits"))
@@ -63,6 +64,7 @@ def test_the_next_turn_of_a_chat_reads_what_is_new(http: httpx.Client) -> None:
     assert fresh["choices"] == second["choices"]
 
 
+@pytest.mark.slow
 def test_keys_share_nothing_unless_they_are_told_to(llm: LLM) -> None:
     keys = ("one", "two")
     for shares in (False, True):

@@ -151,6 +151,7 @@ def threaded(llm: LLM) -> Iterator[str]:
     thread.join(10)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("path", "body", "in_place"),
     [

@@ -103,6 +103,7 @@ def test_a_client_that_leaves_ends_its_span(http: httpx.Client, spans: InMemoryS
     assert (only(spans).attributes or {})["forerun.finish_reason"] == "aborted"
 
 
+@pytest.mark.slow
 def test_the_server_needs_no_opentelemetry() -> None:
     """Imported where the package cannot be: no span, no header, no trace."""
     program = """

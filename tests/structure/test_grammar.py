@@ -172,6 +172,7 @@ def fresh_mask(grammars: Grammars, schema: Any, output: list[int]) -> list[int]:
     return bits.nonzero()[0].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["nested", "limits", "with $defs", "formats"])
 def test_one_matcher_says_at_every_node_what_a_fresh_one_does(name: str, grammars: Grammars) -> None:
     """Over trees that grow, are cut and begin again, as rounds and rejected drafts have it."""
@@ -199,6 +200,7 @@ def test_a_complete_text_may_only_end(grammars: Grammars, tokenizer: Tokenizer) 
     assert 2 not in allowed(law, output[:1]), "and goes on where a draft had ended it"
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_later_is_never_taken_for_done(grammars: Grammars, tokenizer: Tokenizer) -> None:
     law = law_of(grammars, FAILS_LATER)
     before, behind = (tokenizer.encode(text, add_special=False) for text in ('{"kind":"one","x"', ": "))
@@ -209,6 +211,7 @@ def test_a_grammar_that_fails_later_is_never_taken_for_done(grammars: Grammars, 
     assert allowed(law_of(grammars, FAILS_LATER), before), "and so do other texts"
 
 
+@pytest.mark.slow
 def test_what_drafts_have_built_does_not_end_a_text(
     grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_the_target_moves_after_the_warmup_and_slower_than_the_heads(
     assert [output.shift for output in recipe.outputs(batch, reading, None)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_joint_run_that_was_killed_goes_on(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     def kill(progress: Progress) -> None:
         if progress.step == 4:

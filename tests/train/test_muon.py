@@ -48,6 +48,7 @@ def test_a_matrix_moves_by_the_learning_rate_and_a_vector_as_with_adamw() -> Non
     assert ours.param_groups[0]["params"][0] is matrix
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_resumes_with_the_losses_of_one_that_was_not_stopped(
     tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_run_with_muon_resumes_with_the_losses_of_one_that_was_not_stopped(
         train(replace(again, optimizer="adamw", steps=7))
 
 
+@pytest.mark.slow
 def test_a_packed_run_is_small_and_goes_on_from_its_step(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     options = options_for("mtp", tiny, texts, tmp_path / "run", steps=12, save_every=12)

@@ -78,6 +78,7 @@ def test_the_writer_writes_what_the_model_says(tmp_path: Path) -> None:
         assert written[order.number].ended == (text[-1] in (5, 17))
 
 
+@pytest.mark.slow
 def test_warm_texts_follow_the_law(tmp_path: Path) -> None:
     """The first token at temperature 1, over many rows, against the model's law."""
     config, weights = save(make_reference("smollm2"), tmp_path)

@@ -53,6 +53,7 @@ def first_head(tiny: Checkpoint, texts: Path, folder: Path, method: Method) -> P
     return folder
 
 
+@pytest.mark.slow
 def test_a_better_head_is_published_and_one_that_is_not_is_not(
     tiny: Checkpoint, texts: Path, target: str, traffic: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_wider_mlp_says_the_same_at_first(
         begun(replace(same, inner=inner // 2), tiny, teacher)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_byte", [False, True])
 def test_further_layers_say_the_same_at_first_and_then_learn(
     tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher, one_byte: bool

@@ -32,6 +32,7 @@ def stopped(options: TrainOptions, step: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "drafter"), [("eagle3", "eagle3"), ("dflash", "dflash")])
 def test_what_was_learnt_until_then_can_be_used(
     method: Method, drafter: str, tiny: Checkpoint, texts: Path, tmp_path: Path

@@ -39,6 +39,7 @@ def spec(
     return run
 
 
+@pytest.mark.slow
 def test_every_method_writes_the_plain_text_at_the_larger_shape(
     spec: Spec, every_head: list[str], tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
     assert "- `draft_model`: no second model was given" in printed
 
 
+@pytest.mark.slow
 def test_a_text_that_differs_is_counted_and_the_exit_code_is_1(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     true = measuring.measure_once
 
@@ -97,6 +99,7 @@ class Breaking(BaseDrafter):
         return TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 12])
 def test_a_method_that_raises_is_a_row_and_the_others_go_on(
     spec: Spec, monkeypatch: pytest.MonkeyPatch, at: int
@@ -117,6 +120,7 @@ def test_a_method_that_raises_is_a_row_and_the_others_go_on(
     assert ("| `breaking` * | - | - | could not run |" in printed) == (at == 1)
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_be_built_is_a_row(spec: Spec, tmp_path: Path, every_head: list[str]) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -128,6 +132,7 @@ def test_a_method_that_cannot_be_built_is_a_row(spec: Spec, tmp_path: Path, ever
     assert list(document["cells"][0]["methods"]) == ["plain", "ngram"]
 
 
+@pytest.mark.slow
 def test_time_limits_end_the_run_and_keep_what_was_measured(spec: Spec) -> None:
     words = ("--shape", "tiny", "--methods", "ngram,suffix", "--temperatures", "0")
     code, document, printed = spec(*words, "--time-limit", "0")
@@ -141,6 +146,7 @@ def test_time_limits_end_the_run_and_keep_what_was_measured(spec: Spec) -> None:
     assert "- note on `ngram`: stopped after 0 s" in printed
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_can_be_shown_again(
     spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +165,7 @@ def test_a_run_resumes_and_can_be_shown_again(
     assert (tmp_path / "again.png").is_file()
 
 
+@pytest.mark.slow
 def test_own_shape_second_models_and_comparisons(spec: Spec, tiny_folder: str) -> None:
     words = ("--methods", "ngram,suffix,draft_model,ngram>draft_model", "--draft-models", tiny_folder)
     code, document, printed = spec(*words, "--temperatures", "0")
@@ -171,6 +178,7 @@ def test_own_shape_second_models_and_comparisons(spec: Spec, tiny_folder: str) -
     assert "\nngram>draft_model / draft_model: multi_turn " in printed
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(tmp_path: Path, tiny_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ["--suite", str(tmp_path / "none.jsonl")],

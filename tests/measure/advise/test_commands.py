@@ -158,6 +158,7 @@ def test_a_command_that_does_not_exist_would_be_noticed() -> None:
         parsed("forerun generate --modle m")
 
 
+@pytest.mark.slow
 def test_the_printed_command_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def verdicts(gains: Mapping[str, tuple[float, float]], prompts: int = 8) -> Coun
     return found
 
 
+@pytest.mark.slow
 def test_what_gains_nothing_is_not_recommended_by_chance() -> None:
     """0.99x on average, with noise 0.9 to 1.05x. One seed in forty is what the interval allows."""
     found = verdicts({"eagle3": (0.15, 0.28)})
@@ -75,6 +76,7 @@ def test_what_gains_nothing_is_not_recommended_by_chance() -> None:
     assert found["cannot tell"] >= SEEDS // 2
 
 
+@pytest.mark.slow
 def test_what_gains_much_is_never_advised_against() -> None:
     """1.47x on average, and very different from prompt to prompt."""
     found = verdicts({"eagle3": (0.2, 0.75)})
@@ -82,11 +84,13 @@ def test_what_gains_much_is_never_advised_against() -> None:
     assert found["draft"] >= 0.7 * SEEDS
 
 
+@pytest.mark.slow
 def test_what_loses_is_not_recommended_at_all() -> None:
     found = verdicts({"eagle3": (0.0, 0.05)})
     assert found == {"do not draft": SEEDS}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("middle", [0.2, 0.25, 0.3, 0.35, 0.4])
 def test_two_runs_do_not_contradict_each_other(middle: float) -> None:
     """Wherever the truth lies: with other noise and other prompts it may be too close to tell, not the opposite."""
@@ -94,6 +98,7 @@ def test_two_runs_do_not_contradict_each_other(middle: float) -> None:
     assert min(found["draft"], found["do not draft"]) <= SEEDS // 20
 
 
+@pytest.mark.slow
 def test_measuring_longer_helps() -> None:
     few, many = (verdicts({"eagle3": (0.2, 0.5)}, prompts)["draft"] for prompts in (4, 16))
     assert few < 0.4 * SEEDS < 0.8 * SEEDS < many

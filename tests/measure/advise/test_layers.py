@@ -87,6 +87,7 @@ def test_windows_count_what_a_round_would_accept(target: Decoder) -> None:
     assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_the_search_leaves_out_what_adds_nothing(target: Decoder) -> None:
     judge = judge_of(target)
     assert set(rank(judge, lambda: True)[:2]) == {("attention", 1), ("mlp", 2)}
@@ -139,6 +140,7 @@ def test_neighbours_differ_by_one() -> None:
     assert sizes(60)[-1] < len(list(sublayers(30)))
 
 
+@pytest.mark.slow
 def test_the_commands(
     target: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

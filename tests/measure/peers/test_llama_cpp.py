@@ -96,6 +96,7 @@ def on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
 
 
+@pytest.mark.slow
 def test_our_side_of_it_works_through_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_path(write_package(tmp_path), monkeypatch)
     arguments = {"file": "x.gguf", "ends": [9], "context": 10_000, "threads": 2}
@@ -122,6 +123,7 @@ def test_our_side_of_it_works_through_a_process(tmp_path: Path, monkeypatch: pyt
         peers.close()
 
 
+@pytest.mark.slow
 def test_a_build_for_another_processor_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_path(write_package(tmp_path, deadly=True), monkeypatch)
     peers = Peers()
