@@ -15,7 +15,7 @@ from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.medusa import write_heads
 from forerun.measure.bench import run
 from forerun.measure.bench.alternate import Contender, Written
-from forerun.measure.bench.contenders import load, own_contenders
+from forerun.measure.bench.contenders import Engines, load, own_contenders
 from forerun.measure.bench.settings import Cell, Settings, parse_setups
 from forerun.measure.peers import transformers
 from forerun.measure.peers.process import PeerProcess, Peers
@@ -155,7 +155,7 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
     settings = Settings(setups=parse_setups(["ngram", f"medusa:3={folder}"]), threads=1)
     assert [setup.name for setup in settings.setups] == ["ngram", "medusa:3=mine"]
     llm, _ = load(settings)
-    plain, ngram, head = own_contenders(llm, settings, Cell())
+    plain, ngram, head = own_contenders(Engines(llm), settings, Cell())
     ids = Letters().encode("tell tell tell me")
     texts = [list(each.write([ids], 12).texts[0]) for each in (plain, ngram)]
     written = head.write([ids], 12)
@@ -172,7 +172,7 @@ def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     ids = Letters().encode("tell tell tell me")
     endless = Settings(ignore_eos=True, threads=1)
     llm, _ = load(endless)
-    whole = list(own_contenders(llm, endless, Cell())[0].write([ids], 12).texts[0])
+    whole = list(own_contenders(Engines(llm), endless, Cell())[0].write([ids], 12).texts[0])
     wanted = whole[: whole.index(whole[-1]) + 1]
     assert 1 < len(wanted) < 12
     monkeypatch.setattr(Letters, "eos_ids", frozenset({wanted[-1]}))
@@ -182,7 +182,7 @@ def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     llm, _ = load(settings)
     ends = sorted(Letters.eos_ids)
     theirs = transformers.load(peers, "tiny", "tiny", ends, "cpu", alike=True, threads=1)
-    contenders = [*theirs, *own_contenders(llm, settings, Cell())]
+    contenders = [*theirs, *own_contenders(Engines(llm), settings, Cell())]
     assert len(contenders) == 8
     found = {c.name: list(c.write([ids], 12).texts[0]) for c in contenders}
     assert found == dict.fromkeys(found, wanted)
@@ -194,8 +194,8 @@ def test_a_wrong_text_turns_the_exit_code(
 ) -> None:
     honest = run.own_contenders
 
-    def with_a_liar(llm: Any, settings: Settings, cell: Cell) -> list[Contender]:
-        return [*honest(llm, settings, cell), Contender("liar", lambda ids, most: Written([[0]], 1.0, 1, 1.0))]
+    def with_a_liar(engines: Any, settings: Settings, cell: Cell) -> list[Contender]:
+        return [*honest(engines, settings, cell), Contender("liar", lambda ids, most: Written([[0]], 1.0, 1, 1.0))]
 
     monkeypatch.setattr(run, "own_contenders", with_a_liar)
     code, result, _ = bench(

@@ -10,6 +10,7 @@ import pytest
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Request
+from forerun.engine.engine import Engine
 from forerun.measure.bench.batches import Call, Setup, Sweep
 from lab.batch_report import RivalRow, draw, read_rival, say_row, table
 from tests.measure.conftest import table_llm
@@ -55,13 +56,13 @@ def test_repeats_alternate_and_count_as_one_call(monkeypatch: pytest.MonkeyPatch
 
 def test_prompts_are_read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, salts = make_sweep(), list[str | None]()
-    submit = sweep.engine.submit
+    submit = Engine.submit
 
-    def listen(request: Request) -> int:
+    def listen(engine: Engine, request: Request) -> int:
         salts.append(request.cache_salt)
-        return submit(request)
+        return submit(engine, request)
 
-    monkeypatch.setattr(sweep.engine, "submit", listen)
+    monkeypatch.setattr(Engine, "submit", listen)
     sweep.write_plainly()
     assert salts == [None] * len(PROMPTS)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -58,19 +59,20 @@ def make_engine(
     draft_target: Target | None = None,
     cost_file: Path | None = None,
     more_drafts: tuple[Target, ...] = (),
+    costs: Callable[[], CostModel] | None = None,
 ) -> Engine:
-    """An engine around a target that is already in memory."""
+    """An engine around a target that is already in memory; `costs` are measured by the first who asks."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
     max_batch = config.max_batch
     if max_batch is None:
         max_batch, why = default_batch(target)
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
-    measure = cache(partial(CostModel.measure_or_load, target, cost_file))  # who asks first waits for it
+    costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
     parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)
     parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
     if speculative.drafter == "auto":
-        choice = settle(parts, measure, partial(build_named, parts))
+        choice = settle(parts, costs, partial(build_named, parts))
         log.info("auto: %s: %s", choice.drafter, choice.why)
         speculative, head = replace(speculative, drafter=choice.drafter), choice.head
 
@@ -85,6 +87,10 @@ def make_engine(
         own = replace(parts, speculative=with_head(speculative, spec.name, head))
         return build_drafter(spec, own)
 
+    def sibling(drafter: str) -> Engine:
+        own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
+        return make_engine(target, stop_ids, own, size, tokenizer, draft_target, cost_file, more_drafts, costs)
+
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
@@ -92,7 +98,7 @@ def make_engine(
         target,
         drafters,
         VerifierPool(lambda name: registry.verifiers.get(name)()),
-        make_controller(target, drafters, speculative, measure),
+        make_controller(target, drafters, speculative, cache(lambda: deepcopy(costs()))),  # its rounds correct them
         Grammars(tokenizer, target.vocab_size, stop_ids),
         default_drafter=registry.drafters.spec(speculative.drafter).name,
         default_verifier=speculative.verifier,
@@ -100,6 +106,7 @@ def make_engine(
         tokenizer=tokenizer,
         max_batch=max_batch,
         max_length=config.max_length,
+        sibling=sibling,
     )
 
 

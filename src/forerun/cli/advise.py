@@ -37,7 +37,7 @@ from forerun.measure.report.tables import figure_table, print_table
 Drafters = Annotated[
     str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
 ]
-OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
+OURS, YOURS = 2, 24  # prompts per task: ours are of eleven tasks, a user's mostly of one
 
 
 def advise(

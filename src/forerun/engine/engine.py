@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple, TypeGuard
@@ -65,9 +65,11 @@ class Engine:
         max_batch: int = 8,
         max_length: int | None = None,
         prompt_rows: int | None = None,
+        sibling: Callable[[str], Engine] | None = None,
     ) -> None:
+        """`sibling` makes another engine around the same target, with a controller and drafters of its own."""
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
-        self.grammars = grammars
+        self.grammars, self.sibling = grammars, sibling
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         longest = min(target.max_length, max_length or target.max_length)

@@ -1,7 +1,8 @@
 """Measure one engine at several batch sizes: plain, and with each drafter; every text is compared with batch 1.
 
 Whole calls are timed: prompts are read, the batch fills and drains. So there are several times as many texts as places
-in the batch, or little else than filling and draining would be measured. One engine serves every size and drafter.
+in the batch, or little else than filling and draining would be measured. Each drafter has an engine and a controller of
+its own around the same weights, for every size.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def spread(prompts: list[Text]) -> list[Text]:
 
 
 class Sweep:
-    """One engine and one set of prompts, at every batch size."""
+    """One target and one set of prompts, at every batch size."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False) -> None:
         self.engine, self.prompts = engine, spread([*dict.fromkeys(prompts)])
@@ -101,6 +102,7 @@ class Sweep:
         self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
         self.plain: dict[Text, list[int]] = {}  # each prompt's text, written plainly at batch 1
         self.differing: list[tuple[Text, list[int]]] = []  # prompts, and what was written in place of that
+        self._engines = {engine.default_drafter: engine}
 
     def measure(
         self,
@@ -146,7 +148,7 @@ class Sweep:
 
     def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
         """All texts, `batch` at a time."""
-        engine, places = self.engine, dict[int, int]()
+        engine, places = self._engine_of(setup.drafter), dict[int, int]()
         engine.max_batch = batch
         before = dict(engine.stats.seconds)
         call = Call([[] for _ in prompts], perf_counter())
@@ -163,8 +165,20 @@ class Sweep:
                 call.rounds += 1
                 new += len(event.tokens)
             call.marks.append((perf_counter(), new))
+        engine.settle()  # no round of this engine is unread when the next one begins
         call.parts = {part: spent - before.get(part, 0.0) for part, spent in engine.stats.seconds.items()}
         return call
+
+    def _engine_of(self, drafter: str) -> Engine:
+        """A drafter's own engine: what the controller learns of one drafter decides nothing for another."""
+        given = self.engine
+        if drafter not in self._engines and given.sibling is not None:
+            made = given.sibling("none" if drafter == "none" else given.default_drafter)
+            made.stats = given.stats
+            if given.drafters.has(drafter):
+                made.drafters.add(drafter, given.drafters.get(drafter))
+            self._engines[drafter] = made
+        return self._engines.get(drafter, given)
 
     def _row(self, call: Call, base: Call, batch: int, prompts: Sequence[Text]) -> dict[str, Any]:
         rate, error, other = call.rate, call.error(), base.error()

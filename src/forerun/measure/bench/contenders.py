@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +13,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from forerun.api.llm import LLM
-from forerun.build.engine import build_drafter, load_target, token_map
+from forerun.build.engine import (
+    build_drafter,
+    choose_drafter,
+    drafts_with_checkpoint,
+    load_target,
+    needs_head,
+    refuse_missing_head,
+    token_map,
+)
 from forerun.build.load import draft_models, drafting
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPrompts
@@ -39,6 +48,7 @@ LAYERS = "layer_skip"  # what follows `=` is its plan
 
 def load(settings: Settings) -> tuple[LLM, CostModel]:
     """The model as a user would load it, and t(n) measured anew, whatever was kept."""
+    refuse_missing_parts(settings)
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
     dtype: Dtype = settings.dtype  # type: ignore[assignment]  # checked where it is used
@@ -50,6 +60,52 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
         if setup.head is not None:
             llm.engine.drafters.add(setup.name, build_head(llm, setup, models))
     return llm, fresh_costs(llm)
+
+
+def refuse_missing_parts(settings: Settings) -> None:
+    """Drafters whose head or second model is missing are refused before any weights are loaded."""
+    given = settings.draft_model
+    for setup in settings.setups:
+        if setup.drafter is None or setup.head is not None:
+            continue
+        if drafts_with_checkpoint(setup.drafter) and given is None:
+            raise InvalidInput(f"the drafter {setup.name!r} needs a second model; add --draft-model NAME")
+        if needs_head(setup.drafter) and given is None:
+            checkpoint = loading.open_checkpoint(settings.model)
+            refuse_missing_head(
+                choose_drafter(SpeculativeConfig(setup.drafter), checkpoint, settings.device), checkpoint
+            )
+
+
+class Engines:
+    """An engine for each contender: its own controller and drafters around the same weights.
+
+    What a controller learns of one contender's texts must not change what it decides for another's. `auto` has the
+    engine that was loaded. KV cache and rounds' clock are shared: contenders write one after the other.
+    """
+
+    def __init__(self, llm: LLM, cost: CostModel | None = None) -> None:
+        self.llm, self._cost = llm, cost
+        self._made: dict[str, LLM] = {}
+
+    def of(self, setup: DrafterSetup) -> LLM:
+        """The engine of this contender, made when it is first asked for."""
+        if setup.drafter is None:
+            return self.llm
+        if setup.name not in self._made:
+            self._made[setup.name] = self._make(setup, setup.drafter)
+        return self._made[setup.name]
+
+    def _make(self, setup: DrafterSetup, drafter: str) -> LLM:
+        given = self.llm.engine
+        assert given.sibling is not None, "the engine was not made by make_engine"
+        engine = given.sibling(drafter)
+        engine.stats = given.stats
+        if setup.head is not None:
+            engine.drafters.add(setup.name, given.drafters.get(setup.name))
+        if self._cost is not None and isinstance(engine.controller, AdaptiveController):
+            engine.controller.cost = deepcopy(self._cost)
+        return LLM(engine, self.llm.tokenizer, self.llm.name)
 
 
 def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target], *, drawn: bool = True) -> Drafter:
@@ -94,10 +150,10 @@ def fresh_costs(llm: LLM) -> CostModel:
     return cost
 
 
-def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
-    """Our loop in one cell: plain, then every drafter."""
+def own_contenders(engines: Engines, settings: Settings, cell: Cell) -> list[Contender]:
+    """Our loop in one cell: plain, then every drafter, each in its own engine."""
     setups = [DrafterSetup(PLAIN, "none"), *settings.setups]
-    return [own_contender(llm, settings, cell, setup) for setup in setups]
+    return [own_contender(engines.of(setup), settings, cell, setup) for setup in setups]
 
 
 def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
@@ -117,6 +173,7 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
             started = perf_counter()
             seqs = llm.driver.write(requests)
             seconds = perf_counter() - started
+            llm.engine.settle()  # no round of this engine is unread when the next contender begins
         passes, drafts = recorder.take()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
         decoding = sum(spent for one in passes for part, spent in one.items() if part != "prompt")

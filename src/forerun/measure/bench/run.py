@@ -33,7 +33,7 @@ from forerun.measure.bench.alternate import (
     without_lost,
 )
 from forerun.measure.bench.compare import SCHEMA
-from forerun.measure.bench.contenders import load, load_peers, own_contenders
+from forerun.measure.bench.contenders import Engines, load, load_peers, own_contenders
 from forerun.measure.bench.figures import Figures, samples, summarise
 from forerun.measure.bench.run_log import RunLog
 from forerun.measure.bench.settings import Cell, Settings
@@ -81,11 +81,11 @@ def measure(
     curve = {str(size): round(spent, 6) for size, spent in cost.seconds.items()}  # before rounds correct it
     prompts = tokenise(llm, items, settings)
     cells = [_Plan(cell, group(prompts, cell.batch)) for cell in settings.cells()]
-    started = perf_counter()
+    started, engines = perf_counter(), Engines(llm, cost)
     documents, first, lost = [], None, peers.left_out
     for plan in cells:
         asked = peers.contenders if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
-        contenders = [*asked, *own_contenders(llm, settings, plan.cell)]
+        contenders = [*asked, *own_contenders(engines, settings, plan.cell)]
         contenders, runs = without_lost(contenders, _with_progress(plan, contenders, settings, run_log, lost), lost)
         figures = Figures(runs)
         summary = summarise(figures, contenders, differences(runs, contenders), fixed)
@@ -110,7 +110,8 @@ def measure(
             "tasks": figures.tasks,
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
             "batch": settings.batches[0],
-            "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
+            "timed": "whole calls, prompt included; each contender has its own engine, controller and drafters, "
+            "which keep what they learn between its prompts",
             "texts_per_place": TEXTS_PER_PLACE,  # of a batch in one call, at least; prompts are repeated if too few
             "collector": "what is loaded is left out of garbage collections, as in generate, chat and serve",
             "reference": next((each.name for each in contenders if each.exact), contenders[0].name),

@@ -1,8 +1,8 @@
 """Prompts to measure with: the built-in suite, Spec-Bench's question file, SPEED-Bench's, or a user's own chats.
 
-The built-in suite was written for this project: eight prompts for each of Spec-Bench's six tasks, and for two
-common tasks that Spec-Bench lacks: editing a file, and extracting JSON from a text. Real prompts matter:
-random tokens or one prompt repeated flatter every lookup drafter.
+The built-in suite was written for this project: eight prompts for each of Spec-Bench's six tasks, and for five
+common tasks that Spec-Bench lacks: editing a file, extracting JSON from a text, open chat, long answers and answers of
+one line. Real prompts matter: random tokens or one prompt repeated flatter every lookup drafter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 
 from forerun.core.errors import InvalidInput
 
-TASKS = ("multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code_edit", "structured")
+TASKS = (
+    "multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code_edit", "structured",
+    "open_chat", "long_answer", "short_answer",
+)  # fmt: skip
 _CHAT_CATEGORIES = frozenset(  # Spec-Bench files these under one task
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
