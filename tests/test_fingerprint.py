@@ -103,6 +103,21 @@ def test_a_head_is_found_by_what_the_model_is(tmp_path: Path, caplog: pytest.Log
     assert find_head(checkpoint(), box=tmp_path) is None
 
 
+def test_a_head_that_was_given_for_another_model_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, folder = Fingerprint.of(checkpoint()), boxed(tmp_path, target_layers=LAYERS)
+    assert own is not None
+    own.write(folder)
+    given = SpeculativeConfig(draft_model=str(folder))
+    for mine in (checkpoint(), checkpoint(change=quantised("Q4_0"))):
+        assert choose_drafter(given, mine, "cpu").draft_model == str(folder)
+    assert not caplog.messages
+    assert choose_drafter(given, checkpoint(seed=2), "cpu").draft_model == str(folder)
+    assert "was trained for org/Tiny-24M-Instruct" in caplog.messages[0]
+    assert "\n" not in caplog.messages[0]
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"norms": 1, "matrices": {}, "tokens": {}}', "[" * 9999])
 def test_a_damaged_fingerprint_is_none(tmp_path: Path, damage: str) -> None:
     (tmp_path / "fingerprint.json").write_text(damage)

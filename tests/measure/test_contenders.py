@@ -52,7 +52,7 @@ def drafts_beside(apart: bool, others: tuple[str, ...] = ("suffix", "draft_model
         clock[0] += 1.0 + 0.12 * trees.nodes
         return score(seqs, trees, *rest)
 
-    engine.target.score = counted  # type: ignore[method-assign]
+    engine.target.score = counted  # type: ignore[method-assign, assignment]
     engine.stats.now = lambda: clock[0]
     cost = CostModel({1: 1.12, 2: 1.24, 8: 1.96, 64: 8.7})
     assert isinstance(engine.controller, AdaptiveController)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from forerun.build.engine import load_target
+from forerun.build.fingerprint import Fingerprint
 from forerun.cli.app import app
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.eagle_head import write_head
-from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.options import DataOptions
 from forerun.train.run import train
@@ -170,3 +173,15 @@ def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch
     assert 1.0 <= report.tokens_per_round < 1.3
     assert report.fits is (report.tokens_per_round >= 1.1)
     assert "EAGLE-3, 32 wide" in report.about
+
+
+def test_the_fingerprint_of_the_target_lies_beside_its_head(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    target, out = tmp_path / "target", tmp_path / "out"
+    shutil.copytree(tiny.path, target)
+    words = {f"w{index}": index for index in range(VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(target / "tokenizer.json"))
+    line = ["train", "medusa", "--target", str(target), "--data", str(texts), "--out", str(out), *SMALL.split()]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    written = Fingerprint.read(out)
+    assert written is not None
+    assert written == Fingerprint.of(open_checkpoint(str(target)))

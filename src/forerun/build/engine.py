@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun.build.auto_drafter import settle
-from forerun.build.fingerprint import find_head
+from forerun.build.fingerprint import find_head, other_target
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.core import registry
@@ -185,9 +185,11 @@ def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint, devic
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
+        head = open_head(Path(given).expanduser())
+        if head is not None and (wrong := other_target(head, checkpoint)) is not None:
+            log.warning("%s", wrong)
         if drafter != "auto":
             return speculative
-        head = open_head(Path(given).expanduser())
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
     if not drafts_with_checkpoint(drafter):
         wanted = drafter if drafter != "auto" and needs_head(drafter) else "auto"

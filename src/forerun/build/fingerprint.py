@@ -118,6 +118,18 @@ def find_head(checkpoint: Checkpoint, drafter: str = "auto", box: Path = BOX) ->
     return next(same, next((each for each in found if each.likeness == "tuned"), None))
 
 
+def other_target(head: HeadFolder, checkpoint: Checkpoint) -> str | None:
+    """What is wrong with a head that a user gave: its fingerprint is of another model. None = nothing is known."""
+    wanted = Fingerprint.read(head.path)
+    own = None if wanted is None else fingerprint_of(checkpoint)
+    if wanted is None or own is None or wanted.likeness(own) != "other":
+        return None
+    return (
+        f"the head {head.path.name} was trained for {head.target or 'another model'}, and weights or tokenizer of "
+        f"{checkpoint.name} differ: few drafts will be accepted; train a head for this model with `forerun train`"
+    )
+
+
 def _likeness(head: HeadFolder, checkpoint: Checkpoint, own: Fingerprint | None) -> Likeness:
     """By fingerprints; a head that has none, as older trainers wrote it, is told by its target's name."""
     wanted = Fingerprint.read(head.path)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.build.engine import load_target
+from forerun.build.fingerprint import fingerprint_of
 from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.base import vocabulary_of
@@ -85,18 +86,20 @@ def train(
         measured = trainer.run(report)
     except KeyboardInterrupt:
         if trainer.is_main and trainer.resume():  # a step may be half made: the last that was saved is whole
-            _write(trainer, trainer.measure(), start, perf_counter() - started)
+            _write(trainer, trainer.measure(), checkpoint, start, perf_counter() - started)
             say(f"stopped: {folder} holds the drafter of step {trainer.step}; the same command goes on from there")
         raise
     if trainer.is_main:
-        _write(trainer, measured, start, perf_counter() - started)
+        _write(trainer, measured, checkpoint, start, perf_counter() - started)
     return measured
 
 
-def _write(trainer: Trainer, measured: Measured, start: Start | None, seconds: float) -> None:
-    """The drafter of a run, and how it came about."""
+def _write(trainer: Trainer, measured: Measured, checkpoint: Checkpoint, start: Start | None, seconds: float) -> None:
+    """The drafter of a run, the fingerprint of its target, and how it came about."""
     options, folder = trainer.options, trainer.folder
     trainer.recipe.export(folder, measured)
+    if options.method != "draft-model" and (target := fingerprint_of(checkpoint)) is not None:
+        target.write(folder)
     learnt = sum(parameter.numel() for parameter in trainer.named.values())
     facts: dict[str, Any] = {"data_hash": hash_of(options.data), "parameters": learnt}
     facts |= {"minutes": round(seconds / 60, 1), "step": trainer.step, "measured": asdict(measured)}
