@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Unpack, overload
 
 from forerun.api.completion import Completion, ended_of, raised_by, spelt
@@ -24,7 +25,7 @@ from forerun.api.prompts import (
     check_text,
     is_chat,
 )
-from forerun.core.checks import as_name, as_token_ids, as_whole, shown, unknown
+from forerun.core.checks import as_name, as_path, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
 from forerun.core.request import Budget, Request, budget_of
@@ -51,6 +52,23 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, drafter={self.engine.default_drafter!r})"
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that calls may ask for (`adapter=NAME`)."""
+        return [] if self.engine.adapters is None else self.engine.adapters.names
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Serve the LoRA adapter in a folder of PEFT's form under a name, beside the base and other adapters."""
+        if self.engine.adapters is None:
+            raise InvalidInput("this engine was made without adapters")
+        self.engine.adapters.add(as_name("name", name), as_path("folder", folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve it no longer; texts that are being written with it are finished."""
+        if self.engine.adapters is None:
+            raise InvalidInput("this engine was made without adapters")
+        self.engine.adapters.remove(name)
 
     @overload  # a string is also a sequence of strings: the first signature that fits is meant
     def generate(
@@ -230,6 +248,7 @@ class Options(SamplingOptions, total=False):
     request_id: str | None  # a name for `abort`
     chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
     prediction: str | Sequence[int] | Sequence[str] | None  # what the text should be; of several prompts a list
+    adapter: str | None  # the name of a LoRA adapter; None = the base model
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -252,14 +271,15 @@ def make_request(prompt: Prompt, params: Params | None, options: Mapping[str, An
     budget = options.get("budget")
     if budget is not None and not isinstance(budget, Budget):
         budget = budget_of(as_whole("budget", budget, 0, 256), width=1)
-    drafter, verifier = (
-        None if options.get(name) is None else as_name(name, options[name]) for name in ("drafter", "verifier")
+    drafter, verifier, adapter = (
+        None if options.get(name) is None else as_name(name, options[name])
+        for name in ("drafter", "verifier", "adapter")
     )
     merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
     rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
     variables, predicted = options.get("chat_template_kwargs"), options.get("prediction")
     ids = encode(prompt) if variables is None else encode(prompt, variables)
-    return Request(ids, merged, drafter, verifier, budget, *rest, as_token_ids("prediction", predicted))
+    return Request(ids, merged, drafter, verifier, budget, *rest, as_token_ids("prediction", predicted), adapter)
 
 
 class Call(NamedTuple):

@@ -35,8 +35,9 @@ from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
+from forerun.models.adapters import AdapterPool
 from forerun.models.base import Target
-from forerun.models.kv_budget import usual_batch
+from forerun.models.kv_budget import allowed_bytes, usual_batch
 from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
@@ -91,6 +92,10 @@ def make_engine(
         own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
         return make_engine(target, stop_ids, own, size, tokenizer, draft_target, cost_file, more_drafts, costs)
 
+    share = as_memory("adapter_memory", config.adapter_memory)
+    adapters = AdapterPool(target, None if share is None else allowed_bytes(share, target.device))
+    for name, folder in config.adapters.items():
+        adapters.add(name, folder)
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
@@ -106,6 +111,7 @@ def make_engine(
         tokenizer=tokenizer,
         max_batch=max_batch,
         max_length=config.max_length,
+        adapters=adapters,
         sibling=sibling,
     )
 
@@ -246,7 +252,6 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
-        from forerun.models.kv_budget import allowed_bytes
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import native_decoder
 

@@ -70,6 +70,8 @@ class LoadOptions(TypedDict, total=False):
     kv_memory: int | float | str | None
     threads: int | None
     tensor_parallel_size: int | None
+    adapters: Mapping[str, str] | None
+    adapter_memory: int | float | str | None
 
 
 def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:

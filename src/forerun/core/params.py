@@ -243,6 +243,8 @@ class EngineConfig:
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
     threads: int | None = None  # CPU threads; None = one per core
     tensor_parallel_size: int = 1  # processes, each on a GPU of its own, that a model is split over
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters beside the model: name -> folder
+    adapter_memory: int | float | str | None = None  # of adapters: bytes, 1GB, or a share; None = no limit
 
     def __post_init__(self) -> None:
         dtype, device = self.dtype, self.device
@@ -259,6 +261,8 @@ class EngineConfig:
             kv_memory=as_memory("kv_memory", self.kv_memory),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
             tensor_parallel_size=as_whole("tensor_parallel_size", self.tensor_parallel_size, 1, 64),
+            adapters={as_name("adapters", name): as_path("adapters", at) for name, at in self.adapters.items()},
+            adapter_memory=as_memory("adapter_memory", self.adapter_memory),
         )
 
     __repr__ = short_repr

@@ -72,6 +72,7 @@ class Request:
     cache_salt: str | None = ""  # cached prompts are shared with requests of the same salt; None = with none
     request_id: str | None = None  # a name for `abort`
     prediction: tuple[int, ...] = ()  # what the output is expected to be: it is drafted
+    adapter: str | None = None  # the name of a LoRA adapter; None = the base model
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
@@ -84,6 +85,7 @@ class Request:
             ("shows_rejected", bool),
             ("cache_salt", str),
             ("request_id", str),
+            ("adapter", str),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):

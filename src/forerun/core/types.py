@@ -34,6 +34,30 @@ from forerun.core.verdict import DeviceSampling as DeviceSampling
 from forerun.core.verdict import Verdict as Verdict
 
 
+class LoadedAdapter(Protocol):
+    """A LoRA adapter that a target has in memory; a sequence keeps its own to the end."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> int: ...  # another one for every time that an adapter is loaded
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Adapters(Protocol):
+    """Adapters by name; any thread may call."""
+
+    @property
+    def names(self) -> list[str]: ...
+    def get(self, name: str) -> LoadedAdapter:
+        """Raises UnknownName where none has this name."""
+        ...
+
+    def add(self, name: str, folder: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+
+
 class Seq(Protocol):
     """A sequence as targets, drafters and controllers see it: read only."""
 
@@ -61,6 +85,8 @@ class Seq(Protocol):
     def rules(self) -> LawRules | None: ...  # of its laws, beside its parameters
     @property
     def prediction(self) -> Sequence[int]: ...  # what the caller expects the output to be; () = nothing
+    @property
+    def adapter(self) -> LoadedAdapter | None: ...  # changes of the target's weights that hold for it alone
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +105,7 @@ class PlainSeq:
     source: Sequence[int] = ()
     rules: LawRules | None = None
     prediction: Sequence[int] = ()
+    adapter: LoadedAdapter | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:

@@ -27,7 +27,7 @@ from forerun.control.base import Controller, Reconsiders, SeesPrompts
 from forerun.core.noise import fresh_seed
 from forerun.core.offer import Form
 from forerun.core.request import ALWAYS
-from forerun.core.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
 from forerun.engine.detokenize import Decodes, Detokenizer
@@ -35,7 +35,7 @@ from forerun.engine.outcome import outcome_of
 from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Timeline, with_starters
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
-from forerun.engine.sequence import SequenceState, Tokens, check_request
+from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
 from forerun.engine.stats import EngineStats
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
@@ -65,11 +65,12 @@ class Engine:
         max_batch: int = 8,
         max_length: int | None = None,
         prompt_rows: int | None = None,
+        adapters: Adapters | None = None,
         sibling: Callable[[str], Engine] | None = None,
     ) -> None:
         """`sibling` makes another engine around the same target, with a controller and drafters of its own."""
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
-        self.grammars, self.sibling = grammars, sibling
+        self.grammars, self.adapters, self.sibling = grammars, adapters, sibling
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         longest = min(target.max_length, max_length or target.max_length)
@@ -493,7 +494,6 @@ class Engine:
         verifier = request.verifier or self.default_verifier
         if verifier == "auto":
             verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"
-        rules = None if source is None else source.laws
         seq = SequenceState(
             id=self._next_id,
             request=request,
@@ -504,11 +504,12 @@ class Engine:
             verifier=verifier,
             shares_noise=self.verifiers.get(verifier).shares_noise,
             detokenizer=Detokenizer(self.tokenizer, params.stop),
-            traits=self.verifiers.traits(params, rules, verifier, request.budget is not None),
+            traits=self.verifiers.traits(params, source and source.laws, verifier, request.budget is not None),
             tokens=Tokens(start),
             prompt_length=len(start),
             drafting=drafter,
             source_rules=source,
+            adapter=None if request.adapter is None else find_adapter(self.adapters, request.adapter),
         )
         self._next_id += 1
         return seq

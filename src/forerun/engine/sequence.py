@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
-from forerun.core.errors import InvalidInput, PromptTooLong
+from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
 from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules, SourceRules
-from forerun.core.types import Event, FinishReason, Request
+from forerun.core.types import Adapters, Event, FinishReason, LoadedAdapter, Request
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.stats import RoundCounts, SequenceStats
 from forerun.verify.base import Traits
@@ -54,6 +54,7 @@ class SequenceState:
     prompt_length: int
     drafting: str  # the drafter's name, or the plain one's where it has failed
     source_rules: SourceRules | None = None  # the target's: its prompt is then what the encoder reads
+    adapter: LoadedAdapter | None = None
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
     made: float = field(default_factory=perf_counter)  # when it was submitted
@@ -200,3 +201,10 @@ def check_request(
 
 
 _set, _write = object.__setattr__, list.__setitem__
+
+
+def find_adapter(adapters: Adapters | None, name: str) -> LoadedAdapter:
+    """The adapter that a request asks for by name."""
+    if adapters is None:
+        raise UnknownName(f"unknown adapter {name!r}; this engine was made without adapters")
+    return adapters.get(name)

@@ -180,7 +180,8 @@ class Decoder(SlotTarget):
         mine = {i: chain for i, chain in enumerate(chains) if chain is not None}
         ends = {chain.end for chain in mine.values()}
         mine = {i: chain for i, chain in mine.items() if chain.follows(self.kv.extent(drafted[i].id))}
-        done = reusable_nodes(mine, tokens, spans) if len(ends) == 1 and not hidden else {}
+        adapted = any(seq.adapter is not None for seq in drafted)  # who drafted may not have had the adapter
+        done = reusable_nodes(mine, tokens, spans) if len(ends) == 1 and not hidden and not adapted else {}
         if not done:
             return self._run(tokens, spans, seqs, hidden, logits)
         rows = rows_after_first_layers(mine, done, tokens, spans, seqs, self.run_layers)

@@ -138,7 +138,8 @@ class SlotTarget(BaseTarget):
         if seq.cache_salt is None:
             return None
         regimes = [rope.regime(self._lengths[seq.id]) for rope in self.config.ropes]
-        return start_digest(seq.cache_salt, *regimes)
+        own = () if seq.adapter is None else (seq.adapter.name, seq.adapter.key)
+        return start_digest(seq.cache_salt, *regimes, *own)
 
     def _with_found(
         self, seqs: Sequence[Seq], fresh: Sequence[list[int]], hidden: Mapping[int, Tensor]

@@ -65,6 +65,7 @@ class ModelDrafter:
     """Any Target as a drafter."""
 
     needs = Needs()
+    adapts = False  # a sequence's adapter changes the draft model too
 
     def __init__(self, draft: Target, vocab_size: int) -> None:
         self.draft, self.vocab_size = draft, vocab_size
@@ -153,6 +154,7 @@ class ModelDrafter:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
             branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules)
+            branch.adapter = seq.adapter if self.adapts else None
             self._branches[seq.id] = branch
         branch.seed = seq.seed  # that of a cascade's level changes with its rounds
         fresh = seq.tokens[branch.committed :]

@@ -164,6 +164,8 @@ def _subset(name: str, layers: int, values: Mapping[str, Any]) -> LayerSubset:
 class LayerSkipDrafter(ModelDrafter):
     """Some of the target's layers as a draft model."""
 
+    adapts = True
+
     @classmethod
     def build(cls, parts: Parts) -> LayerSkipDrafter:
         given, shared = parts.speculative.draft_layers, parts.target.shared()

@@ -23,9 +23,11 @@ from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layers import Rotations
+from forerun.models.load.adapter import Adapter
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
+from forerun.models.native.adapters import NativeAdapter, adapters_of, address_of
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import HiddenRows, RotationTables, rows_of
 from forerun.models.native.plain_run import PlainRun, without_rows
@@ -140,12 +142,14 @@ class NativeDecoder(Decoder):
         nodes.set_reach(one.reach)
         one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
         shown = self._show(one, hidden, layers.end)  # lives until the call is over
+        adapters = adapters_of(self.config, spans, seqs, layers.first)
+        one.adapters = None if adapters is None else adapters.buffer_info()[0]
         one.normed = hidden[-1].data_ptr() if -1 in hidden else None
         one.logits = None if logits is None else logits.data_ptr()
         one.tops = None if tops is None else tops.buffer_info()[0]
         native.match_threads(torch.get_num_threads())
         failed = self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one))
-        del shown
+        del shown, adapters
         if failed:
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
         return None if tops is None else checked(tops.tolist())
@@ -173,6 +177,7 @@ class NativeDecoder(Decoder):
         regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
         table = self._tables.at(regime, end + most)
         alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
+        alone.set_adapter(address_of(self.config, seq), nodes)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
@@ -189,6 +194,9 @@ class NativeDecoder(Decoder):
         if not isinstance(hidden, HiddenRows) and hidden:
             self._keep_rows(hidden, extent.slots(extent.length, end))
         return Scores(logits, hidden, Greedy(found), ahead=ahead, own=own)
+
+    def load_adapter(self, name: str, key: int, adapter: Adapter) -> NativeAdapter:
+        return NativeAdapter.of(name, key, adapter, self.config)
 
     def truncate(self, seq: Seq, length: int) -> None:
         self._plain_run.drop()

@@ -33,6 +33,7 @@ class TreePass:
         self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
         self._pages: Sequence[int] = ()
         self._table: Table | None = None
+        self._adapters = array("Q")
         self._vocab, self._shows = model.vocab, False  # does the pass show hidden rows?
         self._spare: list[tuple[Tensor, int]] = []  # and where each lies
 
@@ -67,6 +68,12 @@ class TreePass:
             self.one.x, self._shows = hidden[last].data_ptr() if last in hidden else None, True
         elif self._shows:
             self.one.hidden_count, self.one.kept, self.one.x, self._shows = 0, None, None, False
+
+    def set_adapter(self, address: int, nodes: int) -> None:
+        """All rows have the changes that lie there; 0 = none have any."""
+        if address or self.one.adapters:
+            self._adapters = array("Q", [address] * nodes) if address else array("Q")
+            self.one.adapters = self._adapters.buffer_info()[0] if address else None
 
     def fill(self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table) -> None:
         """A tree of these tokens follows `length` committed ones of a sequence with these pages."""

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 16 };
+enum { BUFFERS = 9, FR_ABI = 17 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
@@ -89,6 +89,10 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     const fr_layer *layer = m->layer + i;
     norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
     fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, b->normed, p->nodes, 0, n, b->qkv, b->quants);
+    int64_t keys = m->kv_heads * m->head_dim;
+    fr_adapt(p->adapters, i, FR_Q, b->normed, m->width, made.q, made.q_stride, m->heads * m->head_dim, n);
+    fr_adapt(p->adapters, i, FR_K, b->normed, m->width, made.k, made.k_stride, keys, p->nodes);
+    fr_adapt(p->adapters, i, FR_V, b->normed, m->width, made.k + keys, made.k_stride, keys, p->nodes);
     heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
@@ -102,6 +106,7 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
+    fr_adapt(p->adapters, i, FR_OUTPUT, b->attended, m->heads * m->head_dim, b->delta, m->width, m->width, n);
     b->pending = 1;
 }
 
@@ -119,8 +124,11 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
         if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
         fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
+        fr_adapt(p->adapters, i, FR_GATE, b->normed, m->width, b->gate_up, 2 * m->inner, m->inner, n);
+        fr_adapt(p->adapters, i, FR_UP, b->normed, m->width, b->gate_up + m->inner, 2 * m->inner, m->inner, n);
         fr_swiglu(b->gate_up, b->mlp, n, m->inner);
         fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
+        fr_adapt(p->adapters, i, FR_DOWN, b->mlp, m->inner, b->delta, m->width, m->width, n);
     }
     b->pending = 1;
 }

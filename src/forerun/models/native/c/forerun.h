@@ -137,6 +137,20 @@ size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width);
 /* delta[rows, width] = the experts' outputs; scratch holds fr_experts_bytes. Returns how many experts were read. */
 int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_t rows, int64_t width, void *scratch);
 
+/* ---- adapters.c: low-rank changes of linear layers, by row ---- */
+enum { FR_MOST_RANK = 256 };
+enum { FR_Q, FR_K, FR_V, FR_OUTPUT, FR_GATE, FR_UP, FR_DOWN, FR_CHANGES };
+typedef struct {
+    int64_t rank;           /* 0 = the weight is not changed */
+    const float *down, *up; /* [inputs, rank], [rank, outputs] with the adapter's scale in it */
+} fr_change;
+typedef struct {
+    fr_change changes[FR_CHANGES];
+} fr_adapter_layer;
+/* y[rows, .. stride] += the change `which` of x[rows, inputs], by the adapter of each row; `of` NULL = none has one. */
+void fr_adapt(const fr_adapter_layer *const *of, int64_t layer, int64_t which, const float *x, int64_t inputs, float *y,
+              int64_t stride, int64_t outputs, int64_t rows);
+
 /* ---- decoder.c: a whole pass ---- */
 /* Where queries, and keys with the values behind them, lie; heads of a row end to end. */
 typedef struct {
@@ -186,6 +200,7 @@ typedef struct {
     float *logits; /* [scored, vocab] or NULL */
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
     int32_t *active_experts; /* [layers] how many experts the layer read, or NULL */
+    const fr_adapter_layer *const *adapters; /* [nodes] -> the first of these layers in each row's adapter, or NULL; or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);

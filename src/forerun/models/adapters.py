@@ -1,0 +1,149 @@
+"""Adapters beside a base: LoRA changes that are added to the rows of single sequences, many adapters in one batch.
+
+An adapter's folder can also be loaded as a model of its own (models/load/adapter.py adds its changes to the weights).
+Here the base stays as it is. A sequence holds the adapter that it was submitted with: one that is unloaded or evicted
+while it writes serves it to its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnknownName, UnsupportedModel
+from forerun.core.types import LoadedAdapter
+from forerun.models.base import Target
+from forerun.models.config import DecoderConfig
+from forerun.models.load.adapter import Adapter, is_adapter
+
+MOST_RANK = 256
+_WEIGHT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.weight")
+_KEYS = count(1)  # of adapters as they are loaded: one that is loaded again shares no cached prompts with the first
+
+
+class Part(NamedTuple):
+    """The change of one projection in one layer."""
+
+    layer: int
+    name: str  # q, k, v, o, gate, up or down
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank], with the adapter's scale in it
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A target that adds adapters' changes to rows of its passes."""
+
+    def load_adapter(self, name: str, key: int, adapter: Adapter) -> LoadedAdapter:
+        """An adapter ready for passes; sequences whose `adapter` it is are computed with it."""
+        ...
+
+
+def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
+    """The changes of an adapter by layer and projection; weights that are one on disk are taken apart."""
+    if adapter.rank > MOST_RANK:
+        raise UnsupportedModel(f"an adapter of rank {adapter.rank} is too large: {MOST_RANK} is the most")
+    shapes = _shapes(config)
+    for name, (down, up) in adapter.changes.items():
+        found = _WEIGHT.fullmatch(name)
+        layer, which = (int(found[1]), found[2]) if found is not None else (-1, "")
+        in_experts = 0 <= layer < config.layers and config.sparse[layer] and which in ("gate", "up", "down", "gate_up")
+        if which not in shapes or in_experts:
+            raise UnsupportedModel(
+                f"the adapter changes {name[:80]!r}: beside a base only projections of attention and of MLPs without "
+                "experts are changed; load the adapter's folder as a model instead"
+            )
+        outputs, inputs = shapes[which]
+        if layer >= config.layers or (len(up), down.shape[1]) != (sum(outputs.values()), inputs):
+            raise DamagedFile(
+                f"the adapter changes {name[:80]!r} of {(len(up), down.shape[1])}, which the base does not have: it is "
+                "another model's"
+            )
+        rows = (adapter.scale * up.float()).split(list(outputs.values()))
+        for part, own in zip(outputs, rows, strict=True):
+            yield Part(layer, part, down.float(), own)
+
+
+def _shapes(config: DecoderConfig) -> dict[str, tuple[dict[str, int], int]]:
+    """Of the projections that may be changed: the outputs of each part, and the inputs."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention, mlp = {"q": queries, "k": keys, "v": keys}, {"gate": config.inner, "up": config.inner}
+    single = {name: ({name: size}, config.width) for name, size in (attention | mlp).items()}
+    fused = {"qkv": (attention, config.width), "gate_up": (mlp, config.width)}
+    return {**single, **fused, "o": ({"o": config.width}, queries), "down": ({"down": config.width}, config.inner)}
+
+
+class AdapterPool:
+    """Adapters by name, read from their folders; those used last stay in memory, up to a limit."""
+
+    def __init__(self, target: Target, limit: int | None = None) -> None:
+        """`limit`: bytes of adapters in memory, beside those that sequences hold; None = no limit."""
+        self._target, self._limit = target, limit
+        self._folders: dict[str, Path] = {}
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last is last
+        self._lock = Lock()  # names are asked for by other threads
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._folders]
+
+    @property
+    def loaded(self) -> list[str]:
+        """Those in memory."""
+        return [*self._loaded]
+
+    def add(self, name: str, folder: str) -> None:
+        """Serve the adapter in this folder under a name; it is read now, so that damage is reported now."""
+        where = Path(folder).expanduser()
+        if not name or name in self._folders:
+            raise InvalidInput(f"an adapter named {name!r} is served already; unload it first, or choose another name")
+        if not is_adapter(where):
+            raise ModelNotFound(f"{where} holds no adapter: there is no adapter_config.json of PEFT's in it")
+        loaded = self._read(name, where)
+        with self._lock:
+            self._folders[name] = where
+            self._keep(name, loaded)
+
+    def remove(self, name: str) -> None:
+        """Serve it no longer; sequences that have it keep it to their end."""
+        with self._lock:
+            if self._folders.pop(name, None) is None:
+                raise self._unknown(name)
+            self._loaded.pop(name, None)
+
+    def get(self, name: str) -> LoadedAdapter:
+        """The adapter of this name, read again where it was evicted."""
+        with self._lock:
+            folder = self._folders.get(name)
+            if folder is None:
+                raise self._unknown(name)
+            found = self._loaded.get(name) or self._read(name, folder)
+            self._keep(name, found)
+            return found
+
+    def _keep(self, name: str, adapter: LoadedAdapter) -> None:
+        """As the one used last; others go, the longest unused first, until all fit the limit."""
+        self._loaded[name] = adapter
+        self._loaded.move_to_end(name)
+        while self._limit is not None and len(self._loaded) > 1:
+            if sum(one.nbytes for one in self._loaded.values()) <= self._limit:
+                break
+            self._loaded.popitem(last=False)
+
+    def _read(self, name: str, folder: Path) -> LoadedAdapter:
+        if not isinstance(self._target, TakesAdapters):
+            raise UnsupportedModel(
+                "adapters beside a base run on a CPU with the native kernels only; load the adapter's folder as a model"
+            )
+        return self._target.load_adapter(name, next(_KEYS), Adapter.read(folder))
+
+    def _unknown(self, name: str) -> UnknownName:
+        known = ", ".join(self._folders) or "none"
+        return UnknownName(f"unknown adapter {name!r}; served: {known}")

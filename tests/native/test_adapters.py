@@ -1,0 +1,239 @@
+"""LoRA adapters beside a base: their law is that of the merged weights, in any company, drafted or not.
+
+The oracle is transformers' model whose weights were merged here, by the formula W + scale * up @ down.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.build.engine import make_engine
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnknownName, UnsupportedModel
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
+from forerun.engine.engine import Engine
+from forerun.models.adapters import AdapterPool
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.models.load.adapter import Adapter
+from forerun.models.native import library
+from forerun.models.native.target import NativeDecoder
+from forerun.models.native.weights import Mode
+from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels")
+LAW = ("llama3.1", "llama-biases", "mistral", "qwen3", "smollm3", "phi3", "qwen3_moe")
+PROMPTS = [[5, 9, 2, 5, 9, 2, 7], [11, 3, 11, 3, 11, 3], [40, 41, 42, 43, 40, 41, 42]]
+
+
+class Tiny:
+    """A random model of a family, its weights on disk, and adapters for it."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder, self.reference = folder, make_reference(family)
+        self.config, self.weights = save(self.reference, folder / "base")
+
+    def native(self, mode: Mode = "float32", kv_slots: int | None = None) -> NativeDecoder:
+        return NativeDecoder(DecoderConfig.from_hf(self.config), self.weights, mode=mode, kv_slots=kv_slots)
+
+    def adapter(self, seed: int, rank: int = 4, only: str = "") -> Adapter:
+        """Random changes of every projection that is no expert's."""
+        dice = torch.Generator().manual_seed(seed)
+        wanted = re.compile(r".*(self_attn|mlp)\.\w+_proj\.weight")
+        names = [name for name in self.weights if wanted.fullmatch(name) and "expert" not in name and only in name]
+        pairs = {}
+        for name in names:
+            outputs, inputs = self.weights[name].shape
+            down, up = torch.randn(rank, inputs, generator=dice), torch.randn(outputs, rank, generator=dice)
+            pairs[name] = down / inputs**0.5, 0.3 * up
+        assert pairs
+        return Adapter("base", rank, 0.5, pairs)
+
+    def written(self, seed: int, rank: int = 4) -> str:
+        folder = self.folder / f"adapter{seed}-{rank}"
+        self.adapter(seed, rank).write(folder)
+        return str(folder)
+
+    def merged(self, adapter: Adapter) -> Any:
+        model = make_reference_like(self.reference)
+        state = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, (down, up) in adapter.changes.items():
+                state[name].add_(adapter.scale * up @ down)
+        return model
+
+
+def make_reference_like(model: Any) -> Any:
+    other = type(model)(model.config).float().eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def logits_of(target: NativeDecoder, tokens: list[int], adapter: Any, cached: int = 3, seq_id: int = 7) -> Tensor:
+    seq = PlainSeq(seq_id, tokens[: cached + 1], adapter=adapter)
+    target.prefill([seq], Needs())
+    logits = target.score([seq], TreeBatch.chains([tokens[cached:]]), Needs()).logits
+    target.release(seq)
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("family", LAW)
+def test_the_law_of_an_adapter_is_that_of_merged_weights(family: str, tmp_path: Path) -> None:
+    made, tokens = Tiny(family, tmp_path), [5, 9, 2, 33, 7, 1, 8, 60, 12]
+    target = made.native()
+    for seed, rank in ((1, 4), (2, 7)):
+        adapter = made.adapter(seed, rank)
+        loaded = target.load_adapter("a", seed, adapter)
+        wanted = reference_logits(made.merged(adapter), tokens)[3:]
+        torch.testing.assert_close(logits_of(target, tokens, loaded), wanted, rtol=2e-4, atol=2e-4)
+    plain = reference_logits(made.reference, tokens)[3:]
+    torch.testing.assert_close(logits_of(target, tokens, None), plain, rtol=2e-4, atol=2e-4)
+    assert float((wanted - plain).abs().max()) > 0.05, "negative control: the adapter changes the law"
+
+
+@pytest.mark.parametrize("only", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_each_projection_alone(tiny: Tiny, only: str) -> None:
+    adapter, tokens = tiny.adapter(3, only=only), [5, 9, 2, 33, 7, 1, 8]
+    target = tiny.native()
+    found = logits_of(target, tokens, target.load_adapter("a", 1, adapter))
+    torch.testing.assert_close(found, reference_logits(tiny.merged(adapter), tokens)[3:], rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(found, logits_of(target, tokens, None), atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
+def test_rows_have_the_same_bits_in_any_company(tiny: Tiny, mode: Mode) -> None:
+    target = tiny.native(mode)
+    own = [None, *[target.load_adapter(str(seed), seed, tiny.adapter(seed, rank)) for seed, rank in ((1, 4), (2, 16))]]
+    alone = [logits_of(target, prompt, adapter, len(prompt) - 1) for prompt, adapter in zip(PROMPTS, own, strict=True)]
+    seqs = [
+        PlainSeq(i, list(prompt), adapter=adapter) for i, (prompt, adapter) in enumerate(zip(PROMPTS, own, strict=True))
+    ]
+    target.prefill(seqs, Needs())
+    chains = TreeBatch.chains([[prompt[-1], 5, 6, 7] for prompt in PROMPTS])
+    together = target.score(seqs, chains, Needs()).logits
+    assert together is not None
+    for i, each in enumerate(alone):
+        assert torch.equal(together[4 * i], each[-1])
+
+
+def engine_of(tiny: Tiny, drafter: str, adapters: dict[str, str], mode: Mode = "float32") -> Engine:
+    config = EngineConfig(max_batch=4, adapters=adapters)
+    layers = "2" if "layer_skip" in drafter else None
+    speculative = SpeculativeConfig(drafter, budget=4, controller="fixed", draft_layers=layers)
+    return make_engine(tiny.native(mode), frozenset(), speculative, config)
+
+
+def write(engine: Engine, asked: list[tuple[list[int], str | None]], **options: Any) -> list[list[int]]:
+    params = SamplingParams(24 if len(asked[0][0]) < 40 else 1, **options)
+    ids = [engine.submit(Request(tuple(prompt), params, adapter=adapter)) for prompt, adapter in asked]
+    texts: dict[int, list[int]] = {one: [] for one in ids}
+    while engine.busy:
+        for event in engine.step():
+            assert event.error is None
+            texts[event.seq_id] += event.tokens
+    return [texts[one] for one in ids]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "layer_skip", "ngram>layer_skip"])
+def test_texts_of_a_mixed_batch_are_those_of_each_adapter_alone(tiny: Tiny, drafter: str, options: Any) -> None:
+    adapters = {"one": tiny.written(1), "two": tiny.written(2, 16)}
+    asked = [(prompt, name) for prompt in PROMPTS for name in (None, "one", "two")]
+    plain = engine_of(tiny, "none", adapters)
+    alone = [write(plain, [each], **options)[0] for each in asked]
+    drafted = engine_of(tiny, drafter, adapters)
+    assert write(drafted, asked, **options) == alone
+    assert drafted.stats.drafted > 0
+    assert len({tuple(text) for text in alone[:3]}) == 3, "negative control: adapters write other texts"
+
+
+def test_prompts_are_shared_within_an_adapter_only(tiny: Tiny) -> None:
+    engine, prompt = engine_of(tiny, "none", {"one": tiny.written(1), "two": tiny.written(2)}), [7] * 30 + [9] * 33
+    found = []
+    for name in (None, "one", "two", "one", None):
+        write(engine, [(prompt, name)], temperature=0.0)
+        found.append(engine.stats.reused)
+    reused = [after - before for before, after in zip([0, *found], found, strict=False)]
+    assert reused[:3] == [0, 0, 0]
+    assert min(reused[3:]) > 0
+    assert engine.adapters is not None
+    folder = tiny.written(3)
+    engine.adapters.remove("one")
+    engine.adapters.add("one", folder)  # another one of the same name
+    write(engine, [(prompt, "one")], temperature=0.0)
+    assert engine.stats.reused == found[-1]
+
+
+def test_an_adapter_that_is_unloaded_serves_its_texts_to_the_end(tiny: Tiny) -> None:
+    engine = engine_of(tiny, "ngram", {"one": tiny.written(1)})
+    wanted = write(engine, [(PROMPTS[0], "one")], temperature=0.0)[0]
+    assert engine.adapters is not None
+    engine.submit(Request(tuple(PROMPTS[0]), SamplingParams(24, temperature=0.0), adapter="one"))
+    text = [token for event in engine.step() for token in event.tokens]
+    engine.adapters.remove("one")
+    with pytest.raises(UnknownName, match="unknown adapter 'one'; served: none"):
+        engine.submit(Request((1, 2), adapter="one"))
+    while engine.busy:
+        text += [token for event in engine.step() for token in event.tokens]
+    assert text == wanted
+
+
+def test_the_longest_unused_are_evicted_and_read_again(tiny: Tiny) -> None:
+    folders = [tiny.written(seed) for seed in (1, 2, 3)]
+    target = tiny.native()
+    size = target.load_adapter("x", 1, tiny.adapter(1)).nbytes
+    pool = AdapterPool(target, limit=2 * size)
+    for name, folder in zip("abc", folders, strict=True):
+        pool.add(name, folder)
+    assert (pool.names, pool.loaded) == (["a", "b", "c"], ["b", "c"])
+    first = pool.get("a")
+    assert pool.loaded == ["c", "a"]
+    assert pool.get("a") is first
+    pool.get("c"), pool.get("b")
+    assert pool.get("a") is not first
+
+
+def test_adapters_that_cannot_be_served_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    pool, good = AdapterPool(tiny.native()), tiny.written(1)
+    pool.add("good", good)
+    other = Tiny("llama2", tmp_path / "other")
+    other.adapter(1).write(tmp_path / "another")
+    tiny.adapter(1, rank=300).write(tmp_path / "large")
+    head = Adapter("base", 2, 1.0, {"lm_head.weight": (torch.ones(2, 32), torch.ones(VOCAB, 2))})
+    head.write(tmp_path / "head")
+    damaged = tmp_path / "damaged"
+    tiny.adapter(1).write(damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"no tensors")
+    strange = tmp_path / "strange"
+    tiny.adapter(1).write(strange)
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(1, 1)}, strange / "adapter_model.safetensors")
+    torch_only = AdapterPool(
+        Decoder(DecoderConfig.from_hf(tiny.config), tiny.weights, dtype=torch.float32, device="cpu", kv_slots=None)
+    )
+    for used, name, folder, kind, said in (
+        (pool, "good", good, InvalidInput, "served already"),
+        (pool, "x", str(tmp_path), ModelNotFound, "holds no adapter"),
+        (pool, "x", str(tmp_path / "another"), DamagedFile, "another model's"),
+        (pool, "x", str(tmp_path / "large"), UnsupportedModel, "256 is the most"),
+        (pool, "x", str(tmp_path / "head"), UnsupportedModel, "load the adapter's folder as a model"),
+        (pool, "x", str(damaged), DamagedFile, "is damaged"),
+        (pool, "x", str(strange), DamagedFile, "no two matrices"),
+        (torch_only, "x", good, UnsupportedModel, "native kernels only"),
+    ):
+        with pytest.raises(kind, match=said) as refused:
+            used.add(name, folder)
+        assert "\n" not in str(refused.value)
+        assert used.names == (["good"] if used is pool else [])
