@@ -92,10 +92,6 @@ def make_engine(
         own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
         return make_engine(target, stop_ids, own, size, tokenizer, draft_target, cost_file, more_drafts, costs)
 
-    share = as_memory("adapter_memory", config.adapter_memory)
-    adapters = AdapterPool(target, None if share is None else allowed_bytes(share, target.device))
-    for name, folder in config.adapters.items():
-        adapters.add(name, folder)
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
@@ -111,9 +107,18 @@ def make_engine(
         tokenizer=tokenizer,
         max_batch=max_batch,
         max_length=config.max_length,
-        adapters=adapters,
+        adapters=make_adapters(target, config),
         sibling=sibling,
     )
+
+
+def make_adapters(target: Target, config: EngineConfig) -> AdapterPool:
+    """The adapters that are served beside this target from the start."""
+    share = as_memory("adapter_memory", config.adapter_memory)
+    pool = AdapterPool(target, None if share is None else allowed_bytes(share, target.device))
+    for name, folder in config.adapters.items():
+        pool.add(name, folder)
+    return pool
 
 
 def default_batch(target: Target) -> tuple[int, str]:

@@ -494,6 +494,7 @@ class Engine:
         verifier = request.verifier or self.default_verifier
         if verifier == "auto":
             verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"
+        rules = None if source is None else source.laws
         seq = SequenceState(
             id=self._next_id,
             request=request,
@@ -504,7 +505,7 @@ class Engine:
             verifier=verifier,
             shares_noise=self.verifiers.get(verifier).shares_noise,
             detokenizer=Detokenizer(self.tokenizer, params.stop),
-            traits=self.verifiers.traits(params, source and source.laws, verifier, request.budget is not None),
+            traits=self.verifiers.traits(params, rules, verifier, request.budget is not None),
             tokens=Tokens(start),
             prompt_length=len(start),
             drafting=drafter,

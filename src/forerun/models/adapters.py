@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnknownName, UnsupportedModel
@@ -66,7 +67,7 @@ def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
                 f"the adapter changes {name[:80]!r} of {(len(up), down.shape[1])}, which the base does not have: it is "
                 "another model's"
             )
-        rows = (adapter.scale * up.float()).split(list(outputs.values()))
+        rows = torch.split(adapter.scale * up.float(), list(outputs.values()))
         for part, own in zip(outputs, rows, strict=True):
             yield Part(layer, part, down.float(), own)
 

@@ -45,9 +45,7 @@ class NativeAdapter:
         return ctypes.addressof(self.layers) + first * ctypes.sizeof(AdapterLayer)
 
 
-def adapters_of(
-    config: DecoderConfig, spans: Sequence[Span], seqs: Sequence[Seq], first: int = 0
-) -> array[int] | None:
+def adapters_of(config: DecoderConfig, spans: Sequence[Span], seqs: Sequence[Seq], first: int = 0) -> array[int] | None:
     """For every row of a pass, where the changes of its sequence's adapter lie from layer `first` on; None = nowhere.
 
     The array must live as long as the pass, and the sequences keep their adapters.
