@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import TraceFile
+from forerun.cli.flags import DEFAULT_MODEL, TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
 from forerun.server.cluster.settings import ClusterSettings
@@ -37,7 +37,7 @@ Record = Annotated[
 ]
 Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
 SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
-Model = Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)]
+Model = Annotated[str | None, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=DEFAULT_MODEL)]
 Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
@@ -55,7 +55,7 @@ WriteConfig = Annotated[
 
 
 def serve(
-    model: Model = "smollm2",
+    model: Model = None,
     named: Named = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
@@ -92,7 +92,10 @@ def serve(
     write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
-    model, keys = named or model, (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
+    if model is not None and named is not None:
+        raise InvalidInput(f"two models were given, {model!r} and --model {named}; give one of them")
+    model = named or model or DEFAULT_MODEL
+    keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
