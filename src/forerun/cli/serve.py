@@ -92,10 +92,7 @@ def serve(
     write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
-    if model is not None and named is not None:
-        raise InvalidInput(f"two models were given, {model!r} and --model {named}; give one of them")
-    model = named or model or DEFAULT_MODEL
-    keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
+    model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
@@ -116,6 +113,13 @@ def serve(
 
     many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
     serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
+
+
+def _one_of(model: str | None, named: str | None) -> str:
+    """The model, by the argument or by --model."""
+    if model is not None and named is not None:
+        raise InvalidInput(f"two models were given, {model!r} and --model {named}; give one of them")
+    return named or model or DEFAULT_MODEL
 
 
 def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:
