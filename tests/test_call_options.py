@@ -56,6 +56,13 @@ def test_names_of_other_libraries() -> None:
     assert biased.token_ids == [7, 7, 7]
 
 
+def test_auto_is_the_drafter_of_the_engine() -> None:
+    llm = make()
+    asked = llm.generate("abcabcabc", max_tokens=9, ignore_eos=True, drafter="auto")
+    assert asked.drafter == llm.engine.default_drafter
+    assert asked.token_ids == llm.generate("abcabcabc", max_tokens=9, ignore_eos=True).token_ids
+
+
 def test_none_is_not_given() -> None:
     llm = make()
     nothing: dict[str, Any] = dict.fromkeys(SamplingOptions.__annotations__)

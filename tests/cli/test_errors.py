@@ -58,6 +58,15 @@ def test_before_a_model_is_loaded(forerun: Run, monkeypatch: pytest.MonkeyPatch,
     assert words in only_line(forerun("generate", *flags))
 
 
+def test_a_server_that_is_not_up_has_failed_no_check(forerun: Run) -> None:
+    assert "does not answer" in only_line(forerun("verify", "http://127.0.0.1:9"))
+    assert "does not answer" in only_line(forerun("verify", "http://127.0.0.1:9", "--model", "x"))
+
+
+def test_two_models_to_serve_are_refused(forerun: Run) -> None:
+    assert "two models were given" in only_line(forerun("serve", "smollm2", "--model", "qwen-1.5b"))
+
+
 @pytest.mark.parametrize("flags", [["--no-such-flag"], ["--dtype", "int4"], ["--max-tokens", "many"]])
 def test_a_misspelt_flag_exits_with_2(forerun: Run, flags: list[str]) -> None:
     ran = forerun("generate", "hi", *flags)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -47,3 +48,11 @@ def test_the_pages_show_commands_and_a_wrong_one_would_be_noticed() -> None:
     assert any("serve" in command for page, command in commands() if page.startswith("tutorial"))
     with pytest.raises(Exception, match=r"[Nn]o such option"):
         parse("forerun serve --modle FILE")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_module_that_is_shown_can_be_run(page: Any) -> None:
+    for name in re.findall(r"(?:python|launch) (?:-P )?-m (forerun[\w.]*)", page.read_text("utf-8")):
+        found = find_spec(name)
+        assert found is not None, name
+        assert found.submodule_search_locations is None or find_spec(f"{name}.__main__"), name

@@ -170,6 +170,20 @@ def test_chat(tmp_path: Path) -> None:
     assert tokenizer.bos_id == 0
 
 
+def test_the_last_message_can_be_continued() -> None:
+    """Also where its text occurs in the template's own marks, and where the template strips contents."""
+    template = CHAT.replace("content", "content.strip()")
+    tokenizer = chatting(template)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "im_"}]
+    text = tokenizer.chat_text(messages, continue_final_message=True)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nim_"
+    for last in ({"role": "tool", "content": "7"}, {"role": "assistant", "content": None}):
+        with pytest.raises(InvalidInput, match="continue_final_message"):
+            tokenizer.chat_text([*messages, last], continue_final_message=True)
+    with pytest.raises(InvalidInput, match="leaves out the last message"):
+        chatting("{{ messages[0].content }}").chat_text(messages, continue_final_message=True)
+
+
 def chatting(template: str | None) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<|eot_id|>": 1}, []))
     return Tokenizer(backend, [0], None, template, {"bos_token": "<s>"})

@@ -122,12 +122,22 @@ def test_damaged_bodies_are_400s(reader: RequestReader, what: What, raw: bytes, 
     assert len(error.message) < 600
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message", "self"])
 def test_template_variables_that_are_fields_of_the_request_are_refused(reader: RequestReader, name: str) -> None:
     error = refusal(reader, "chat", {"messages": HI, "chat_template_kwargs": {name: 1}})
     assert (error.status, error.param) == (400, "chat_template_kwargs")
     assert repr(name) in error.message
     assert reader.read("chat", json.dumps({"messages": HI, "chat_template_kwargs": {"x": 1}}).encode(), CONTEXT)
+
+
+def test_a_last_message_that_is_to_be_continued_stays_open(reader: RequestReader, llm: LLM) -> None:
+    begun = [*HI, {"role": "assistant", "content": "Tom is "}]
+    body = {"messages": begun, "continue_final_message": True}
+    _, (job,) = reader.read("chat", json.dumps(body).encode(), CONTEXT)
+    text = llm.tokenizer.decode(job.prompt, skip_special=False)
+    assert text == llm.tokenizer.chat_text(HI) + "Tom is "
+    error = refusal(reader, "chat", body | {"add_generation_prompt": True})
+    assert (error.status, error.param) == (400, "continue_final_message")
 
 
 def test_a_byte_order_mark_is_no_part_of_a_body(reader: RequestReader) -> None:

@@ -275,6 +275,7 @@ def make_request(prompt: Prompt, params: Params | None, options: Mapping[str, An
         None if options.get(name) is None else as_name(name, options[name])
         for name in ("drafter", "verifier", "adapter")
     )
+    drafter = None if drafter == "auto" else drafter  # the engine's own, which may be the choice of auto
     merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
     rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
     variables, predicted = options.get("chat_template_kwargs"), options.get("prediction")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import TraceFile
+from forerun.cli.flags import DEFAULT_MODEL, TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
 from forerun.server.cluster.settings import ClusterSettings
@@ -37,7 +37,7 @@ Record = Annotated[
 ]
 Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
 SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
-Model = Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)]
+Model = Annotated[str | None, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=DEFAULT_MODEL)]
 Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
@@ -55,7 +55,7 @@ WriteConfig = Annotated[
 
 
 def serve(
-    model: Model = "smollm2",
+    model: Model = None,
     named: Named = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
@@ -92,7 +92,7 @@ def serve(
     write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
-    model, keys = named or model, (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
+    model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
@@ -113,6 +113,13 @@ def serve(
 
     many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
     serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
+
+
+def _one_of(model: str | None, named: str | None) -> str:
+    """The model, by the argument or by --model."""
+    if model is not None and named is not None:
+        raise InvalidInput(f"two models were given, {model!r} and --model {named}; give one of them")
+    return named or model or DEFAULT_MODEL
 
 
 def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:

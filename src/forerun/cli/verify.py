@@ -197,7 +197,9 @@ def _target(
     ids = {} if pair is None else symbol_ids(pair.target)
     if name.startswith(("http://", "https://")):
         key = os.environ.get("OPENAI_API_KEY")
-        return targets.UrlTarget(name, model, ids, plain, off, key, extra, names)
+        served = targets.UrlTarget(name, model, ids, plain, off, key, extra, names)
+        served.check()
+        return served
     if Path(name).expanduser().exists() and engine == "transformers":
         return targets.TransformersTarget(name, drafting["draft_model"], ids)
     if Path(name).expanduser().exists() and engine == "forerun":

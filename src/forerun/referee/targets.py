@@ -47,6 +47,16 @@ class UrlTarget:
         self._pool = ThreadPoolExecutor(self.width)
         self._models: dict[str, str] = {}
 
+    def check(self) -> None:
+        """Refuse a server that is not up, or takes no key of ours: no check of its engine has failed then."""
+        for base in filter(None, (self.url, self.plain)):
+            try:
+                self._post(f"{base}/models", None)
+            except Refused:  # it answers, without that route
+                continue
+            except Broken as error:
+                raise InvalidInput(str(error)) from None
+
     @property
     def modes(self) -> tuple[Mode, ...]:
         return ("on", "off") if self.plain or self.off is not None else ("on",)

@@ -45,7 +45,7 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 SHORT = 8192  # characters of a text whose number of tokens is not worth an estimate
 # what a template gets from the request's other fields
-_OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "self")
 
 
 class ReaderFacts(NamedTuple):
@@ -94,8 +94,12 @@ class RequestReader:
             body = self._with_effort(body, body.reasoning_effort, variables)
         if body.tools and body.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        opens = body.add_generation_prompt is not False and not body.continue_final_message
-        ids = self._chat_ids(body.messages, opens, context, **variables)
+        if body.continue_final_message:
+            if body.add_generation_prompt:
+                said = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
+                raise ApiError(400, said, param="continue_final_message")
+            variables["continue_final_message"] = True
+        ids = self._chat_ids(body.messages, body.add_generation_prompt is not False, context, **variables)
         forced = must_call(body)
         if not forced:
             return self._jobs(body, [ids], context)

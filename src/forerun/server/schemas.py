@@ -17,13 +17,14 @@ from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key",
-            "prompt_cache_retention", "safety_identifier", "verbosity", "modalities",
+            "prompt_cache_retention", "safety_identifier", "verbosity",
             "include_obfuscation", "request_id", "priority")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
+    "modalities": ["text"],
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from forerun.server.errors import ApiError
 from forerun.server.schemas import ChatRequest, FunctionSpec
 
 _VALUES = ("const", "enum", "default", "examples")  # keys of a JSON schema that hold no schemas
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a tool without `parameters`
 
 
 def must_call(body: ChatRequest) -> list[FunctionSpec]:
@@ -38,7 +39,7 @@ def schema_of_calls(tools: Sequence[FunctionSpec]) -> dict[str, Any]:
         }
         for i, tool in enumerate(tools)
     ]  # fmt: skip
-    arguments = [tool.parameters or {"type": "object"} for tool in tools]
+    arguments = [_NO_ARGUMENTS if tool.parameters is None else tool.parameters or {"type": "object"} for tool in tools]
     return {"anyOf": calls, "$defs": {str(i): _moved(own, f"#/$defs/{i}") for i, own in enumerate(arguments)}}
 
 

@@ -63,10 +63,28 @@ def _compile(source: str) -> tuple[Template, bool]:
     return environment.from_string(source), "tools" in find_undeclared_variables(environment.parse(source))
 
 
-def render_chat(source: str, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-    """The text of a conversation, as the template writes it; tools that it does not know become text before."""
+def render_chat(
+    source: str, messages: Sequence[Mapping[str, Any]], /, continue_final_message: bool = False, **variables: Any
+) -> str:
+    """The text of a conversation, as the template writes it; tools that it does not know become text before.
+
+    With `continue_final_message` it ends where the last message's content does, so that the model writes on there."""
     if not messages:
         raise InvalidInput("messages is empty; give at least one, such as {'role': 'user', 'content': 'Hi'}")
+    if not continue_final_message:
+        return _render_whole(source, messages, variables)
+    last = messages[-1]
+    if not isinstance(last.get("content"), str) or last.get("tool_calls") or last.get("role") == "tool":
+        raise InvalidInput("continue_final_message needs a last message of text alone, such as the start of an answer")
+    mark = f"{randrange(10**20):020}"
+    marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
+    text, found, _ = _render_whole(source, marked, {**variables, "add_generation_prompt": False}).rpartition(mark)
+    if not found:
+        raise InvalidInput("the model's chat template leaves out the last message, so it cannot be continued")
+    return text
+
+
+def _render_whole(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     try:
         template, writes_tools = _compile(source)
     except Exception as error:  # a template that cannot be compiled may fail in any way too
