@@ -30,16 +30,22 @@ from forerun.models.load.tokenizer import Tokenizer, TokenizerParts
 from forerun.server.backends.channel import Channel
 from forerun.server.backends.child import take_channel
 from forerun.server.backends.start import start_child
+from forerun.server.doors.base import Door
+from forerun.server.doors.messages import CountRequest, MessagesRequest
+from forerun.server.doors.responses import ResponsesRequest
 from forerun.server.errors import ApiError, as_api_error, from_validation
 from forerun.server.generation import Job, check_number, make_jobs
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from forerun.server.settings import LOG_FORMAT
 from forerun.server.tools import must_call, schema_of_calls
 
-What = Literal["chat", "completion", "tokenize", "detokenize"]
+What = Literal["chat", "completion", "responses", "messages", "count", "tokenize", "detokenize"]
 BODIES: dict[str, type[BaseModel]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "count": CountRequest,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }
@@ -73,7 +79,9 @@ class RequestReader:
                 return self._tokenize(body, context)
             case "detokenize":
                 return self._detokenize(body, context)
-        jobs = self.chat_jobs(body, context) if what == "chat" else self.completion_jobs(body, context)
+            case "count":
+                return _as_json({"input_tokens": len(self._prompt_of(body, context)[1])})
+        jobs = self.completion_jobs(body, context) if what == "completion" else self.chat_jobs(body, context)
         return self._without_prompt(body), jobs
 
     def check_model(self, name: str | None) -> None:
@@ -85,6 +93,16 @@ class RequestReader:
     def chat_jobs(self, body: ChatRequest, context: int) -> list[Job]:
         """The texts that a chat asks for."""
         check_number(body, 1, self.facts.max_choices)
+        body, ids = self._prompt_of(body, context)
+        forced = must_call(body)
+        if not forced:
+            return self._jobs(body, [ids], context)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
+        return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+
+    def _prompt_of(self, body: ChatRequest, context: int) -> tuple[ChatRequest, tuple[int, ...]]:
+        """The prompt of a chat, and the chat with the limit of thinking that its effort means."""
         variables = dict(body.chat_template_kwargs or {})
         for name in _OWN_VARIABLES:
             if name in variables:
@@ -95,13 +113,7 @@ class RequestReader:
         if body.tools and body.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
-        ids = self._chat_ids(body.messages, opens, context, **variables)
-        forced = must_call(body)
-        if not forced:
-            return self._jobs(body, [ids], context)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
-        return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+        return body, self._chat_ids(body.messages, opens, context, **variables)
 
     def _with_effort(self, body: ChatRequest, effort: str, variables: dict[str, Any]) -> ChatRequest:
         """`reasoning_effort` is told to the chat template, and limits the thinking of a model that thinks."""
@@ -211,7 +223,8 @@ class RequestReader:
 def as_body(what: What, raw: bytes) -> Any:
     """The fields of a request; raises an ApiError with status 400 where they are not those of such a request."""
     try:
-        return BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+        body = BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+        return body.as_chat() if isinstance(body, Door) else body
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except ValueError as error:

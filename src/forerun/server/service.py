@@ -23,7 +23,7 @@ from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, Wh
 from forerun.server.refresh import HeadWatch, Recorder
 from forerun.server.schemas import Generation
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import as_line, encoded
+from forerun.server.sse import encoded
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
@@ -109,9 +109,10 @@ class Service:
         parsers = {job.index: parser_of(body, self.backend.tokenizer, job.prompt) for job in jobs}
         async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                if answer.kind == "chat.completion" and index not in opened:
+                if index not in opened:
                     opened.add(index)
-                    yield as_line(answer.first(index))
+                    for line in answer.opening(index):
+                        yield line
                 parser = parsers[index]
                 if isinstance(item, Completion):
                     done[index] = item
@@ -123,9 +124,10 @@ class Service:
                 elif not isinstance(item, Completion) and (item.text or item.tokens):
                     yield answer.piece(index, item)
                 if isinstance(item, Completion):
-                    yield as_line(answer.last(index, item, index in called))
-        if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
-            yield as_line(answer.figures([done[job.index] for job in jobs]))
+                    for line in answer.ending(index, item, index in called):
+                        yield line
+        for line in answer.closing([done[job.index] for job in jobs]):
+            yield line
 
     async def _counted(self, jobs: list[Job], answer: Answer) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
