@@ -20,7 +20,13 @@ from forerun.server.answers import Answer, Kind
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
 from forerun.server.errors import (
-    MESSAGES, MESSAGES_ERRORS, NO_OBJECT, RESPONSES, ApiError, add_error_handlers, as_api_error,
+    MESSAGES,
+    MESSAGES_ERRORS,
+    NO_OBJECT,
+    RESPONSES,
+    ApiError,
+    add_error_handlers,
+    as_api_error,
 )  # fmt: skip
 from forerun.server.generation import salted
 from forerun.server.limits import Gate, Guard

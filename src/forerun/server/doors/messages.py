@@ -32,8 +32,9 @@ SIGNATURE = "unsigned"  # of what was thought: the API's clients send it back, a
 _TEXT = {"type": "object", "required": ["type", "text"], "properties": {
     "type": {"const": "text"}, "text": {"type": "string"}}}  # fmt: skip
 _SAID = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}]}
-_MESSAGES = {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"], "properties": {
-    "role": {"enum": ["user", "assistant"]}, "content": _SAID}}}  # fmt: skip
+_MESSAGE = {"type": "object", "required": ["role", "content"], "properties": {
+    "role": {"enum": ["user", "assistant"]}, "content": _SAID}}  # fmt: skip
+_MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _USER = {"text", "tool_result"}
 _ASSISTANT = {"text", "tool_use", "thinking", "redacted_thinking"}
 
