@@ -84,6 +84,10 @@ class Answer:
             **self._head(self.kind), "choices": choices, "usage": usage_of(done, self.prompts), "metrics": metrics,
         }  # fmt: skip
 
+    def at_once(self, max_batch: int) -> int:
+        """How many of its texts wait for the engine together; the others wait here."""
+        return 1 << 30
+
     @property
     def end(self) -> bytes:
         """Behind the last message of a stream."""

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.server.answers import Answer, Kind
+from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
 from forerun.server.errors import (
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-ANSWERS: dict[str, type[Answer]] = {"responses": ResponsesAnswer, "messages": MessagesAnswer}  # others have a chat's
+ANSWERS: dict[str, type[Answer]] = {  # in other shapes than a chat's
+    "responses": ResponsesAnswer,
+    "messages": MessagesAnswer,
+    "embeddings": EmbeddingsAnswer,
+}
 POLL = 0.25  # seconds between looks at the engine
 
 
@@ -200,6 +205,10 @@ def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None
     async def message(request: Request) -> Response:
         return await _answer(service, "messages", request)
 
+    @app.post("/v1/embeddings", dependencies=allowed, openapi_extra=_takes(EmbeddingsRequest))
+    async def embed(request: Request) -> Response:
+        return await _answer(service, "embeddings", request)
+
     @app.get("/v1/models", dependencies=allowed)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(name, service) for name in service.settings.model_names]}
@@ -273,7 +282,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         answer.asked_by = {"request": state.id, "caller": state.caller}
         if span.trace_id is not None:
             answer.asked_by["trace"] = span.trace_id
-        held.enter_context(service.admitted(len(jobs)))
+        held.enter_context(service.admitted(min(len(jobs), answer.at_once(service.backend.max_batch))))
         if not body.stream:
             whole = await _while_connected(request, service.write(body, answer, jobs))
             return Response(whole, media_type="application/json", headers=span.headers())

@@ -31,21 +31,23 @@ from forerun.server.backends.channel import Channel
 from forerun.server.backends.child import take_channel
 from forerun.server.backends.start import start_child
 from forerun.server.doors.base import Door
+from forerun.server.doors.embeddings import EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesRequest
 from forerun.server.doors.responses import ResponsesRequest
 from forerun.server.errors import ApiError, as_api_error, from_validation
-from forerun.server.generation import Job, check_number, make_jobs
+from forerun.server.generation import Job, check_number, make_jobs, sampling_of
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from forerun.server.settings import LOG_FORMAT
 from forerun.server.tools import must_call, schema_of_calls
 
-What = Literal["chat", "completion", "responses", "messages", "count", "tokenize", "detokenize"]
+What = Literal["chat", "completion", "responses", "messages", "count", "embeddings", "tokenize", "detokenize"]
 BODIES: dict[str, type[BaseModel]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
     "count": CountRequest,
+    "embeddings": EmbeddingsRequest,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }
@@ -81,6 +83,8 @@ class RequestReader:
                 return self._detokenize(body, context)
             case "count":
                 return _as_json({"input_tokens": len(self._prompt_of(body, context)[1])})
+        if what == "embeddings":
+            return self._embeddings(body, context)
         jobs = self.completion_jobs(body, context) if what == "completion" else self.chat_jobs(body, context)
         return self._without_prompt(body), jobs
 
@@ -137,6 +141,15 @@ class RequestReader:
         check_number(body, len(prompts), self.facts.max_choices)
         special = body.add_special_tokens is not False
         return self._jobs(body, [self._ids(each, special, context) for each in prompts], context)
+
+    def _embeddings(self, asked: EmbeddingsRequest, context: int) -> tuple[Generation, list[Job]]:
+        """A text of one token for each prompt, of which the embedding is taken and the text is not."""
+        if self.facts.has_encoder:
+            raise ApiError(400, "an encoder-decoder has no embeddings here; serve a decoder, or an embedding model")
+        prompts = [self._ids(each, True, context) for each in asked.prompts()]
+        body = asked.as_completion()
+        options = {**sampling_of(body, max(map(len, prompts)), context), "pooling": asked.pooling}
+        return self._without_prompt(body), [Job(i, prompt, options, False) for i, prompt in enumerate(prompts)]
 
     def _tokenize(self, body: TokenizeRequest, context: int) -> bytes:
         if (body.prompt is None) == (body.messages is None):

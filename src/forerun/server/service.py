@@ -93,11 +93,12 @@ class Service:
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> bytes:
         """The whole answer of a request, as JSON."""
-        done = dict[int, Completion]()
-        async with aclosing(self._counted(jobs, answer)) as items:
-            async for index, item in items:
-                if isinstance(item, Completion):
-                    done[index] = item
+        done, size = dict[int, Completion](), answer.at_once(self.backend.max_batch)
+        for some in (jobs[first : first + size] for first in range(0, len(jobs), size)):
+            async with aclosing(self._counted(some, answer)) as items:
+                async for index, item in items:
+                    if isinstance(item, Completion):
+                        done[index] = item
         texts = [done[job.index] for job in jobs]
         spelt = [part for each in texts for part in await answer.spelt(each)]
         found = [self._found(body, job, done[job.index]) for job in jobs]
@@ -175,7 +176,7 @@ class Service:
 
     def _record(self, job: Job, done: Completion, answer: Answer) -> None:
         """Keep a text for training, where server and request both say so."""
-        if self.head_watch is not None:
+        if self.head_watch is not None and done.embedding is None:
             self.head_watch.observe(done, answer.arrived)
         if self.recorder is not None and answer.body.record is True:
             self.recorder.write(job.prompt, done, answer.body.temperature)
