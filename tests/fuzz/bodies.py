@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 POSTS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/tokenize", "/detokenize",
+    "/v1/embeddings", "/tokenize", "/detokenize",
 )  # fmt: skip
 STRANGE = (
     None, True, -1, 0, 1, 10**20, -(10**20), 0.5, 1e308, "", "x", "\x00", "é" * 50, "[1]", [], [[]], [None], {},
@@ -80,6 +80,11 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"messages": [HI], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "seed": 3},
     ],
     "/v1/messages/count_tokens": MESSAGES,
+    "/v1/embeddings": [
+        {"model": "smollm2", "input": "Hi", "encoding_format": "base64", "user": "x"},
+        {"input": ["Hi", "Yo"], "pooling": "last", "normalize": False, "dimensions": 576},
+        {"input": [[1, 2], [3]]}, {"input": [1, 2, 3], "encoding_format": "float", "cache_salt": "x"},
+    ],
     "/tokenize": [
         {"model": "smollm2", "prompt": "Some text", "add_special_tokens": True, "return_token_strs": True},
         {"messages": [HI], "add_generation_prompt": False},
@@ -166,7 +171,7 @@ def requests_of(document: dict[str, Any], path: str, count: int, seed: int) -> I
             body = json.loads(json.dumps(dice.choice(VALID[path])))
             for _ in range(dice.choice((0, 1, 1, 2, 4)) if how == "changed" else 0):
                 body = changed(body, dice)
-        if path.startswith("/v1") and not path.endswith("count_tokens"):
+        if path.startswith("/v1") and not path.endswith(("count_tokens", "embeddings")):
             body = short(body, dice, "max_output_tokens" if path == "/v1/responses" else "max_tokens")
         raw = json.dumps(body).encode()
         yield Sent(path, damaged(raw, dice) if how == "damaged" else raw, how)

@@ -6,14 +6,18 @@ import base64
 import math
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 openai = pytest.importorskip("openai")
 
 from forerun import LLM, SamplingParams  # noqa: E402
+from tests.models.tiny_checkpoints import VOCAB, make_reference  # noqa: E402
+from tests.models.tiny_folder import make_tiny_folder  # noqa: E402
 from tests.server.conftest import Running  # noqa: E402
 
 TEXTS = ["The capital of France is Paris.", "x", "one two three " * 60]
@@ -77,18 +81,20 @@ def test_many_texts_wait_for_their_turn_and_no_text_is_harmed(http: httpx.Client
     assert embed(http, input=many)[::13] == [embed(http, input=text)[0] for text in many[::13]]
 
 
-def test_rows_are_those_of_transformers(http: httpx.Client, smollm2_path: str, served: Running) -> None:
-    """Both compute in float32, in another order: 2e-4 of the largest number in a row."""
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
-    for text in TEXTS:
-        ids = served.llm.tokenizer.encode(text)
-        with torch.no_grad():
-            rows = model.model(torch.tensor([ids])).last_hidden_state[0]
-        for how, wanted in (("mean", rows.mean(0)), ("last", rows[-1])):
-            (found,) = embed(http, input=text, pooling=how, normalize=False)
-            assert float((torch.tensor(found) - wanted).abs().max()) <= 2e-4 * float(wanted.abs().max())
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
+def test_rows_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """Both compute in float32, in another order: 2e-5 of the largest number in a row. Prompts of 1 to 50 tokens."""
+    folder, model = make_tiny_folder(tmp_path, family), make_reference(family)
+    with LLM.load(folder, dtype="float32", drafter="none", max_batch=3) as llm:
+        prompts = [[i * 7 % VOCAB for i in range(3, 3 + size)] for size in (1, 2, 17, 50)]
+        for how in ("mean", "last"):
+            done = llm.generate(prompts, SamplingParams(max_tokens=1), pooling=how)
+            for ids, one in zip(prompts, done, strict=True):
+                with torch.no_grad():
+                    rows = model.model(torch.tensor([ids])).last_hidden_state[0]
+                wanted = rows.mean(0) if how == "mean" else rows[-1]
+                assert float((torch.tensor(one.embedding) - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def kinds(events: list[Any]) -> list[str]:
     return [kind for i, kind in enumerate(found) if not i or found[i - 1] != kind]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("speculative", ["off", {"drafter": "ngram", "budget": 4}])
 @pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 7}])
 def test_the_text_is_the_chats(client: Any, http: httpx.Client, law: dict[str, Any], speculative: Any) -> None:
@@ -125,6 +126,7 @@ def test_tools_are_used_and_their_results_are_read(client: Any, http: httpx.Clie
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == wanted["usage"]["prompt_tokens"]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("speculative", ["off", "on"])
 def test_thinking_is_a_block_of_its_own_within_its_budget(thinking: Running, speculative: str) -> None:
     with client_of(thinking) as client:

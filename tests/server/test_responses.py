@@ -36,6 +36,7 @@ def kinds(events: list[Any]) -> list[str]:
     return [kind for i, kind in enumerate(found) if not i or found[i - 1] != kind]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("speculative", ["off", {"drafter": "ngram", "budget": 4}])
 @pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}])
 def test_the_text_is_the_chats(client: Any, law: dict[str, Any], speculative: Any) -> None:
@@ -153,6 +154,7 @@ def test_a_schema_holds_and_the_request_is_repeated(client: Any) -> None:
     assert answer.model_extra["seed"] == 3
 
 
+@pytest.mark.slow
 def test_thinking_is_an_item_of_its_own(thinking: Running) -> None:
     with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="x", max_retries=0) as client:
         asked: dict[str, Any] = {

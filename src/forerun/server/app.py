@@ -224,9 +224,9 @@ def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> Non
     async def tokenize(request: Request) -> Response:
         return Response(await _read(service, "tokenize", request), media_type="application/json")
 
-    extra = {"openapi_extra": _takes(CountRequest), "responses": MESSAGES_ERRORS}
+    counted = _takes(CountRequest)
 
-    @app.post(f"{MESSAGES}/count_tokens", dependencies=allowed, **extra)
+    @app.post(f"{MESSAGES}/count_tokens", dependencies=allowed, openapi_extra=counted, responses=MESSAGES_ERRORS)
     async def count_tokens(request: Request) -> Response:
         return Response(await _read(service, "count", request), media_type="application/json")
 

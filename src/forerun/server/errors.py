@@ -59,7 +59,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "the request is wrong, or cannot be taken now"},
     "5XX": {"model": ErrorBody, "description": "the server failed, is shutting down, or ran past the deadline"},
 }
-MESSAGES_ERRORS = {status: {**facts, "model": MessagesErrorBody} for status, facts in RESPONSES.items()}
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**facts, "model": MessagesErrorBody} for status, facts in RESPONSES.items()
+}
 
 
 class ApiError(HTTPException):

@@ -47,9 +47,8 @@ class EmbeddingsRequest(Body):
 
     def as_completion(self) -> Embedded:
         asked = self.model_copy(update={"input": ""})
-        return Embedded(
-            prompt=self.input, model=self.model, max_tokens=1, temperature=0, cache_salt=self.cache_salt, asked=asked
-        )
+        shared = {"prompt": self.input, "model": self.model, "cache_salt": self.cache_salt}
+        return Embedded.model_validate({**shared, "max_tokens": 1, "temperature": 0, "asked": asked})
 
 
 class Embedded(CompletionRequest):

@@ -213,7 +213,7 @@ class MessagesAnswer(BlockAnswer):
         ended, parts = _checked(done[0]), found[0]
         blocks = blocks_of(parts)
         return {
-            **self._message([_block(block, block.text) for block in blocks]),
+            **self._head_of([_block(block, block.text) for block in blocks]),
             **self._stop(ended, bool(parts.calls)),
             "usage": self._usage(ended, blocks),
             "seed": ended.seed,
@@ -225,7 +225,7 @@ class MessagesAnswer(BlockAnswer):
 
     def opening(self, index: int) -> list[bytes]:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
-        message = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {**self._head_of([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [as_event({"type": "message_start", "message": message}), as_event({"type": "ping"})]
 
     def ending(self, index: int, done: Completion, called: bool = False) -> list[bytes]:
@@ -252,7 +252,7 @@ class MessagesAnswer(BlockAnswer):
     def _event(self, kind: str, **facts: Any) -> bytes:
         return as_event({"type": kind, "index": len(self.blocks) - 1, **facts})
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head_of(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
     def _stop(self, done: Completion, called: bool) -> dict[str, Any]:

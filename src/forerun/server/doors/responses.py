@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from forerun.api.completion import Completion
-from forerun.server.answers import speculation_of, usage_of
 from forerun.server.doors.base import (
     Block,
     BlockAnswer,
@@ -24,6 +23,7 @@ from forerun.server.doors.base import (
     text_of,
 )
 from forerun.server.errors import ApiError
+from forerun.server.generation import speculation_of, usage_of
 from forerun.server.parsers.pieces import Found
 from forerun.server.schemas import MOST_TOOLS, Body, Effort, Stop, Whole, between
 from forerun.server.sse import as_event
