@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/tokenize", "/detokenize",
+)  # fmt: skip
 STRANGE = (
     None, True, -1, 0, 1, 10**20, -(10**20), 0.5, 1e308, "", "x", "\x00", "é" * 50, "[1]", [], [[]], [None], {},
     {"": {}}, [1, "a"], [-1], [10**12], {"type": "object"}, "\U0001f600", [[1], ["a"]], {"a": [{"b": None}]},
@@ -26,6 +29,16 @@ HI, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content":
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}]}
 TEXT, USAGE = {"type": "text", "text": "Hi"}, {"include_usage": True}
 TREE = {"nodes": 4, "depth": 2, "width": 2}
+ADD = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
+USED = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+MESSAGES: list[dict[str, Any]] = [
+    {"model": "smollm2", "messages": [HI], "system": "Be short."},
+    {"messages": [{"role": "user", "content": [TEXT, TEXT]}, ANSWER, HI], "system": [TEXT]},
+    {"messages": [HI], "tools": [{"name": "add", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"}},
+    {"messages": [HI, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "s"}, USED]},
+                  {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [TEXT]}]}]},
+    {"messages": [HI], "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+]  # fmt: skip
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"model": "smollm2", "messages": [HI], "temperature": 0, "stream": True, "stream_options": USAGE},
@@ -49,6 +62,28 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a b", "c"], "logprobs": 2, "logit_bias": {"100": -5, "200": 3.5}, "presence_penalty": 0.5},
         {"prompt": [1, 2, 3], "stop_token_ids": [5], "min_tokens": 1, "ignore_eos": True, "stream": True},
         {"prompt": [[1, 2], [3]], "repetition_penalty": 1.1, "speculative": "off", "cache_salt": "s", "user": "u"},
+    ],
+    "/v1/responses": [
+        {"model": "smollm2", "input": "Hi", "instructions": "Be short.", "temperature": 0, "stream": True},
+        {"input": [{"role": "developer", "content": "x"}, {"role": "user", "content": [TEXT]}], "metadata": {"a": "b"}},
+        {"input": [HI, {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+                   {"type": "function_call_output", "call_id": "1", "output": "2"}], "tools": [ADD]},
+        {"input": [HI, {"type": "reasoning", "summary": [], "content": [TEXT]}, ANSWER, HI], "store": False},
+        {"input": "Hi", "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "stream": True},
+        {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+        {"input": "Hi", "reasoning": {"effort": "low", "summary": "auto"}, "speculative": "off", "seed": 3},
+    ],
+    "/v1/messages": [
+        *MESSAGES, {"messages": [HI], "stream": True, "stop_sequences": ["a"], "metadata": {"user_id": "x"}},
+        {"messages": [HI], "tools": [{"name": "add", "input_schema": SCHEMA}], "stream": True,
+         "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True}},
+        {"messages": [HI], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "seed": 3},
+    ],
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/embeddings": [
+        {"model": "smollm2", "input": "Hi", "encoding_format": "base64", "user": "x"},
+        {"input": ["Hi", "Yo"], "pooling": "last", "normalize": False, "dimensions": 576},
+        {"input": [[1, 2], [3]]}, {"input": [1, 2, 3], "encoding_format": "float", "cache_salt": "x"},
     ],
     "/tokenize": [
         {"model": "smollm2", "prompt": "Some text", "add_special_tokens": True, "return_token_strs": True},
@@ -130,25 +165,29 @@ def requests_of(document: dict[str, Any], path: str, count: int, seed: int) -> I
                     body["prompt"] = dice.choice(["x", [1, 2], ["a", "b"], [[3], [4]]])
                 if "messages" in body and dice.random() < 0.8:
                     body["messages"] = [HI]
+                if "input" in body and dice.random() < 0.8:
+                    body["input"] = "Hi"
         else:
             body = json.loads(json.dumps(dice.choice(VALID[path])))
             for _ in range(dice.choice((0, 1, 1, 2, 4)) if how == "changed" else 0):
                 body = changed(body, dice)
-        raw = json.dumps(short(body, dice) if path.startswith("/v1") else body).encode()
+        if path.startswith("/v1") and not path.endswith(("count_tokens", "embeddings")):
+            body = short(body, dice, "max_output_tokens" if path == "/v1/responses" else "max_tokens")
+        raw = json.dumps(body).encode()
         yield Sent(path, damaged(raw, dice) if how == "damaged" else raw, how)
 
 
-def short(body: Any, dice: random.Random) -> Any:
-    """The same body, whose texts are of a few tokens where there are any."""
+def short(body: Any, dice: random.Random, most: str = "max_tokens") -> Any:
+    """The same body, whose texts are of a few tokens where there are any; `most` is the name of that limit."""
     if not isinstance(body, dict):
         return body
     few = {name: value for name in ("max_completion_tokens", "min_tokens")
            if (value := body.get(name)) is not None and not _is_long(value)}  # fmt: skip
     rest = {name: value for name, value in body.items() if name not in ("max_completion_tokens", "min_tokens")}
-    limit = body.get("max_tokens")
+    limit = body.get(most)
     if limit is None or _is_long(limit):
         limit = dice.choice([1, 1, 2, 2, 3, 0, -1, 10**9, "x", 1.5])
-    return {**rest, **few, "max_tokens": limit}
+    return {**rest, **few, most: limit}
 
 
 def _is_long(value: Any) -> bool:

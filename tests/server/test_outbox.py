@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from forerun.server.errors import ApiError
 from forerun.server.sse import Attendance, ClientLeft, EventStream, Outbox, connection_of, is_chunked
 
 
@@ -130,6 +131,15 @@ class Gone:
         return await self._client.during(work)
 
 
+class Endless:
+    """No last message."""
+
+    end = b""
+
+    def failed(self, error: ApiError) -> bytes:
+        raise error
+
+
 def test_what_a_request_holds_is_freed_where_its_client_left_early() -> None:
     """Its place among the texts that are waited for, and the generator, which has begun."""
     ended = list[str]()
@@ -144,7 +154,7 @@ def test_what_a_request_holds_is_freed_where_its_client_left_early() -> None:
     async def main() -> None:
         rest, ends = lines(), ExitStack()
         ends.callback(ended.append, "place")
-        stream = EventStream(await anext(rest), rest, ends, {})
+        stream = EventStream(await anext(rest), rest, ends, {}, Endless())
         scope = {"type": "http", "http_version": "1.1", "method": "POST", "state": {"connection": Gone()}}
         assert connection_of(scope) is not None
         assert is_chunked(scope)

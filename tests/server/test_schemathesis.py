@@ -24,8 +24,14 @@ from schemathesis.generation import GenerationMode
 from tests.server.conftest import Running
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-TEXTS = ("/v1/chat/completions", "/v1/completions")
-POSTS = (*TEXTS, "/tokenize", "/detokenize")
+# routes that write texts, and the name of their limit
+TEXTS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
+POSTS = (*TEXTS, "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")
 # requests to each route that takes a body; `make fuzz` asks for more
 COUNT = int(os.environ.get("FORERUN_FUZZ", "40"))
@@ -46,12 +52,13 @@ def ask(served: Running, method: str, path: str, mode: GenerationMode, count: in
         @given(case=operation.as_strategy(mode))
         def check(case: Any) -> None:
             if isinstance(case.body, dict):
-                case.body = served_here(short(case.body) if path in TEXTS else case.body)
+                case.body = served_here(short(case.body, TEXTS[path]) if path in TEXTS else case.body)
             answer = case.call(base_url=served.url, session=session)
             statuses[answer.status_code] += 1
             case.validate_response(answer, checks=CHECKS)
             if answer.status_code >= 400:
-                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                more = set() if path.startswith("/v1/messages") else {"param", "code"}
+                assert set(answer.json()["error"]) == {"message", "type", *more}
                 assert answer.json()["error"]["message"]
             else:
                 assert b"server_error" not in answer.content, answer.content  # in the middle of a stream
@@ -60,11 +67,11 @@ def ask(served: Running, method: str, path: str, mode: GenerationMode, count: in
     return statuses
 
 
-def short(body: dict[str, Any]) -> dict[str, Any]:
+def short(body: dict[str, Any], most: str) -> dict[str, Any]:
     """The same body, asking for a few tokens where it may ask for any number of them."""
-    few = {name: min(body[name], LONGEST) for name in ("max_tokens", "max_completion_tokens", "min_tokens")
+    few = {name: min(body[name], LONGEST) for name in (most, "max_completion_tokens", "min_tokens")
            if isinstance(body.get(name), int) and not isinstance(body[name], bool)}  # fmt: skip
-    return {**body, **few} if body.get("max_tokens") is not None else {**body, **few, "max_tokens": LONGEST}
+    return {**body, **few} if body.get(most) is not None else {**body, **few, most: LONGEST}
 
 
 def served_here(body: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from forerun.api.prompts import (
 from forerun.core.checks import as_name, as_path, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
-from forerun.core.request import Budget, Request, budget_of
+from forerun.core.request import Budget, Pooling, Request, budget_of
 from forerun.core.seeds import derived_seed
 
 if TYPE_CHECKING:
@@ -249,6 +249,7 @@ class Options(SamplingOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None  # variables of the chat template: enable_thinking, say
     prediction: str | Sequence[int] | Sequence[str] | None  # what the text should be; of several prompts a list
     adapter: str | None  # the name of a LoRA adapter; None = the base model
+    pooling: Pooling | None  # Completion.embedding: the mean of the prompt's rows, or the last one
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -280,7 +281,8 @@ def make_request(prompt: Prompt, params: Params | None, options: Mapping[str, An
     rest = options.get("shows_rejected", False), options.get("cache_salt", ""), options.get("request_id")
     variables, predicted = options.get("chat_template_kwargs"), options.get("prediction")
     ids = encode(prompt) if variables is None else encode(prompt, variables)
-    return Request(ids, merged, drafter, verifier, budget, *rest, as_token_ids("prediction", predicted), adapter)
+    predicted, pooling = as_token_ids("prediction", predicted), options.get("pooling")
+    return Request(ids, merged, drafter, verifier, budget, *rest, predicted, adapter, pooling)
 
 
 class Call(NamedTuple):

@@ -44,6 +44,7 @@ class Completion:
     error: str | None = None  # why its text ends here, where finish_reason is "error"
     accepted_prediction_tokens: int = 0  # of the prediction: tokens that the text has
     rejected_prediction_tokens: int = 0  # and tokens that it does not have
+    embedding: list[float] | None = None  # of the prompt, where `pooling` asked for it; its length is not 1
 
     @property
     def tokens(self) -> int:
@@ -88,6 +89,7 @@ class Ended(NamedTuple):
     cached_tokens: int
     error: str | None = None
     prediction: tuple[int, int] = (0, 0)  # predicted tokens that the text has, and those that it does not have
+    embedding: list[float] | None = None
 
     def completion(self) -> Completion:
         stats = SequenceStats.of(self.rounds, self.prompt_seconds)
@@ -114,6 +116,7 @@ class Ended(NamedTuple):
             error=self.error,
             accepted_prediction_tokens=self.prediction[0],
             rejected_prediction_tokens=self.prediction[1],
+            embedding=self.embedding,
         )
 
 
@@ -135,6 +138,7 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         cached_tokens=seq.cached_tokens,
         error=None if seq.error is None else str(seq.error),
         prediction=counts_of(seq.prediction, seq.tokens[seq.prompt_length :]) if seq.prediction else (0, 0),
+        embedding=seq.embedding,
     )
 
 

@@ -11,13 +11,14 @@ own. The tokens of such a sequence are the decoder's alone, so penalties, limits
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from forerun.core.checks import as_token_ids, as_whole, refuse
 from forerun.core.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 Source = Literal["free", "costly", "any"]
+Pooling = Literal["mean", "last"]  # of the rows that leave the last norm, one per token
 Bytes = bytes  # under a name that a field called `bytes` does not hide
 ALWAYS = 1 << 30  # rounds under one plan
 
@@ -73,10 +74,13 @@ class Request:
     request_id: str | None = None  # a name for `abort`
     prediction: tuple[int, ...] = ()  # what the output is expected to be: it is drafted
     adapter: str | None = None  # the name of a LoRA adapter; None = the base model
+    pooling: Pooling | None = None  # how the rows of the prompt become its embedding; None = they do not
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
         object.__setattr__(self, "prediction", as_token_ids("Request.prediction", self.prediction))
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise refuse("Request.pooling", self.pooling, "'mean', 'last' or None")
         for name, kind in (
             ("params", SamplingParams),
             ("drafter", str),

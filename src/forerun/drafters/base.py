@@ -9,11 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import FREE, NEVER, Offer
 from forerun.core.params import SpeculativeConfig
+from forerun.core.request import Pooling
 from forerun.core.tree import ONE_NODE
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.device.protocol import DeviceDrafter
@@ -153,6 +157,43 @@ class NoDrafter(BaseDrafter):
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return lone_roots(seqs)
+
+
+class PoolsRows(Seq, Protocol):
+    """A sequence whose prompt may have to be embedded."""
+
+    @property
+    def pooling(self) -> Pooling | None: ...
+
+    def note_embedding(self, embedding: list[float]) -> None: ...
+
+
+class PoolingDrafter(NoDrafter):
+    """Drafts nothing, and pools the rows of prompts: passes show them to drafters alone, from the prefix cache too.
+
+    Rows are added up in float64 once all are there: chunks of a prompt, and its neighbours, change no bit.
+    """
+
+    needs = Needs(hidden_layers=(-1,))
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Tensor]] = {}
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        for b, seq in enumerate(cast(Sequence[PoolsRows], seqs)):
+            held = self._rows.setdefault(seq.id, [])
+            left = seq.prompt_length - sum(map(len, held))
+            if seq.pooling is None or left <= 0:
+                continue
+            first, end = trees.starts[b : b + 2]
+            held.append(scores.hidden[-1][first : min(end, first + left)].to("cpu", torch.float32, copy=True))
+            if left <= end - first:
+                rows = torch.cat(held)
+                pooled = rows.mean(0, dtype=torch.float64) if seq.pooling == "mean" else rows[-1]
+                seq.note_embedding(pooled.float().tolist())
+
+    def forget(self, seq: Seq) -> None:
+        self._rows.pop(seq.id, None)
 
 
 class LookupDrafter(BaseDrafter):

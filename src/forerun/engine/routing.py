@@ -19,13 +19,14 @@ from forerun.core.offer import Offer
 from forerun.core.params import Forces
 from forerun.core.tree import ints_of
 from forerun.core.types import Budget, Needs, Request, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, device_of
+from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, PoolingDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
 from forerun.engine.tree_check import check_trees
 
 log = logging.getLogger(__name__)
 
+POOLING = "pooling"  # what sequences have whose prompts are embedded
 LONG = 16  # rounds of rest: more are not told apart
 
 
@@ -63,7 +64,7 @@ class DrafterPool:
     ) -> None:
         """`shares`: a composition may be made of drafters that other requests have too."""
         self._make, self._vocab_size, self._runs_head, self._shares = make, vocab_size, runs_head, shares
-        self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter()}
+        self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter(), POOLING: PoolingDrafter()}
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
@@ -102,6 +103,8 @@ class DrafterPool:
 
     def name_for(self, request: Request, default: str) -> str:
         """Which drafter a request gets: its own or the default, and beside it what drafts its prediction and law."""
+        if request.pooling is not None:
+            return POOLING
         name = request.drafter or default
         beside = ["prediction"] if request.prediction else []
         if self._shares and any(isinstance(law, Forces) for law in request.params.processors):

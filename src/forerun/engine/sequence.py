@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
 from forerun.core.params import SamplingParams
-from forerun.core.request import LawRules, SourceRules
+from forerun.core.request import LawRules, Pooling, SourceRules
 from forerun.core.types import Adapters, Event, FinishReason, LoadedAdapter, Request
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.stats import RoundCounts, SequenceStats
@@ -64,6 +64,7 @@ class SequenceState:
     finished: FinishReason | None = None
     error: Exception | None = None
     failures: int = 0  # rounds that failed since one succeeded
+    embedding: list[float] | None = None  # of its prompt
     # what every round asks for, kept: a property is a call
     params: SamplingParams = field(init=False)
     source: tuple[int, ...] = field(init=False)
@@ -82,6 +83,10 @@ class SequenceState:
     @property
     def prediction(self) -> tuple[int, ...]:
         return self.request.prediction
+
+    @property
+    def pooling(self) -> Pooling | None:
+        return self.request.pooling
 
     @property
     def stats(self) -> SequenceStats:
@@ -152,6 +157,10 @@ class SequenceState:
         """So many tokens of its prompt were found in the prefix cache."""
         _set(self, "cached_tokens", tokens)
 
+    def note_embedding(self, embedding: list[float]) -> None:
+        """What the rows of its prompt come to."""
+        _set(self, "embedding", embedding)
+
     def draft_with(self, name: str) -> None:
         """Another drafter from now on."""
         _set(self, "drafting", name)
@@ -181,6 +190,8 @@ def check_request(
         raise InvalidInput("the prompt is empty; give at least one token")
     if source is not None and length > source.longest:
         raise PromptTooLong(f"the source has {length} tokens; the encoder reads {source.longest}: shorten it")
+    if source is not None and request.pooling is not None:
+        raise InvalidInput("an encoder-decoder has no embedding of its prompt here; leave pooling out")
     if source is None and length >= longest:
         limit = f"the context of {longest} leaves no room to answer; shorten it"
         raise PromptTooLong(f"the prompt has {length} tokens; {limit}")

@@ -7,15 +7,19 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
+from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
 from forerun.server.parsers.pieces import Found, Piece, ToolCall
 from forerun.server.schemas import Generation
 from forerun.server.sse import PLACE, TextLine, as_line, encode
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
 
 Kind = Literal["chat.completion", "text_completion"]
 _REASONS = {"stop": "stop", "length": "length", "aborted": "stop", "error": "error"}
@@ -27,7 +31,7 @@ class Answer:
 
     kind: Kind
     model: str
-    tokenizer: Spells
+    tokenizer: Tokenizer
     body: Generation
     has_logprobs: bool
     span: RequestSpan
@@ -80,9 +84,24 @@ class Answer:
             **self._head(self.kind), "choices": choices, "usage": usage_of(done, self.prompts), "metrics": metrics,
         }  # fmt: skip
 
-    def first(self, index: int) -> dict[str, Any]:
-        """The chunk that opens a choice of a chat."""
-        return self._delta(index, {"role": "assistant", "content": ""})
+    def at_once(self, max_batch: int) -> int:
+        """How many of its texts wait for the engine together; the others wait here."""
+        return 1 << 30
+
+    @property
+    def end(self) -> bytes:
+        """Behind the last message of a stream."""
+        return b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        """The message of an error in the middle of a stream."""
+        return as_line(error.body())
+
+    def opening(self, index: int) -> list[bytes]:
+        """The messages that open a choice."""
+        if self.kind != "chat.completion":
+            return []
+        return [as_line(self._delta(index, {"role": "assistant", "content": ""}))]
 
     @property
     def says_usage(self) -> bool:
@@ -130,19 +149,22 @@ class Answer:
                 chunks[0]["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
         return [as_line(chunk) for chunk in chunks]
 
-    def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
-        """The chunk that ends a choice."""
+    def ending(self, index: int, done: Completion, called: bool = False) -> list[bytes]:
+        """The messages that end a choice."""
         reason = reason_of(done, called)
         empty: dict[str, Any] = {"delta": {}} if self.kind == "chat.completion" else {"text": ""}
         ends = {"index": index, **empty, "logprobs": None, "finish_reason": reason}
-        return self._chunk([{**ends, **_error_of(done)}])
+        return [as_line(self._chunk([{**ends, **_error_of(done)}]))]
 
-    def figures(self, done: Sequence[Completion]) -> dict[str, Any]:
-        """The chunk behind all choices: usage, and what drafting came to."""
+    def closing(self, done: Sequence[Completion]) -> list[bytes]:
+        """The messages behind all choices: usage, and what drafting came to, where they were asked for."""
+        options = self.body.stream_options
+        if not (self.says_speculation or (options is not None and options.include_usage)):
+            return []
         chunk = {**self._chunk([]), "usage": usage_of(done, self.prompts)}
         if self.says_speculation:
             chunk["metrics"] = {"speculative_decoding": speculation_of(done)}
-        return chunk
+        return [as_line(chunk)]
 
     def _branch(self, branch: Branch) -> dict[str, Any]:
         spelt = [self.tokenizer.token_text(token) for token in branch.tokens]

@@ -17,7 +17,18 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.server.answers import Answer, Kind
-from forerun.server.errors import NO_OBJECT, RESPONSES, ApiError, add_error_handlers, as_api_error
+from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
+from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
+from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
+from forerun.server.errors import (
+    MESSAGES,
+    MESSAGES_ERRORS,
+    NO_OBJECT,
+    RESPONSES,
+    ApiError,
+    add_error_handlers,
+    as_api_error,
+)  # fmt: skip
 from forerun.server.generation import salted
 from forerun.server.limits import Gate, Guard
 from forerun.server.metrics import RequestSpan
@@ -32,6 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+ANSWERS: dict[str, type[Answer]] = {  # in other shapes than a chat's
+    "responses": ResponsesAnswer,
+    "messages": MessagesAnswer,
+    "embeddings": EmbeddingsAnswer,
+}
 POLL = 0.25  # seconds between looks at the engine
 
 
@@ -113,7 +129,10 @@ async def _follow_heads(service: Service) -> None:
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
         address = request.client.host if request.client else ""
-        request.state.caller = gate.check(request.headers.get("authorization"), address)
+        given = request.headers.get("authorization")
+        if given is None and request.url.path.startswith(MESSAGES) and "x-api-key" in request.headers:
+            given = f"Bearer {request.headers['x-api-key']}"
+        request.state.caller = gate.check(given, address)
 
     return check
 
@@ -178,6 +197,18 @@ def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None
     async def complete(request: Request) -> Response:
         return await _answer(service, "completion", request)
 
+    @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest), **options)
+    async def respond(request: Request) -> Response:
+        return await _answer(service, "responses", request)
+
+    @app.post(MESSAGES, openapi_extra=_takes(MessagesRequest), **{**options, "responses": _STREAMED | MESSAGES_ERRORS})
+    async def message(request: Request) -> Response:
+        return await _answer(service, "messages", request)
+
+    @app.post("/v1/embeddings", dependencies=allowed, openapi_extra=_takes(EmbeddingsRequest))
+    async def embed(request: Request) -> Response:
+        return await _answer(service, "embeddings", request)
+
     @app.get("/v1/models", dependencies=allowed)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(name, service) for name in service.settings.model_names]}
@@ -192,6 +223,12 @@ def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> Non
     @app.post("/tokenize", dependencies=allowed, openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         return Response(await _read(service, "tokenize", request), media_type="application/json")
+
+    counted = _takes(CountRequest)
+
+    @app.post(f"{MESSAGES}/count_tokens", dependencies=allowed, openapi_extra=counted, responses=MESSAGES_ERRORS)
+    async def count_tokens(request: Request) -> Response:
+        return Response(await _read(service, "count", request), media_type="application/json")
 
     @app.post("/detokenize", dependencies=allowed, openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -223,7 +260,7 @@ async def _answer(service: Service, what: What, request: Request) -> Response:
 
 async def _whole_or_stream(service: Service, what: What, request: Request) -> Response:
     state = request.state
-    kind: Kind = "chat.completion" if what == "chat" else "text_completion"
+    kind: Kind = "text_completion" if what == "completion" else "chat.completion"
     span = RequestSpan(request.headers, f"forerun {kind}", service.model, state.id)
     with ExitStack() as held:
         held.enter_context(span)
@@ -231,7 +268,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
         jobs = salted(jobs, state.caller if apart else None, body.cache_salt)
         prompts = [job.prompt for job in jobs[:: body.n or 1]]
-        answer = Answer(
+        answer = ANSWERS.get(what, Answer)(
             kind,
             service.model,
             service.backend.tokenizer,
@@ -245,7 +282,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         answer.asked_by = {"request": state.id, "caller": state.caller}
         if span.trace_id is not None:
             answer.asked_by["trace"] = span.trace_id
-        held.enter_context(service.admitted(len(jobs)))
+        held.enter_context(service.admitted(min(len(jobs), answer.at_once(service.backend.max_batch))))
         if not body.stream:
             whole = await _while_connected(request, service.write(body, answer, jobs))
             return Response(whole, media_type="application/json", headers=span.headers())
@@ -253,7 +290,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         # what the engine has against the request is an answer with a status of its own
         first = await _while_connected(request, anext(lines))
         headers = {"x-request-id": state.id, **span.headers()}
-        return EventStream(first, lines, held.pop_all(), headers)
+        return EventStream(first, lines, held.pop_all(), headers, answer)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 NO_OBJECT = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
 # parts of a place that name one of a field's types, not a field
 _TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
+MESSAGES = "/v1/messages"  # the route of Anthropic's API, and of those below it
+_MESSAGES_KINDS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 _SETTING = re.compile(r"([a-z_]+)=")  # how a message about a value that is out of range begins
 
 
@@ -38,10 +40,27 @@ class ErrorBody(BaseModel):
     error: ErrorFacts
 
 
+class MessagesErrorFacts(BaseModel):
+    """What is wrong with a request."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of every answer of Anthropic's routes that is not a success."""
+
+    type: str = "error"
+    error: MessagesErrorFacts
+
+
 # for the OpenAPI schema; a range in place of the framework's own 422, which is not used
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "the request is wrong, or cannot be taken now"},
     "5XX": {"model": ErrorBody, "description": "the server failed, is shutting down, or ran past the deadline"},
+}
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**facts, "model": MessagesErrorBody} for status, facts in RESPONSES.items()
 }
 
 
@@ -65,11 +84,15 @@ class ApiError(HTTPException):
         self.status, self.message, self.kind = status, message, kind
         self.param, self.code = param, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error in the shape of the API that the route is of."""
+        if path.startswith(MESSAGES):
+            kind = _MESSAGES_KINDS.get(self.status, self.kind if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        return JSONResponse(self.body(path), self.status, headers=self.headers)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -100,7 +123,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Give every failure the one shape."""
 
     async def on_any(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -110,7 +133,7 @@ def add_error_handlers(app: FastAPI) -> None:
             message = f"there is no {path} here; GET /docs lists what there is"
         elif error.status_code == 405:
             message = f"{path} takes no {request.method}; GET /docs lists what it takes"
-        return ApiError(error.status_code, message, kind, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, message, kind, headers=dict(error.headers or {})).response(path)
 
     for kind in (ApiError, ForerunError, TimeoutError, Exception):
         app.add_exception_handler(kind, on_any)

@@ -72,8 +72,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 MutableHeaders(scope=message)["x-request-id"] = name
-                if message["status"] >= 400:
-                    self.metrics.count_refused(message["status"])
+                self.metrics.count_answered(getattr(scope.get("route"), "path", "none"), message["status"])
             await send(message)
 
         try:
@@ -85,7 +84,7 @@ class Guard:
         except ApiError as error:
             if started:
                 raise
-            await error.response()(scope, receive, named)
+            await error.response(scope["path"])(scope, receive, named)
 
 
 def head_too_large() -> ApiError:

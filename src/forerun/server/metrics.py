@@ -39,6 +39,10 @@ class Metrics:
             "forerun:requests_refused", "Requests turned away, by status", ["model_name", "status"],
             registry=self.registry,
         )  # fmt: skip
+        self._answered = Counter(
+            "forerun:http_requests", "Answers, by route and status", ["model_name", "route", "status"],
+            registry=self.registry,
+        )  # fmt: skip
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _SECONDS)
         self._per_token = self._histogram("time_per_output_token_seconds", "Per token after the first", _PER_TOKEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to its end", _SECONDS)
@@ -51,8 +55,11 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def count_refused(self, status: int) -> None:
-        self._refused.labels(self._model, str(status)).inc()
+    def count_answered(self, route: str, status: int) -> None:
+        """A request was answered; `route` is the server's, never a path that a client made up."""
+        self._answered.labels(self._model, route, str(status)).inc()
+        if status >= 400:
+            self._refused.labels(self._model, str(status)).inc()
 
     def count_dropped(self, texts: int, reason: str) -> None:
         """Texts that were not written to their end: the client left, or there was an error."""

@@ -30,16 +30,24 @@ from forerun.models.load.tokenizer import Tokenizer, TokenizerParts
 from forerun.server.backends.channel import Channel
 from forerun.server.backends.child import take_channel
 from forerun.server.backends.start import start_child
+from forerun.server.doors.base import Door
+from forerun.server.doors.embeddings import EmbeddingsRequest
+from forerun.server.doors.messages import CountRequest, MessagesRequest
+from forerun.server.doors.responses import ResponsesRequest
 from forerun.server.errors import ApiError, as_api_error, from_validation
-from forerun.server.generation import Job, check_number, make_jobs
+from forerun.server.generation import Job, check_number, make_jobs, sampling_of
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from forerun.server.settings import LOG_FORMAT
 from forerun.server.tools import must_call, schema_of_calls
 
-What = Literal["chat", "completion", "tokenize", "detokenize"]
+What = Literal["chat", "completion", "responses", "messages", "count", "embeddings", "tokenize", "detokenize"]
 BODIES: dict[str, type[BaseModel]] = {
     "chat": ChatRequest,
     "completion": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "count": CountRequest,
+    "embeddings": EmbeddingsRequest,
     "tokenize": TokenizeRequest,
     "detokenize": DetokenizeRequest,
 }
@@ -73,7 +81,11 @@ class RequestReader:
                 return self._tokenize(body, context)
             case "detokenize":
                 return self._detokenize(body, context)
-        jobs = self.chat_jobs(body, context) if what == "chat" else self.completion_jobs(body, context)
+            case "count":
+                return _as_json({"input_tokens": len(self._prompt_of(body, context)[1])})
+        if what == "embeddings":
+            return self._embeddings(body, context)
+        jobs = self.completion_jobs(body, context) if what == "completion" else self.chat_jobs(body, context)
         return self._without_prompt(body), jobs
 
     def check_model(self, name: str | None) -> None:
@@ -85,6 +97,16 @@ class RequestReader:
     def chat_jobs(self, body: ChatRequest, context: int) -> list[Job]:
         """The texts that a chat asks for."""
         check_number(body, 1, self.facts.max_choices)
+        body, ids = self._prompt_of(body, context)
+        forced = must_call(body)
+        if not forced:
+            return self._jobs(body, [ids], context)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
+        return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+
+    def _prompt_of(self, body: ChatRequest, context: int) -> tuple[ChatRequest, tuple[int, ...]]:
+        """The prompt of a chat, and the chat with the limit of thinking that its effort means."""
         variables = dict(body.chat_template_kwargs or {})
         for name in _OWN_VARIABLES:
             if name in variables:
@@ -99,13 +121,7 @@ class RequestReader:
                 said = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
                 raise ApiError(400, said, param="continue_final_message")
             variables["continue_final_message"] = True
-        ids = self._chat_ids(body.messages, body.add_generation_prompt is not False, context, **variables)
-        forced = must_call(body)
-        if not forced:
-            return self._jobs(body, [ids], context)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
-        return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))
+        return body, self._chat_ids(body.messages, body.add_generation_prompt is not False, context, **variables)
 
     def _with_effort(self, body: ChatRequest, effort: str, variables: dict[str, Any]) -> ChatRequest:
         """`reasoning_effort` is told to the chat template, and limits the thinking of a model that thinks."""
@@ -129,6 +145,15 @@ class RequestReader:
         check_number(body, len(prompts), self.facts.max_choices)
         special = body.add_special_tokens is not False
         return self._jobs(body, [self._ids(each, special, context) for each in prompts], context)
+
+    def _embeddings(self, asked: EmbeddingsRequest, context: int) -> tuple[Generation, list[Job]]:
+        """A text of one token for each prompt, of which the embedding is taken and the text is not."""
+        if self.facts.has_encoder:
+            raise ApiError(400, "an encoder-decoder has no embeddings here; serve a decoder, or an embedding model")
+        prompts = [self._ids(each, True, context) for each in asked.prompts()]
+        body = asked.as_completion()
+        options = {**sampling_of(body, max(map(len, prompts)), context), "pooling": asked.pooling}
+        return self._without_prompt(body), [Job(i, prompt, options, False) for i, prompt in enumerate(prompts)]
 
     def _tokenize(self, body: TokenizeRequest, context: int) -> bytes:
         if (body.prompt is None) == (body.messages is None):
@@ -215,7 +240,8 @@ class RequestReader:
 def as_body(what: What, raw: bytes) -> Any:
     """The fields of a request; raises an ApiError with status 400 where they are not those of such a request."""
     try:
-        return BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+        body = BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+        return body.as_chat() if isinstance(body, Door) else body
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except ValueError as error:

@@ -8,7 +8,7 @@ where it changes nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -72,15 +72,20 @@ Real = Annotated[float, BeforeValidator(_refuse_flag)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_MESSAGES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+Stop = Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _between(low: float, high: float | None = None, **more: Any) -> Any:
+def between(low: float, high: float | None = None, **more: Any) -> Any:
     """A field that may be left out, and the range that the schema says."""
     limits = {"minimum": low} | ({} if high is None else {"maximum": high})
     return Field(None, json_schema_extra=limits | more)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of a request."""
+
+    neutral: ClassVar[dict[str, Any]] = _NEUTRAL
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
@@ -90,23 +95,23 @@ class _Body(BaseModel):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in values.items():
-            if name in known or name in _IGNORED:
+            if name in known or (name in _IGNORED and name not in cls.neutral):
                 continue
-            if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
+            if name in cls.neutral and value is not None and value != cls.neutral[name]:
                 raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
-            if name not in _NEUTRAL:
+            if name not in cls.neutral:
                 raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_speculative: bool = Field(False, description="drafted and own tokens of every chunk, and figures last")
     include_rejected: bool = Field(False, description="also what was drafted in vain; needs the field above")
 
 
-class TreeBudget(_Body):
+class TreeBudget(Body):
     """The largest tree that may be drafted in a round."""
 
     nodes: Whole = Field(ge=0, le=256, description="drafted tokens per round; 0 = do not draft")
@@ -114,7 +119,7 @@ class TreeBudget(_Body):
     width: Whole = Field(1, ge=1, le=256, description="1 = a chain, more = a tree")
 
 
-class Speculative(_Body):
+class Speculative(Body):
     """How this request is to be drafted; what is left out is the server's choice."""
 
     enabled: bool = True
@@ -123,20 +128,20 @@ class Speculative(_Body):
     verifier: Name | None = None
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
     strict: bool | None = None
 
 
-class TagStructure(_Body):
+class TagStructure(Body):
     begin: str
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
     end: str
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"] = "text"
     json_schema: JsonSchema | None = None
     regex: str | None = None
@@ -146,7 +151,7 @@ class ResponseFormat(_Body):
     triggers: list[str] | None = None
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's field: one of what an answer must match, and how."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
@@ -160,12 +165,12 @@ class StructuredOutputs(_Body):
     )
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"] = "text"
     text: str
 
 
-class Prediction(_Body):
+class Prediction(Body):
     """What the answer is expected to be, such as a file that is to be edited: it is drafted, and changes no text."""
 
     type: Literal["content"] = "content"
@@ -177,30 +182,29 @@ class Prediction(_Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class FunctionSpec(_Body):
+class FunctionSpec(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"] = "function"
     function: FunctionSpec
 
 
-class Generation(_Body):
-    """What completions and chats share."""
+class Sampling(Body):
+    """What all requests for a text may say, under whichever API's names they say the rest."""
 
     model: str | None = None
-    max_tokens: Whole | None = _between(1)
-    temperature: Real | None = _between(0, 1e4, description="0 = greedy; the default is 1, as in the API")
-    top_p: Real | None = _between(0, 1, exclusiveMinimum=0)
-    top_k: Whole | None = _between(-1, description="0 and -1 = off")
-    min_p: Real | None = _between(0, 1)
-    presence_penalty: Real | None = _between(-LARGEST_PENALTY, LARGEST_PENALTY)
-    frequency_penalty: Real | None = _between(-LARGEST_PENALTY, LARGEST_PENALTY)
-    repetition_penalty: Real | None = _between(1 / LARGEST_PENALTY, LARGEST_PENALTY)
+    temperature: Real | None = between(0, 1e4, description="0 = greedy; the default is 1, as in the API")
+    top_p: Real | None = between(0, 1, exclusiveMinimum=0)
+    top_k: Whole | None = between(-1, description="0 and -1 = off")
+    min_p: Real | None = between(0, 1)
+    presence_penalty: Real | None = between(-LARGEST_PENALTY, LARGEST_PENALTY)
+    frequency_penalty: Real | None = between(-LARGEST_PENALTY, LARGEST_PENALTY)
+    repetition_penalty: Real | None = between(1 / LARGEST_PENALTY, LARGEST_PENALTY)
     logit_bias: (
         Annotated[
             dict[str, Annotated[Real, WithJsonSchema(_BIAS)]],
@@ -208,29 +212,35 @@ class Generation(_Body):
         ]
         | None
     ) = None
-    stop: Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    min_tokens: Whole | None = _between(0)
-    max_thinking_tokens: Whole | None = _between(0, description="of a model that thinks before it answers")
+    min_tokens: Whole | None = between(0)
+    max_thinking_tokens: Whole | None = between(0, description="of a model that thinks before it answers")
     ignore_eos: bool | None = None
     seed: Whole | None = None
-    n: Whole | None = _between(1, description="texts; with several prompts, of each")
-    best_of: Whole | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     prediction: Prediction | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: Name | None = None
     record: bool | None = Field(
         None, description="may prompt and answer be kept to train drafters? Only where the server records"
     )
+
+
+class Generation(Sampling):
+    """What completions and chats share."""
+
+    max_tokens: Whole | None = between(1)
+    stop: Stop | None = None
+    n: Whole | None = between(1, description="texts; with several prompts, of each")
+    best_of: Whole | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionRequest(Generation):
@@ -239,24 +249,30 @@ class CompletionRequest(Generation):
     )
     echo: bool | None = False
     suffix: str | None = None
-    logprobs: Whole | None = _between(0, MOST_LOGPROBS)
+    logprobs: Whole | None = between(0, MOST_LOGPROBS)
 
 
 class ChatRequest(Generation):
     messages: Messages
-    max_completion_tokens: Whole | None = _between(1)
+    max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = False
-    top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
+    top_logprobs: Whole | None = between(0, MOST_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="false = one call at most")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
-class TokenizeRequest(_Body):
+class DoorRequest(ChatRequest):
+    """A request of another API, as the chat that it asks for."""
+
+    echo: dict[str, Any] = Field(default_factory=dict)  # what the answer repeats of the request
+
+
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -265,6 +281,6 @@ class TokenizeRequest(_Body):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds

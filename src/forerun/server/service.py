@@ -23,7 +23,7 @@ from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, Wh
 from forerun.server.refresh import HeadWatch, Recorder
 from forerun.server.schemas import Generation
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import as_line, encoded
+from forerun.server.sse import encoded
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
@@ -93,11 +93,12 @@ class Service:
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> bytes:
         """The whole answer of a request, as JSON."""
-        done = dict[int, Completion]()
-        async with aclosing(self._counted(jobs, answer)) as items:
-            async for index, item in items:
-                if isinstance(item, Completion):
-                    done[index] = item
+        done, size = dict[int, Completion](), answer.at_once(self.backend.max_batch)
+        for some in (jobs[first : first + size] for first in range(0, len(jobs), size)):
+            async with aclosing(self._counted(some, answer)) as items:
+                async for index, item in items:
+                    if isinstance(item, Completion):
+                        done[index] = item
         texts = [done[job.index] for job in jobs]
         spelt = [part for each in texts for part in await answer.spelt(each)]
         found = [self._found(body, job, done[job.index]) for job in jobs]
@@ -109,9 +110,10 @@ class Service:
         parsers = {job.index: parser_of(body, self.backend.tokenizer, job.prompt) for job in jobs}
         async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                if answer.kind == "chat.completion" and index not in opened:
+                if index not in opened:
                     opened.add(index)
-                    yield as_line(answer.first(index))
+                    for line in answer.opening(index):
+                        yield line
                 parser = parsers[index]
                 if isinstance(item, Completion):
                     done[index] = item
@@ -123,9 +125,10 @@ class Service:
                 elif not isinstance(item, Completion) and (item.text or item.tokens):
                     yield answer.piece(index, item)
                 if isinstance(item, Completion):
-                    yield as_line(answer.last(index, item, index in called))
-        if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
-            yield as_line(answer.figures([done[job.index] for job in jobs]))
+                    for line in answer.ending(index, item, index in called):
+                        yield line
+        for line in answer.closing([done[job.index] for job in jobs]):
+            yield line
 
     async def _counted(self, jobs: list[Job], answer: Answer) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
@@ -173,7 +176,7 @@ class Service:
 
     def _record(self, job: Job, done: Completion, answer: Answer) -> None:
         """Keep a text for training, where server and request both say so."""
-        if self.head_watch is not None:
+        if self.head_watch is not None and done.embedding is None:
             self.head_watch.observe(done, answer.arrived)
         if self.recorder is not None and answer.body.record is True:
             self.recorder.write(job.prompt, done, answer.body.temperature)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from forerun.server.errors import as_api_error
+from forerun.server.errors import ApiError, as_api_error
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -31,9 +31,11 @@ PLACE = f"\0 {secrets.token_hex(8)} \0"  # no text that anybody knows
 class EventStream(StreamingResponse):
     """Streams messages, the first of which is known. A client that leaves ends their generator; `ends` comes last."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes], ends: ExitStack, headers: dict[str, str]) -> None:
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes], ends: ExitStack, headers: dict[str, str], writer: WritesEnd
+    ) -> None:
         self._rest, self._ends = rest, ends
-        self._lines = _to_the_end(first, rest)
+        self._lines = _to_the_end(first, rest, writer)
         self._connection: OwnConnection | None = None
         super().__init__(self._lines, media_type="text/event-stream", headers=_HEADERS | headers)
 
@@ -59,14 +61,28 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _to_the_end(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+class WritesEnd(Protocol):
+    """How the streams of an API end."""
+
+    @property
+    def end(self) -> bytes:
+        """Behind the last message, whatever that was."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The message of an error in the middle of a stream."""
+        ...
+
+
+async def _to_the_end(first: bytes, rest: AsyncGenerator[bytes], writer: WritesEnd) -> AsyncGenerator[bytes]:
     try:
         yield first
         async for line in rest:
             yield line
     except Exception as error:  # headers are sent: what is left is to say it in the stream
-        yield as_line(as_api_error(error).body())
-    yield b"data: [DONE]\n\n"
+        yield writer.failed(as_api_error(error))
+    if writer.end:
+        yield writer.end
 
 
 def encoded(chunk: dict[str, Any], parts: Sequence[str] = ()) -> bytes:
@@ -79,6 +95,11 @@ def encoded(chunk: dict[str, Any], parts: Sequence[str] = ()) -> bytes:
 
 def as_line(chunk: dict[str, Any], parts: Sequence[str] = ()) -> bytes:
     return b"data: " + encoded(chunk, parts) + b"\n\n"
+
+
+def as_event(chunk: dict[str, Any]) -> bytes:
+    """A message under the name that its `type` is."""
+    return b"event: %b\n%b" % (chunk["type"].encode(), as_line(chunk))
 
 
 class TextLine:
