@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +44,11 @@ Names = Annotated[list[str] | None, typer.Option(help="What clients may call the
 MaxSeqs = Annotated[
     int | None, typer.Option(help="Sequences written together; default: by device, cores and KV memory.")
 ]
+Lora = Annotated[
+    list[str] | None, typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER; repeatable.")
+]
+LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
+AdminKey = Annotated[str | None, typer.Option(help="A key for the routes that load and unload adapters.")]
 Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
 MaxReplicas = Annotated[
     int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
@@ -86,6 +91,9 @@ def serve(
     share_prefixes: SharePrefixes = False,
     record: Record = None,
     heads: Heads = None,
+    lora: Lora = None,
+    lora_memory: LoraMemory = None,
+    admin_key: AdminKey = None,
     replicas: Replicas = 1,
     max_replicas: MaxReplicas = None,
     gpus_per_replica: PerReplica = None,
@@ -97,22 +105,33 @@ def serve(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
         restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
-        record=record, heads=heads,
+        record=record, heads=heads, adapters=_adapters(lora), admin_key=admin_key,
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads,
-              "tensor_parallel_size": tensor_parallel_size}  # fmt: skip
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads, "adapter_memory": lora_memory,
+              "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters)}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip
+    many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
         _load_and_run({"model": model, "engine": engine, "drafting": drafting}, settings, front, trace)
-        return
-    if trace is not None:
+    elif trace is not None:
         raise InvalidInput("--trace writes the rounds of one engine; leave it out with several replicas")
-    from forerun.cli.serve import serve_replicas
+    else:
+        serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
 
-    many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
-    serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
+
+def _adapters(given: Sequence[str] | None) -> dict[str, str]:
+    """Folders of adapters by name, from NAME=FOLDER."""
+    found: dict[str, str] = {}
+    for each in given or ():
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder):
+            raise InvalidInput(f"--lora {each!r} is not NAME=FOLDER; write --lora support=adapters/support")
+        if name in found:
+            raise InvalidInput(f"--lora names {name!r} twice; choose another name for one of them")
+        found[name] = folder
+    return found
 
 
 def _one_of(model: str | None, named: str | None) -> str:
@@ -202,7 +221,7 @@ def cluster_settings(
     drafter = own.pop("drafter", None)
     given = {name: list(value) if name == "model_names" else value for name, value in asdict(server).items()}
     plain = asdict(ServerSettings(("-",)))
-    kept = {name: value for name, value in given.items() if name != "api_keys" and value != plain[name]}
+    kept = {name: value for name, value in given.items() if "key" not in name and value != plain[name]}
     gpus = many["gpus"]
     return ClusterSettings(
         model, replicas, most, drafter, own, kept, gpus=float(on_gpu) if gpus is None else float(gpus)

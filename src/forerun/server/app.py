@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.server.answers import Answer, Kind
+from forerun.server.doors.adapters import add_adapter_routes
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
@@ -93,6 +94,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     _add_operator_routes(app, service)
     _add_text_routes(app, service, allowed)
     _add_token_routes(app, service, allowed)
+    add_adapter_routes(app, service)
     return app
 
 
@@ -211,11 +213,12 @@ def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None
 
     @app.get("/v1/models", dependencies=allowed)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(name, service) for name in service.settings.model_names]}
+        names = (*service.settings.model_names, *service.adapters)
+        return {"object": "list", "data": [_model(name, service) for name in names]}
 
     @app.get("/v1/models/{name:path}", dependencies=allowed)
     async def model(name: str) -> dict[str, Any]:
-        service.reader.check_model(name)
+        service.reader.check_model(name, (*service.adapters,))
         return _model(name, service)
 
 
@@ -270,7 +273,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
         prompts = [job.prompt for job in jobs[:: body.n or 1]]
         answer = ANSWERS.get(what, Answer)(
             kind,
-            service.model,
+            body.model if body.model in service.adapters else service.model,
             service.backend.tokenizer,
             body,
             body.logprobs is not None and body.logprobs is not False,
@@ -325,4 +328,5 @@ async def _disconnect(request: Request) -> None:
 
 def _model(name: str, service: Service) -> dict[str, Any]:
     facts = {"id": name, "object": "model", "created": service.created, "owned_by": "forerun"}
-    return {**facts, "max_model_len": service.backend.max_length, "root": service.model}
+    base = {"parent": service.model} if name in service.adapters else {}
+    return {**facts, "max_model_len": service.backend.max_length, "root": service.model, **base}

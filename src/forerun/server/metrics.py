@@ -49,6 +49,14 @@ class Metrics:
         self._queue = self._histogram("request_queue_time_seconds", "Until its prompt was read", _SECONDS)
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._lengths = self._histogram("request_generation_tokens", "Tokens written per text", _TOKENS)
+        self._by_adapter = {
+            name: Counter(f"forerun:{name}", says, ["model_name", "adapter"], registry=self.registry)
+            for name, says in (
+                ("adapter_generation_tokens", "Tokens of texts that ended, by adapter"),
+                ("adapter_draft_tokens", "Of these texts, tokens drafted"),
+                ("adapter_accepted_tokens", "Of these, accepted"),
+            )
+        }
         Gauge("forerun:info", "The model served", ["model_name"], registry=self.registry).labels(model).set(1)
         self.registry.register(_EngineGauges(backend, model))
 
@@ -64,6 +72,11 @@ class Metrics:
     def count_dropped(self, texts: int, reason: str) -> None:
         """Texts that were not written to their end: the client left, or there was an error."""
         self._ended.labels(self._model, reason).inc(texts)
+
+    def count_adapter(self, adapter: str, done: Completion) -> None:
+        """One text of an adapter has ended."""
+        for counter, count in zip(self._by_adapter.values(), (done.tokens, done.drafted, done.accepted), strict=True):
+            counter.labels(self._model, adapter).inc(count)
 
     def count(self, done: Completion, timing: Timing) -> None:
         """One text has ended."""

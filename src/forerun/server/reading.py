@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -72,10 +73,14 @@ class RequestReader:
     def __init__(self, tokenizer: Tokenizer, facts: ReaderFacts) -> None:
         self.tokenizer, self.facts = tokenizer, facts
 
-    def read(self, what: What, raw: bytes, context: int) -> Any:
-        """The texts to write and the request they are of, or the bytes of an answer. `context` is the model's."""
+    def read(self, what: What, raw: bytes, context: int, adapters: Sequence[str] = ()) -> Any:
+        """The texts to write and the request they are of, or the bytes of an answer.
+
+        `context` is the model's; `adapters` are served beside it, each as a model of its own name.
+        """
         body: Any = as_body(what, raw)
-        self.check_model(body.model)
+        model = body.model
+        self.check_model(model, adapters)
         match what:
             case "tokenize":
                 return self._tokenize(body, context)
@@ -84,13 +89,17 @@ class RequestReader:
             case "count":
                 return _as_json({"input_tokens": len(self._prompt_of(body, context)[1])})
         if what == "embeddings":
-            return self._embeddings(body, context)
-        jobs = self.completion_jobs(body, context) if what == "completion" else self.chat_jobs(body, context)
-        return self._without_prompt(body), jobs
+            body, jobs = self._embeddings(body, context)
+        else:
+            jobs = self.completion_jobs(body, context) if what == "completion" else self.chat_jobs(body, context)
+            body = self._without_prompt(body)
+        if model in adapters:
+            jobs = [replace(job, options={**job.options, "adapter": model}) for job in jobs]
+        return body, jobs
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.facts.model_names:
-            known = ", ".join(self.facts.model_names)
+    def check_model(self, name: str | None, adapters: Sequence[str] = ()) -> None:
+        if name is not None and name not in (*self.facts.model_names, *adapters):
+            known = ", ".join((*self.facts.model_names, *adapters))
             message = f"the model {name[:200]!r} is not served here; there is {known}"
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
 
@@ -270,14 +279,14 @@ class ReaderProcess:
         self._waiting: list[tuple[int, int, Any, asyncio.Future[Any]]] = []
         self._reading: tuple[asyncio.Future[Any], asyncio.TimerHandle] | None = None
 
-    async def read(self, what: What, raw: bytes, context: int) -> Any:
+    async def read(self, what: What, raw: bytes, context: int, adapters: Sequence[str] = ()) -> Any:
         """As `RequestReader.read` does; nothing is read for a caller that has stopped waiting by then."""
         waiting = sum(size for size, _, _, reply in self._waiting if not reply.done())
         if waiting + len(raw) > MOST_WAITING:
             said = "too many large requests wait to be read; try again soon"
             raise ApiError(429, said, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
         reply = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (len(raw), next(self._numbers), (what, raw, context), reply))
+        heappush(self._waiting, (len(raw), next(self._numbers), (what, raw, context, tuple(adapters)), reply))
         self._read_next()
         return await reply
 
@@ -355,9 +364,9 @@ def main(number: int) -> int:
     logging.basicConfig(level=level, format=LOG_FORMAT)
     reader = RequestReader(TokenizerParts(*parts).tokenizer(), ReaderFacts(*facts))
     os.nice(NICENESS)  # from here on: the first request waits for the imports
-    for what, raw, context in orders:
+    for what, raw, context, adapters in orders:
         try:
-            found = reader.read(what, raw, context)
+            found = reader.read(what, raw, context, adapters)
         except Exception as error:
             found = as_api_error(error)
         channel.send(pickle.dumps(found))

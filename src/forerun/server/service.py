@@ -44,6 +44,7 @@ class Service:
         )
         self.reader = RequestReader(backend.tokenizer, facts)
         self.reader_process = ReaderProcess(backend.tokenizer, facts)
+        self.adapters = dict(settings.adapters)  # those that are served now
         self.recorder = None if settings.record is None else Recorder(settings.record)
         self.head_watch = (
             None if settings.heads is None else HeadWatch(settings.heads, backend.drafter, backend.swap_head)
@@ -57,11 +58,31 @@ class Service:
         """What a body asks for, as `RequestReader.read` has it; None where that may take long."""
         if len(raw) > QUICK:
             return None
-        return self.reader.read(what, raw, self.backend.max_length)
+        return self.reader.read(what, raw, self.backend.max_length, (*self.adapters,))
 
     async def read_beside(self, what: What, raw: bytes) -> Any:
         """The same, by a process of its own: nobody else waits for it."""
-        return await self.reader_process.read(what, raw, self.backend.max_length)
+        return await self.reader_process.read(what, raw, self.backend.max_length, (*self.adapters,))
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Serve the LoRA adapter in a folder as a model of this name."""
+        if name in (*self.settings.model_names, *self.adapters):
+            raise ApiError(
+                400, f"{name!r} is served already; unload it first, or choose another name", param="lora_name"
+            )
+        await self.backend.change_adapter(name, folder)
+        self.adapters[name] = folder
+        log.info("the adapter %s is served now", name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve it no longer; texts that are being written with it are finished."""
+        if self.adapters.pop(name, None) is None:
+            known = ", ".join(self.adapters) or "none"
+            raise ApiError(
+                404, f"there is no adapter {name!r} here; served: {known}", "not_found_error", param="lora_name"
+            )
+        await self.backend.change_adapter(name, None)
+        log.info("the adapter %s is served no longer", name)
 
     def stats(self) -> dict[str, Any]:
         """What the page shows: counts so far, and what is going on."""
@@ -189,6 +210,8 @@ class Service:
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
         self.metrics.count(done, timing)
+        if answer.model in self.adapters:
+            self.metrics.count_adapter(answer.model, done)
         answer.span.note(done, timing)
         facts: dict[str, object] = {
             **answer.asked_by, "answer": answer.id, "prompt_tokens": done.prompt_tokens, "tokens": done.tokens,

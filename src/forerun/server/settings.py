@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -36,10 +37,14 @@ class ServerSettings:
     share_prefixes: bool = False
     record: Path | None = None  # where texts of requests that say "record": true are kept for training
     heads: Path | None = None  # versions of a head, whose link `current` is followed
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters that the engine has: name -> folder
+    admin_key: str | None = None  # who sends it may load and unload adapters; None = nobody may
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise InvalidInput("a server needs a name for its model; pass --served-model-name")
+        if taken := [name for name in self.adapters if name in self.model_names]:
+            raise InvalidInput(f"the adapter {taken[0]!r} has the model's name; choose another name for it")
         if not 0 <= self.port <= 65535:
             raise InvalidInput(f"port={self.port} is out of range: 0 to 65535; 0 = any that is free")
         for name in ("deadline", "rate_limit", "hang_seconds", "client_seconds"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forerun.api.completion import Completion
 from forerun.core import registry
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.request import Event
 from forerun.engine.stats import Form
 from forerun.heads import heads_in_the_box
@@ -158,6 +158,10 @@ class Backend(ABC):
     @abstractmethod
     async def swap_head(self, folder: Path) -> None:
         """Draft with the head in this folder from now on; raises, and changes nothing, where it cannot be used."""
+
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """Serve the LoRA adapter in this folder under a name from now on; None = serve it no longer."""
+        raise UnsupportedModel("adapters are loaded and unloaded by a server of one replica; give --lora at its start")
 
     @abstractmethod
     async def restart(self) -> Restarted:

@@ -68,6 +68,9 @@ class ProcessBackend(Backend):
         self._failure: BaseException | None = None
         self._progress, self._pause = ProgressWatch(), 1.0
         self._is_closed = False
+        self._adapters: list[
+            tuple[str, str | None]
+        ] = []  # loaded and unloaded since it was started: again after a restart
         self._loop.add_reader(engine.channel.fileno(), self._read)
 
     @property
@@ -148,6 +151,11 @@ class ProcessBackend(Backend):
         """As the seam says."""
         await self._ask("swap", str(folder))
 
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """As the seam says."""
+        await self._ask("adapter", name, folder)
+        self._adapters.append((name, folder))
+
     async def restart(self) -> Restarted:
         """Start a new process in place of the old one, which is killed if it still runs."""
         if self._is_closed:
@@ -164,6 +172,11 @@ class ProcessBackend(Backend):
             return "no"
         self._pause, self._report, self._failure = 1.0, self._facts.report, None
         self._loop.add_reader(self._engine.channel.fileno(), self._read)
+        for name, folder in self._adapters:
+            try:
+                await self._ask("adapter", name, folder)
+            except ForerunError as error:
+                log.error("the adapter %s is not served any more: %s", name, error)
         return "yes"
 
     async def _wait_after(self, error: Exception) -> None:

@@ -16,7 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import seconds_of
 from forerun.server.backends.channel import Channel
-from forerun.server.backends.thread import load_of, lost_process_of, progress_of
+from forerun.server.backends.thread import change_adapter, load_of, lost_process_of, progress_of
 from forerun.server.backends.wire import (
     Facts,
     Packed,
@@ -55,6 +55,7 @@ class Texts:
         self._owner = Waiter(lambda: self._is_closed)
         self._orders: dict[str, Callable[..., None]] = {
             "write": self._write, "abort": self._abort, "report": self._report, "swap": self._swap,
+            "adapter": self._adapter,
         }  # fmt: skip
 
     def make_rounds(self) -> None:
@@ -133,6 +134,19 @@ class Texts:
             self._channel.send(("reply", number, None, error))
 
         self._llm.driver.post(swap, at_once=False)
+
+    def _adapter(self, number: int, name: str, folder: str | None) -> None:
+        """Read beside the rounds: a large one takes seconds."""
+
+        def change() -> None:
+            error = None
+            try:
+                change_adapter(self._llm, name, folder)
+            except Exception as failed:
+                error = pack_error(failed)
+            self._channel.send(("reply", number, None, error))
+
+        self._compiler.submit(change)
 
     def is_ready(self) -> bool:
         """Asked after every round, and after orders: `wake` looks closer."""

@@ -13,6 +13,7 @@ from typing import Any
 from forerun.api.async_llm import AsyncLLM
 from forerun.api.calls import make_request
 from forerun.api.completion import Completion
+from forerun.api.llm import LLM
 from forerun.api.prompts import as_token_list
 from forerun.core.request import Event
 from forerun.engine.driver import HeadSwap
@@ -21,6 +22,14 @@ from forerun.models.base import ServedByProcesses
 from forerun.server.backends.base import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 
 log = logging.getLogger(__name__)
+
+
+def change_adapter(llm: LLM, name: str, folder: str | None) -> None:
+    """Load an adapter, or unload it where no folder is given."""
+    if folder is None:
+        llm.unload_adapter(name)
+    else:
+        llm.load_adapter(name, folder)
 
 
 def load_of(engine: Engine) -> Load:
@@ -107,6 +116,10 @@ class LocalBackend(Backend):
         while not order.done.is_set():
             await asyncio.sleep(0.005)
         order.raise_error()
+
+    async def change_adapter(self, name: str, folder: str | None) -> None:
+        """As the seam says."""
+        await asyncio.to_thread(change_adapter, self._llm.llm, name, folder)
 
     async def restart(self) -> Restarted:
         """Start a new engine thread where the old one has ended; one that hangs cannot be ended."""

@@ -1,0 +1,64 @@
+"""Routes that load and unload LoRA adapters while the server runs, for whoever has the admin key."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
+
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
+from forerun.server.errors import ApiError, as_api_error, from_validation
+from forerun.server.schemas import Body, Name
+from forerun.server.service import Service
+
+
+class UnloadAdapter(Body):
+    lora_name: Name
+
+
+class LoadAdapter(UnloadAdapter):
+    lora_path: Name
+
+
+def add_adapter_routes(app: FastAPI, service: Service) -> None:
+    """The routes and bodies that vLLM has."""
+
+    @app.post("/v1/load_lora_adapter")
+    async def load(request: Request) -> Response:
+        body = await _admins_body(request, service, LoadAdapter)
+        return await _changed(service.load_adapter(body.lora_name, body.lora_path), body.lora_name, "loaded")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload(request: Request) -> Response:
+        body = await _admins_body(request, service, UnloadAdapter)
+        return await _changed(service.unload_adapter(body.lora_name), body.lora_name, "unloaded")
+
+
+async def _changed(work: Any, name: str, how: str) -> Response:
+    try:
+        await work
+    except (DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel) as error:  # of the folder that was named
+        raise ApiError(400, str(error), param="lora_path") from None
+    except Exception as error:
+        raise as_api_error(error) from None
+    return JSONResponse({"status": how, "lora_name": name})
+
+
+async def _admins_body(request: Request, service: Service, kind: type[BaseModel]) -> Any:
+    """What an admin has sent; nobody else is read."""
+    key, given = service.settings.admin_key, request.headers.get("authorization", "").removeprefix("Bearer ")
+    if key is None:
+        raise ApiError(403, "adapters are changed with an admin key, and the server was started without --admin-key")
+    if not hmac.compare_digest(given.strip().encode(), key.encode()):
+        message = "this needs the admin key; send it as `Authorization: Bearer KEY`"
+        raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+    try:
+        return kind.model_validate(json.loads(await request.body()))
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None

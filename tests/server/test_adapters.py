@@ -1,0 +1,136 @@
+"""LoRA adapters in the server: chosen by `model`, mixed in a batch, loaded and unloaded, kept over a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.core.errors import InvalidInput
+from forerun.models.config import DecoderConfig
+from forerun.models.load.adapter import Adapter
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.server.backends.start import LOAD_LLM, Loader
+from forerun.server.settings import ServerSettings
+from tests.server.conftest import ENGINE, MODEL, Running, children_of, start_process
+
+pytestmark = pytest.mark.model
+ADMIN = {"Authorization": "Bearer secret"}
+CHAT = {"messages": [{"role": "user", "content": "Count from one to ten."}], "max_tokens": 16, "temperature": 0}
+
+
+def write_adapter(folder: Path, seed: int) -> str:
+    config = DecoderConfig.from_hf(open_checkpoint("smollm2").config)
+    dice = torch.Generator().manual_seed(seed)
+    pairs = {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": (
+            torch.randn(8, config.width, generator=dice) / config.width**0.5,
+            0.3 * torch.randn(config.heads * config.head_dim if name == "q" else config.width, 8, generator=dice),
+        )
+        for layer in range(config.layers)
+        for name in ("q", "o")
+    }
+    Adapter("smollm2", 8, 1.0, pairs).write(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: write_adapter(tmp_path_factory.mktemp(name), i) for i, name in enumerate(("one", "two"))}
+
+
+@pytest.fixture(scope="module")
+def adapted(llm: LLM, folders: dict[str, str]) -> Iterator[Running]:
+    loaded = {"one": folders["one"]}
+    settings = ServerSettings(("smollm2",), adapters=loaded, admin_key="secret", restart=True)
+    given = {**MODEL, "engine": {**MODEL["engine"], "adapters": loaded}}  # type: ignore[dict-item]
+    server, thread, url = start_process(Loader(LOAD_LLM, given), settings)
+    yield Running(url, llm)
+    server.should_exit = True
+    thread.join(10)
+
+
+def ask(served: Running, model: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "model": model, **more}, timeout=60)
+
+
+def text_of(served: Running, model: str, **more: Any) -> str:
+    answer = ask(served, model, **more).json()
+    assert answer["model"] == model
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def admin(served: Running, what: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{what}_lora_adapter", json=body, headers=headers or ADMIN, timeout=60)
+
+
+def test_adapters_are_models_that_are_loaded_and_unloaded_while_others_write(
+    adapted: Running, folders: dict[str, str]
+) -> None:
+    names = [model["id"] for model in httpx.get(f"{adapted.url}/v1/models").json()["data"]]
+    assert names == ["smollm2", "one"]
+    first = text_of(adapted, "one")
+    assert ask(adapted, "two").status_code == 404
+    assert admin(adapted, "load", {"lora_name": "two", "lora_path": folders["two"]}).json()["status"] == "loaded"
+    alone = {name: text_of(adapted, name, speculative={"drafter": "none"}) for name in ("smollm2", "one", "two")}
+    assert len(set(alone.values())) == 3, "each writes its own text"
+    assert alone["one"] == first
+    with ThreadPoolExecutor(6) as pool:
+        mixed = list(pool.map(lambda name: (name, text_of(adapted, name)), ["smollm2", "one", "two"] * 2))
+    assert all(alone[name] == text for name, text in mixed)
+    llm = adapted.llm
+    llm.load_adapter("one", folders["one"])
+    own = llm.chat(CHAT["messages"], max_tokens=16, temperature=0, adapter="one").text  # type: ignore[arg-type]
+    llm.unload_adapter("one")
+    assert (own, llm.adapters) == (alone["one"], [])
+    counted = httpx.get(f"{adapted.url}/metrics").text
+    assert 'forerun:adapter_generation_tokens_total{adapter="two",model_name="smollm2"} 48.0' in counted
+    assert admin(adapted, "unload", {"lora_name": "two"}).status_code == 200
+    assert ask(adapted, "two").status_code == 404
+    assert admin(adapted, "unload", {"lora_name": "two"}).status_code == 404
+
+
+def test_who_may_change_adapters_and_what_cannot_be_loaded(adapted: Running, tmp_path: Path) -> None:
+    body = {"lora_name": "x", "lora_path": str(tmp_path)}
+    assert admin(adapted, "load", body, Authorization="Bearer wrong").status_code == 401
+    assert httpx.post(f"{adapted.url}/v1/load_lora_adapter", content=b"[" * 9999, headers=ADMIN).status_code == 400
+    for wrong, said in (
+        (body, "holds no adapter"),
+        ({**body, "lora_name": "one"}, "served already"),
+        ({**body, "lora_name": "smollm2"}, "served already"),
+        ({"lora_name": "x"}, "lora_path"),
+    ):
+        refused = admin(adapted, "load", wrong)
+        assert refused.status_code == 400
+        assert said in refused.json()["error"]["message"]
+    with pytest.raises(InvalidInput, match="has the model's name"):
+        ServerSettings(("a",), adapters={"a": "b"})
+
+
+def test_without_an_admin_key_nobody_may(served: Running, folders: dict[str, str]) -> None:
+    refused = admin(served, "load", {"lora_name": "two", "lora_path": folders["two"]})
+    assert refused.status_code == 403
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_started_again_has_them_again(adapted: Running, folders: dict[str, str]) -> None:
+    assert admin(adapted, "load", {"lora_name": "later", "lora_path": folders["two"]}).status_code == 200
+    wanted = text_of(adapted, "later")
+    for process in children_of(os.getpid(), ENGINE):
+        os.kill(process, signal.SIGKILL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        time.sleep(0.5)
+        answer = ask(adapted, "later")
+        if answer.status_code == 200:
+            break
+    assert answer.json()["choices"][0]["message"]["content"] == wanted
