@@ -98,8 +98,10 @@ class CountRequest(Door):
             for tool in self.tools or ()
         ]
         form = None if config.format is None else {"name": "answer", "schema": config.format.schema_}
+        messages = messages_of(self.messages, self.system)
         return {
-            "messages": messages_of(self.messages, self.system),
+            "messages": messages,
+            "continue_final_message": True if messages and messages[-1]["role"] == "assistant" else None,
             "tools": [{"type": "function", "function": function} for function in functions] or None,
             "tool_choice": None if choice is None else _choice_of(choice),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
@@ -153,8 +155,9 @@ def messages_of(given: Sequence[Any], system: Any) -> list[dict[str, Any]]:
             _add_blocks(turns, role, content, f"{place}.content")
         else:
             refuse(f"{place}.content", "give text, or a list of blocks")
-    if turns.messages and turns.messages[-1]["role"] == "assistant":
-        refuse("messages", "the last one is the assistant's: no answer is gone on with; end with a user's message")
+    last = turns.messages[-1] if turns.messages else {}
+    if last.get("role") == "assistant" and (last.get("tool_calls") or not isinstance(last.get("content"), str)):
+        refuse("messages", "the last one is the assistant's and no plain text: only text is gone on with")
     return turns.messages
 
 
