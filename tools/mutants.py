@@ -19,6 +19,7 @@ import sys
 import tempfile
 import tomllib
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -59,8 +60,8 @@ def read_mutants(file: Path = ROOT / "tools" / "mutants.toml") -> list[Mutant]:
 
 def preload() -> None:
     """Import what is slow and not ours, once: every run of tests is a fork of this process."""
-    import hypothesis  # noqa: F401
-    import scipy.stats  # noqa: F401
+    for name in ("pytest", "hypothesis", "scipy.stats", "fastapi", "uvicorn", "httpx", "gguf", "sentencepiece"):
+        import_module(name)
     import torch
     import transformers
 
@@ -68,11 +69,15 @@ def preload() -> None:
     _ = transformers.LlamaForCausalLM, transformers.Gemma2ForCausalLM, transformers.TopPLogitsWarper
 
 
-def run_tests(tests: str, source: Path, seconds: int = SECONDS) -> tuple[str, str]:
-    """passed, failed, hung, or empty where no test was chosen; and the first test that failed."""
+def run_tests(tests: str, source: Path, seconds: int = SECONDS, compiles: bool = False) -> tuple[str, str]:
+    """passed, failed, hung, or empty where no test was chosen; and the first test that failed.
+
+    Where it `compiles`, it leaves bytecode to later runs: never of a fault.
+    """
     said = source.parent / "said.txt"
     child = os.fork()
     if child == 0:
+        sys.dont_write_bytecode = not compiles
         os._exit(_run_pytest(tests, source, said))
     end = monotonic() + seconds
     while monotonic() < end:
@@ -110,12 +115,13 @@ def try_mutant(mutant: Mutant, source: Path) -> tuple[str, str]:
     if (found := mutant.found(source)) != 1:
         return "stale", f"the fragment is there {found} times"
     file = source / "forerun" / mutant.file
-    whole = file.read_text(encoding="utf-8")
+    whole, known = file.read_text(encoding="utf-8"), file.stat()
     file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
     try:
         outcome, noticed = run_tests(mutant.tests, source)
     finally:
         file.write_text(whole, encoding="utf-8")
+        os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))  # its bytecode holds again
     return ("survived" if outcome in ("passed", "empty") else "killed"), noticed or outcome
 
 
@@ -140,14 +146,13 @@ def main() -> int:
         print("\n".join(f"{m.area:<10} {m.label}" for m in mutants))
         return 0
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # before torch is imported
-    sys.dont_write_bytecode = True  # else a fault of the same length may be kept where it was put right at once
     started = monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         preload()
         for tests in selections(mutants):
-            outcome, noticed = run_tests(tests, source, 10 * SECONDS)
+            outcome, noticed = run_tests(tests, source, 10 * SECONDS, compiles=True)
             if outcome != "passed":
                 print(f"{outcome} without any fault ({noticed or tests}); mend that first")
                 return 2
