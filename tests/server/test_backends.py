@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from forerun.api.async_llm import AsyncLLM
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.core.errors import UnknownName
@@ -29,7 +30,11 @@ from forerun.server.backends.channel import Channel
 from forerun.server.backends.process import ProcessBackend
 from forerun.server.backends.start import EngineLost, EngineProcess, Loader
 from forerun.server.backends.texts import Texts
+from forerun.server.backends.thread import LocalBackend
 from forerun.server.backends.wire import Facts, Packed, pack_event
+from forerun.server.errors import ApiError
+from forerun.server.service import Service
+from forerun.server.settings import ServerSettings
 from tests.server.conftest import is_there
 from tests.test_llm import PARAMS, Letters, make
 
@@ -339,3 +344,53 @@ def test_a_text_whose_grammar_is_compiled_counts_as_progress_and_may_be_left(mon
 
     with written_by(llm) as (engine, _):
         run(work, engine)
+
+
+# ---- an engine on a thread, and the door of a server
+
+
+def test_a_new_engine_thread_has_nothing_of_what_the_old_one_left() -> None:
+    """A driver whose rounds raise: whoever was running or queued gets an error, and does not run on unasked."""
+    llm = make(max_batch=1)
+
+    async def work() -> None:
+        backend = LocalBackend(AsyncLLM(llm))
+        gone, real = SystemError("the engine is gone"), llm.engine.step
+
+        def fails() -> list[Event]:
+            raise gone
+
+        llm.engine.step = fails  # type: ignore[method-assign]
+        with pytest.raises(SystemError):
+            async for _ in backend.stream((1, 2), max_tokens=5000, ignore_eos=True):
+                pass
+        for _ in range(2):
+            llm.engine.enqueue(llm.engine.prepare(Request((1, 2))))
+        llm.engine.step = real  # type: ignore[method-assign]
+        assert backend.failure is gone
+        assert await backend.restart() == "yes"
+        assert (llm.engine.busy, backend.failure) == (False, None)
+        assert len([item async for item in backend.stream((1, 2), max_tokens=1)]) == 2
+        await backend.close()
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_a_server_takes_as_many_texts_as_batch_and_queue_hold_until_it_drains() -> None:
+    async def work() -> None:
+        backend = LocalBackend(AsyncLLM(make(max_batch=2)))
+        service = Service(backend, ServerSettings(("m",), max_queue=3))
+        with service.admitted(3), service.admitted(2):
+            assert service.active == 5
+            with pytest.raises(ApiError, match="room for 5") as refused, service.admitted(1):
+                pass
+            assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
+        assert service.active == 0
+        with pytest.raises(ApiError, match="room for 5"), service.admitted(6):
+            pass
+        service.draining = True
+        with pytest.raises(ApiError, match="shutting down"), service.admitted(1):
+            pass
+        await backend.close()
+
+    asyncio.run(asyncio.wait_for(work(), 20))
