@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.mutants import ROOT, Mutant, read_mutants
+from tools.mutants import ROOT, Mutant, read_mutants, selections
 
 MUTANTS = read_mutants()
 
@@ -29,3 +29,11 @@ def test_negative_control_a_stale_fragment_is_found(tmp_path: Path) -> None:
         for file, old in (("a.py", "x = 1"), ("a.py", "y = 2"), ("a.py", "z"), ("gone.py", "y = 2"))
     ]
     assert counts == [2, 1, 0, 0]
+
+
+def test_selections_with_options_are_tried_by_themselves() -> None:
+    """`-k` of one would leave out the tests of all others."""
+    named = ("a.py b.py", "b.py -k some", "b.py c.py", "b.py -k some")
+    mutants = [Mutant("area", "a.py", "x", "y", tests) for tests in named]
+    assert selections(mutants) == ["a.py b.py c.py", "b.py -k some"]
+    assert selections(mutants[1:2]) == ["b.py -k some"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -234,3 +235,14 @@ def test_a_round_follows_only_where_the_device_decides_about_all() -> None:
     for why, options in others.items():
         other = engine.prepare(Request((10, 20, 30), **options))  # type: ignore[arg-type]
         assert not engine._device_decides([*seqs, other], sampled=False), why
+
+
+def test_room_is_made_behind_all_that_an_unread_round_may_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = engine_of(), list[Sequence[int]]()
+    seqs = submit(engine, 2)
+    monkeypatch.setattr(type(engine.target), "make_room", lambda target, some, rows: asked.append(rows) or True)
+    plain, form = launched(engine, seqs), TreeForm(2, 4, 3, 1)
+    trees = TreeBatch(torch.zeros(8), torch.zeros(8), form.starts(2), form=form)
+    for last in (plain, plain._replace(trees=trees)):
+        assert engine._has_room(last, [(seqs[0], 0), (seqs[1], -1)], 5)
+    assert asked == [[6, 5], [9, 5]], "one token behind a root, root and path behind a tree, nothing before the first"
