@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request, Scores, TreeBatch, TreeForm
+from forerun.core.types import Budget, Request, Scores, TreeBatch, TreeForm
 from forerun.engine.clock import RoundClock
-from forerun.engine.engine import Engine
+from forerun.engine.engine import Engine, NextPlan
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, with_starters
+from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import EngineStats
+from forerun.models.base import ON_GPU
 from lab.host import make
 
 TEXTS = [((10 + i, 20 + i, 30 + i), [40 + i, *range(100, 119)]) for i in range(6)]
@@ -246,3 +249,71 @@ def test_room_is_made_behind_all_that_an_unread_round_may_add(monkeypatch: pytes
     for last in (plain, plain._replace(trees=trees)):
         assert engine._has_room(last, [(seqs[0], 0), (seqs[1], -1)], 5)
     assert asked == [[6, 5], [9, 5]], "one token behind a root, root and path behind a tree, nothing before the first"
+
+
+class Answers:
+    """A controller whose word on the next round is given."""
+
+    goes, stays = True, True
+    switch: Budget | None = None
+
+    def plan(self, seqs: Sequence[Any]) -> list[Budget]:
+        return [Budget(0, 0) for _ in seqs]
+
+    def observe(self, outcome: Any) -> None: ...
+    def forget(self, seq: Any) -> None: ...
+    def goes_on(self, seqs: Sequence[Any]) -> bool:
+        return self.goes
+
+    def stays_plain(self, seqs: Sequence[Any]) -> bool:
+        return self.stays
+
+    def switches(self, seqs: Sequence[Any]) -> Budget | None:
+        return self.switch
+
+
+def test_the_next_plan_is_the_last_one_where_that_holds_and_else_another_if_the_menu_switches() -> None:
+    engine = engine_of()
+    seqs, engine.controller = submit(engine, 2), (says := Answers())
+    form = TreeForm(2, 4, 3, 1)
+    trees = TreeBatch(torch.zeros(8), torch.zeros(8), form.starts(2), form=form)
+    plain = launched(engine, seqs)
+    engine.drafters.never_draft = lambda seqs: False  # type: ignore[method-assign]
+    grown = plain._replace(trees=trees, repeats=3)
+    assert engine._next_plan(grown, seqs) == NextPlan(True, 2)
+    assert engine._next_plan(plain, seqs) == NextPlan(False, -1)
+    says.goes = says.stays = False
+    says.switch = other = Budget(5, 2, repeats=7)
+    assert [engine._next_plan(last, seqs) for last in (grown, plain)] == [None, None], "no drafter on a device"
+    device = SimpleNamespace(menu=SimpleNamespace(switches=False))
+    engine.drafters.device = lambda seqs: device  # type: ignore[method-assign,assignment,return-value]
+    assert engine._next_plan(grown, seqs) is None, "forms of this menu are not switched"
+    device.menu.switches = True
+    assert [engine._next_plan(last, seqs) for last in (grown, plain)] == [NextPlan(True, 7, other)] * 2
+    says.goes, says.switch = True, Budget(0, 0, repeats=1)
+    spent = grown._replace(repeats=0)
+    assert engine._next_plan(spent, seqs) == NextPlan(False, 1, says.switch), "the last round of its plan"
+    own = engine.prepare(Request((10, 20, 30), budget=Budget(4, 3)))
+    assert engine._next_plan(plain, [*seqs, own]) is None, "a request's own budget is not the controller's"
+
+
+def test_prompts_that_a_dropped_round_has_read_are_noted() -> None:
+    """The text ends by a stop token, which nobody knew when the round behind was launched."""
+    long = tuple(range(200, 500))
+    for steps in range(1, 8):
+        engine = make("none", [TEXTS[0], (long, [1, 2, 3])], 4)
+        engine.prefill_rows = PrefillRows(ON_GPU.prefill, 16, fixed=16)
+        submit(engine, 1, stop_token_ids=[103])
+        for _ in range(steps):
+            engine.step()
+        noted, real = list[int](), engine._note_prefill
+
+        def note(seqs: Any, chains: TreeBatch, started: float, noted: Any = noted, real: Any = real) -> int:
+            noted.append(chains.nodes)
+            rows: int = real(seqs, chains, started)
+            return rows
+
+        engine._note_prefill = note  # type: ignore[method-assign]
+        engine.submit(Request(long, SamplingParams(max_tokens=3)))
+        finish(engine)
+        assert sum(noted) == len(long) - 1

@@ -223,13 +223,13 @@ def test_an_engine_that_is_told_to_end_while_it_loads_does_and_one_whose_front_i
 
 
 def test_an_engine_that_has_just_got_work_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(base, "monotonic", lambda: now)
-    watch, found = ProgressWatch(), list[bool]()
-    for now, progress, has_work in (  # noqa: B020
+    seen = (
         (10.0, (0, 0), False), (20.0, (0, 0), True), (24.0, (0, 0), True), (25.1, (0, 0), True),
         (25.2, (1, 0), True), (30.1, (1, 0), True), (30.3, (1, 0), True), (40.0, (1, 0), False),
-    ):  # fmt: skip
+    )  # fmt: skip
+    watch, found = ProgressWatch(), list[bool]()
+    for now, progress, has_work in seen:
+        monkeypatch.setattr(base, "monotonic", lambda now=now: now)
         found.append(watch.stands_still(progress, has_work, 5.0))
     assert found == [False, False, False, True, False, False, True, False]
 
