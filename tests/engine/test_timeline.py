@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Request, Scores, TreeBatch, TreeForm
+from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
+from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
 from forerun.engine.engine import Engine, NextPlan
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, with_starters
@@ -317,3 +319,41 @@ def test_prompts_that_a_dropped_round_has_read_are_noted() -> None:
         engine.submit(Request(long, SamplingParams(max_tokens=3)))
         finish(engine)
         assert sum(noted) == len(long) - 1
+
+
+def test_a_drafter_is_handed_what_it_goes_on_from_when_rounds_switch_between_trees_and_roots() -> None:
+    engine, done = engine_of(), list[Any]()
+    seqs = submit(engine, 2)
+    seats, roots = [(seqs[0], 0), (seqs[1], -1)], TreeBatch.chains([[1], [2]])
+    greedy = Greedy(
+        verdict=lambda: Verdict.of([], [], torch.device("cpu")),
+        next_roots=lambda going: done.append("roots") or roots,  # type: ignore[func-returns-value]
+        hand_on=lambda: done.append("hand on"),
+    )
+    form = TreeForm(2, 4, 3, 1)
+    trees = TreeBatch(torch.zeros(8), torch.zeros(8), form.starts(2), form=form)
+    plain = launched(engine, seqs)._replace(scores=Scores(None, {}, greedy))
+    grown = plain._replace(trees=trees)
+
+    def launch(places: Any, wanted: Form | None, behind: Unread) -> TreeBatch:
+        done.append((wanted, behind.trees.form))
+        return trees
+
+    device = SimpleNamespace(launch=launch, rest=lambda places, behind: done.append(("rest", behind.trees.form)))
+    engine.drafters.device = lambda seqs: device  # type: ignore[method-assign,assignment,return-value]
+    engine._has_room = lambda last, places, nodes: not done.append(nodes)  # type: ignore[method-assign,func-returns-value]
+    other = NextPlan(True, 7, Budget(5, 2, 1))
+    for last, plan, wanted in (
+        (plain, other, [6, "hand on", (Form(5, 2, 1), None)]),
+        (grown, other, [6, (Form(5, 2, 1), form)]),
+        (grown, NextPlan(True, 1), [4, (None, form)]),
+    ):
+        done.clear()
+        assert engine._grown(last, seats, plan) is trees
+        assert done == wanted, "nodes to make room for, and what was launched"
+    for last, wanted in ((plain, ["roots"]), (grown, [("rest", form), "roots"])):
+        done.clear()
+        assert engine._roots(last, seats) is roots
+        assert done == wanted
+    engine._has_room = lambda last, places, nodes: False  # type: ignore[method-assign]
+    assert engine._grown(grown, seats, other) is None
