@@ -293,6 +293,12 @@ def test_bodies_that_wait_take_little_memory(llm: LLM, facts: ReaderFacts, monke
         assert [each is None for each in refused] == [True, True, True, False]
         assert isinstance(refused[3], ApiError)
         assert (refused[3].status, refused[3].headers) == (429, {"Retry-After": "1"})
+        asked = [asyncio.create_task(process.read("tokenize", RAW, CONTEXT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        asked[1].cancel()
+        await asyncio.sleep(0)
+        await process.read("tokenize", RAW, CONTEXT)  # who has left takes no room
+        await asyncio.wait(asked)
 
     with_process(llm, facts, work)
 
