@@ -205,7 +205,7 @@ def with_process(llm: LLM, facts: ReaderFacts, work: Callable[[ReaderProcess], C
     async def run() -> None:
         process = ReaderProcess(llm.tokenizer, facts)
         try:
-            await asyncio.wait_for(work(process), 60)
+            await asyncio.wait_for(work(process), 30)
         finally:
             process.close()
 
@@ -270,6 +270,9 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
     monkeypatch.setattr(Channel, "send", lambda channel, order: (sent.append(len(order[1])), real(channel, order)))
 
     async def work(process: ReaderProcess) -> None:
+        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *given: timers.append(later(*given)) or timers[-1])
         sizes = (300, 9000, 500, 700, 100)
         asked = [
             asyncio.create_task(process.read("tokenize", json.dumps({"prompt": "a" * (size - 14)}).encode(), CONTEXT))
@@ -278,6 +281,8 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
         await asyncio.sleep(0)
         asked[3].cancel()
         await asyncio.wait(asked)
+        assert len(timers) == 4
+        assert all(timer.cancelled() for timer in timers), "no limit of one ends the reading of another"
 
     with_process(llm, facts, work)
     assert sent[1:] == [300, 100, 500, 9000], "behind what the process is told first"
