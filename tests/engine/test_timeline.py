@@ -14,7 +14,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
-from forerun.engine.engine import Engine, NextPlan
+from forerun.engine.engine import Engine, NextPlan, _seats
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, with_starters
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
@@ -357,3 +357,27 @@ def test_a_drafter_is_handed_what_it_goes_on_from_when_rounds_switch_between_tre
         assert done == wanted
     engine._has_room = lambda last, places, nodes: False  # type: ignore[method-assign]
     assert engine._grown(grown, seats, other) is None
+
+
+def test_whoever_one_more_token_ends_has_no_seat_in_the_round_behind_unless_that_round_is_its_first() -> None:
+    engine = engine_of()
+    seqs = submit(engine, 3)
+    last = launched(engine, seqs)
+    assert _seats(last, seqs) == [(seq, b) for b, seq in enumerate(seqs)]
+    (ends,) = submit(engine, 1, max_tokens=1)
+    assert _seats(last._replace(seqs=[*seqs, ends]), [*seqs, ends]) == [(seq, b) for b, seq in enumerate(seqs)]
+    assert _seats(last, [seqs[2], ends]) == [(seqs[2], 2), (ends, -1)]
+    assert _seats(last._replace(seqs=[ends, seqs[1]]), [seqs[1], ends, seqs[0]]) == [(seqs[1], 1), (seqs[0], -1)]
+
+
+def test_a_round_is_read_without_the_sequences_that_have_ended() -> None:
+    engine = engine_of()
+    seqs = submit(engine, 3)
+    scores = Scores(torch.zeros(3, 5), {1: torch.arange(3.0)[:, None]})
+    one, verdict = launched(engine, seqs)._replace(scores=scores), Verdict.of([[]] * 3, [7, 8, 9], torch.device("cpu"))
+    assert one.without_ended(verdict) == (seqs, one.trees, scores, verdict)
+    seqs[1].take(seqs[1].ended("aborted"))
+    left, trees, some, kept = one.without_ended(verdict)
+    assert (left, trees.to_host()[0]) == ([seqs[0], seqs[2]], [30, 32])
+    assert kept.to_host()[1] == [7, 9]
+    assert (some.required_logits.shape[0], some.hidden[1].tolist()) == (2, [[0.0], [2.0]])
