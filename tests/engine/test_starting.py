@@ -121,3 +121,27 @@ def test_starters_take_the_place_of_padding_where_there_is_room_and_the_device_d
     assert started(seqs[1:]) == []
     room, device.menu.switches = True, False
     assert started(seqs[1:]) == [], "a draft model has not read the root"
+
+
+def test_nobody_starts_beside_trees_from_the_host_and_beside_roots_a_starter_is_one_more() -> None:
+    engine, seqs = engine_of(8)
+    trees = TreeBatch.chains([[7, 8, 9]])
+    assert engine._with_starters(seqs[:1], trees, seqs[1:], 1000) == (seqs[:1], trees)
+    assert engine.running == []
+    some, roots = engine._with_starters(seqs[:1], TreeBatch.chains([[7]]), seqs[1:], 1000)
+    assert (some, engine.running) == (seqs, seqs[1:])
+    assert roots.to_host()[0] == [seq.tokens[-1] for seq in seqs]
+
+
+def test_what_prompts_add_to_a_round_is_learnt_only_where_running_sequences_waited() -> None:
+    engine = make("none", TEXTS, 8)
+    noted = list[int]()
+    engine.prefill_rows.observe = lambda seconds, rows: noted.append(rows)  # type: ignore[method-assign]
+    engine.submit(Request(TEXTS[0][0], SamplingParams(max_tokens=5)))
+    while not noted:
+        engine.step()
+    assert noted == [0], "the round that its own prompt shared says nothing"
+    engine.submit(Request(TEXTS[1][0], SamplingParams(max_tokens=5)))
+    while engine.busy:
+        engine.step()
+    assert [rows for rows in noted if rows] == [20]
