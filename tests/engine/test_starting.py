@@ -145,3 +145,31 @@ def test_what_prompts_add_to_a_round_is_learnt_only_where_running_sequences_wait
     while engine.busy:
         engine.step()
     assert [rows for rows in noted if rows] == [20]
+
+
+def test_a_round_of_starters_alone_is_planned_by_nobody_and_drafts_nothing() -> None:
+    engine, seqs = engine_of(8)
+    engine.controller.plan = None  # type: ignore[method-assign,assignment]
+    engine._open()
+    first = engine.timeline.first
+    assert first is not None
+    assert (first.seqs, first.readers, first.may_draft, first.repeats) == (seqs, seqs, False, 0)
+
+
+def test_whoever_the_host_decides_about_does_not_start_in_a_round_behind_an_unread_one() -> None:
+    engine = make("none", TEXTS, 8)
+    rounds, score = list[tuple[bool, list[int]]](), engine._score
+
+    def noted(some: Sequence[SequenceState], trees: TreeBatch, *rest: Any) -> Any:
+        rounds.append((trees.follows is not None, [seq.id for seq in some]))
+        return score(some, trees, *rest)
+
+    engine._score = noted  # type: ignore[method-assign]
+    engine.submit(Request(TEXTS[0][0], SamplingParams(max_tokens=5)))
+    other = None
+    while engine.busy:
+        engine.step()
+        if other is None and rounds[-1][0]:
+            other = engine.submit(Request(TEXTS[1][0], SamplingParams(max_tokens=2, logprobs=1)))
+    assert other is not None
+    assert {follows for follows, ids in rounds if other in ids} == {False}
