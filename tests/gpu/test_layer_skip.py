@@ -348,7 +348,7 @@ def test_a_part_that_cannot_be_captured_drafts_all_the_same(
 
 def test_a_pass_takes_the_first_captured_size_that_holds_it() -> None:
     part = CudaPart(make_target("llama", "cpu"), LayerSubset(2))
-    small, large, more = Size(8, 16, 4), Size(32, 64, 4), Need(33, 33, 10)
+    small, large, more = Size(8, 16, 8), Size(32, 64, 8), Need(33, 33, 10)
     part.runs.sizes = [small, large]
     found = [part.runs._size_for(need) for need in (Need(3, 3, 10), Need(9, 9, 10), Need(8, 17, 10), more)]
     assert found == [small, large, large, more.rounded()]
