@@ -33,7 +33,7 @@ from forerun.server.backends.texts import Texts
 from forerun.server.backends.thread import LocalBackend
 from forerun.server.backends.wire import Facts, Packed, pack_event
 from forerun.server.errors import ApiError
-from forerun.server.service import Service
+from forerun.server.service import QUICK, Service
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import is_there
 from tests.test_llm import PARAMS, Letters, make
@@ -380,6 +380,7 @@ def test_a_server_takes_as_many_texts_as_batch_and_queue_hold_until_it_drains() 
     async def work() -> None:
         backend = LocalBackend(AsyncLLM(make(max_batch=2)))
         service = Service(backend, ServerSettings(("m",), max_queue=3))
+        assert service.read_now("tokenize", b" " * (QUICK + 1)) is None, "a process of its own reads what is large"
         with service.admitted(3), service.admitted(2):
             assert service.active == 5
             with pytest.raises(ApiError, match="room for 5") as refused, service.admitted(1):
