@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from tools.mutants import ROOT, Mutant, read_mutants, selections
@@ -19,6 +20,13 @@ def test_every_fault_changes_something_and_names_tests_that_are_there() -> None:
     assert [mutant.label for mutant in MUTANTS if mutant.old == mutant.new] == []
     named = {word.split("::")[0] for mutant in MUTANTS for word in mutant.tests.split() if "/" in word}
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_fault_is_python() -> None:
+    """Any test notices a file that cannot be read: that says nothing about the tests."""
+    for mutant in MUTANTS:
+        source = (ROOT / "src" / "forerun" / mutant.file).read_text(encoding="utf-8")
+        ast.parse(source.replace(mutant.old, mutant.new), mutant.label)
 
 
 def test_negative_control_a_stale_fragment_is_found(tmp_path: Path) -> None:
