@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -152,3 +153,14 @@ def test_nothing_is_captured_in_first_calls(kind: str, monkeypatch: pytest.Monke
         assert captures.late == [], f"at batch {batch}, temperature {temperature}"
     assert engine.stats.rounds > 0
     assert not engine.drafters._failed
+
+
+def test_sampling_is_captured_for_trees_alone_and_for_trees_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, target, form = list[Any](), willing_target(), TreeForm(2, 4, 3, 1)
+    monkeypatch.setattr(graphs.Replays, "do", lambda replays, name, work: names.append(name))
+    target.sampler.rehearse(Size(8, 8, 8), form)
+    kinds = {name[-1] for name in names}
+    assert kinds
+    assert {(name[0], name[1], name[-1]) for name in names} == {
+        (what, form, kind) for what in ("sample", "tokens") for kind in kinds
+    }

@@ -19,7 +19,7 @@ from forerun.drafters.model.layer_skip import ExitAdapter, LayerPlan, write_plan
 from forerun.engine.engine import Engine
 from forerun.models.base import LayerSubset
 from forerun.models.cuda import graphs
-from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.plan import MAX_ROWS, Need, Size
 from forerun.models.cuda.target import CudaDecoder, CudaPart
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
@@ -344,3 +344,11 @@ def test_a_part_that_cannot_be_captured_drafts_all_the_same(
     assert len(drafted(part, seq, TEXT[4:])) == 6
     target.release(seq)
     assert run(engine, requests()) == wanted
+
+
+def test_a_pass_takes_the_first_captured_size_that_holds_it() -> None:
+    part = CudaPart(make_target("llama", "cpu"), LayerSubset(2))
+    small, large, more = Size(8, 16, 8), Size(32, 64, 8), Need(33, 33, 10)
+    part.runs.sizes = [small, large]
+    found = [part.runs._size_for(need) for need in (Need(3, 3, 10), Need(9, 9, 10), Need(8, 17, 10), more)]
+    assert found == [small, large, large, more.rounded()]

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from forerun.core.offer import Form
 from forerun.drafters.device import plan as menu
 from forerun.models.cuda import plan
+from forerun.models.cuda.graphs import Replays
 from tests.fuzz.world import limit_rows
 
 HEAD = menu.forms_for, menu.BUCKETS
@@ -34,3 +36,18 @@ def test_forms_that_do_not_fit_are_not_ready(name: str, batch: int, monkeypatch:
     made = menu.DraftMenu(chains=name == "model")
     ready = [form for form in made.forms if made.seconds(form, batch) < float("inf")]
     assert ready == [form for form in made.forms if batch * (form.nodes + 1) <= 96 and form.width == 1]
+
+
+def test_a_draft_is_made_by_the_smallest_graph_that_holds_its_sequences() -> None:
+    made, form = menu.DraftMenu(graphs=Replays(torch.device("cpu"), capture=True)), Form(3, 3, 1)
+    assert (made.bucket(form, 3), made.knows(form, 3)) == (4, False), "the one that it would be captured for"
+    for bucket in (2, 8):
+        made.note_captured(bucket, form)
+    assert [made.bucket(form, batch) for batch in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, 12]
+    assert [made.knows(form, batch) for batch in (1, 2, 3, 8, 9)] == [True] * 4 + [False]
+    assert made.trees(form, 3).trees == 8
+
+
+def test_heads_switch_between_forms_and_draft_models_do_not() -> None:
+    """A draft model has read the roots of its own chains alone."""
+    assert [menu.DraftMenu(chains=chains).switches for chains in (False, True)] == [True, False]

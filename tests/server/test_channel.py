@@ -7,6 +7,7 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -79,7 +80,22 @@ def test_a_slow_reader_holds_up_no_sender(pair: Pair) -> None:
     sender.start()
     sender.join(20)
     assert not sender.is_alive(), "nobody reads, and it has sent all"
+    pair[1]._socket.settimeout(10)  # what was lost does not come
     assert [message for _, message in zip(sent, pair[1].receive(), strict=False)] == sent
+
+
+def test_nothing_overtakes_what_waits_to_be_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a message is on its way when there is room again: another one must not get in between."""
+    monkeypatch.setattr(pair[0], "_have_sent_later", lambda: None)
+    pair[0].send("x" * 8_000_000)
+    taken = 0
+    with suppress(BlockingIOError):
+        while part := pair[1]._receive(socket.MSG_DONTWAIT):
+            taken += len(part)
+    assert 0 < taken < 8_000_000
+    pair[0].send("small")
+    with pytest.raises(BlockingIOError):
+        pair[1]._receive(socket.MSG_DONTWAIT)
 
 
 def test_who_stops_early_does_not_get_a_message_twice(pair: Pair) -> None:

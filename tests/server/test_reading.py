@@ -215,7 +215,7 @@ def with_process(llm: LLM, facts: ReaderFacts, work: Callable[[ReaderProcess], C
     async def run() -> None:
         process = ReaderProcess(llm.tokenizer, facts)
         try:
-            await asyncio.wait_for(work(process), 60)
+            await asyncio.wait_for(work(process), 30)
         finally:
             process.close()
 
@@ -280,6 +280,9 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
     monkeypatch.setattr(Channel, "send", lambda channel, order: (sent.append(len(order[1])), real(channel, order)))
 
     async def work(process: ReaderProcess) -> None:
+        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        later = loop.call_later
+        monkeypatch.setattr(loop, "call_later", lambda *given: timers.append(later(*given)) or timers[-1])
         sizes = (300, 9000, 500, 700, 100)
         asked = [
             asyncio.create_task(process.read("tokenize", json.dumps({"prompt": "a" * (size - 14)}).encode(), CONTEXT))
@@ -288,6 +291,8 @@ def test_small_bodies_are_read_first_and_nothing_for_who_has_left(
         await asyncio.sleep(0)
         asked[3].cancel()
         await asyncio.wait(asked)
+        assert len(timers) == 4
+        assert all(timer.cancelled() for timer in timers), "no limit of one ends the reading of another"
 
     with_process(llm, facts, work)
     assert sent[1:] == [300, 100, 500, 9000], "behind what the process is told first"
@@ -303,6 +308,12 @@ def test_bodies_that_wait_take_little_memory(llm: LLM, facts: ReaderFacts, monke
         assert [each is None for each in refused] == [True, True, True, False]
         assert isinstance(refused[3], ApiError)
         assert (refused[3].status, refused[3].headers) == (429, {"Retry-After": "1"})
+        asked = [asyncio.create_task(process.read("tokenize", RAW, CONTEXT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        asked[1].cancel()
+        await asyncio.sleep(0)
+        await process.read("tokenize", RAW, CONTEXT)  # who has left takes no room
+        await asyncio.wait(asked)
 
     with_process(llm, facts, work)
 
