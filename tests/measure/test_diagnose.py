@@ -181,7 +181,7 @@ def test_the_command_ends_with_what_it_found(
     code, printed = run("--limit", "1")
     assert f"1 of 3 of {file}, 1 per task; --limit 0 reads all" in printed
     code, printed = run("--prompts", "builtin", "--json", "-")
-    assert json.loads(printed)["findings"][0]["found"] == "8 of 64 of our own, 1 per task"
+    assert json.loads(printed)["findings"][0]["found"] == "11 of 88 of our own, 1 per task"
 
     def mismatch(settings: Settings) -> Any:
         raise VocabularyMismatch("draft model 'x' does not share the vocabulary")

@@ -188,7 +188,7 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         """The token ids of a prompt in any of its forms; variables reach the chat template that writes messages."""
         if is_chat(prompt):
             return tuple(self.tokenizer.chat_ids(as_messages(prompt), **as_variables(chat_template_kwargs)))
-        if chat_template_kwargs:
+        if as_variables(chat_template_kwargs):
             raise InvalidInput("chat_template_kwargs are for chats: give messages, or use chat() and stream_chat()")
         return tuple(self.tokenizer.encode(check_text(prompt))) if isinstance(prompt, str) else as_token_list(prompt)
 

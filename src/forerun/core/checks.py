@@ -114,7 +114,7 @@ def as_memory(name: str, value: Any) -> int | float | None:
     parts = _MEMORY.fullmatch(value) if isinstance(value, str) else None
     try:
         amount = math.nan if _is_bool(value) else float(parts[1] if parts is not None else value)
-    except (TypeError, ValueError):
+    except Exception:  # a caller's own class may raise anything
         amount = math.nan
     unit = "" if parts is None else parts[2].upper()
     if unit == "%":

@@ -261,7 +261,7 @@ class EngineConfig:
             kv_memory=as_memory("kv_memory", self.kv_memory),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
             tensor_parallel_size=as_whole("tensor_parallel_size", self.tensor_parallel_size, 1, 64),
-            adapters={as_name("adapters", name): as_path("adapters", at) for name, at in self.adapters.items()},
+            adapters=_folders("adapters", self.adapters),
             adapter_memory=as_memory("adapter_memory", self.adapter_memory),
         )
 
@@ -285,6 +285,12 @@ def _at_least(name: str, value: Any, low: int) -> int | None:
 
 def _path(name: str, value: Any) -> str | None:
     return None if value is None else as_path(name, value)
+
+
+def _folders(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise refuse(name, value, "folders by name, as {'support': 'adapters/support'}")
+    return {as_name(name, key): as_path(name, folder) for key, folder in value.items()}
 
 
 def _temperature(value: Any) -> float:

@@ -27,15 +27,20 @@ class LoadAdapter(UnloadAdapter):
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
     """The routes and bodies that vLLM has."""
 
-    @app.post("/v1/load_lora_adapter")
+    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapter))
     async def load(request: Request) -> Response:
         body = await _admins_body(request, service, LoadAdapter)
         return await _changed(service.load_adapter(body.lora_name, body.lora_path), body.lora_name, "loaded")
 
-    @app.post("/v1/unload_lora_adapter")
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_takes(UnloadAdapter))
     async def unload(request: Request) -> Response:
         body = await _admins_body(request, service, UnloadAdapter)
         return await _changed(service.unload_adapter(body.lora_name), body.lora_name, "unloaded")
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """What the body is, in the OpenAPI schema."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
 async def _changed(work: Any, name: str, how: str) -> Response:
