@@ -133,11 +133,14 @@ def test_more_tokens_than_fit_are_refused_with_the_number_that_fits(http: httpx.
     assert taken.status_code == 200
 
 
-@pytest.mark.parametrize("name", ["n", "max_tokens"])
-def test_a_number_of_4000_digits_is_not_repeated_to_the_client(http: httpx.Client, name: str) -> None:
-    said = http.post("/v1/chat/completions", json={**CHAT, name: 10**4000}).json()["error"]
+@pytest.mark.parametrize(
+    ("route", "name"), [("chat/completions", "n"), ("chat/completions", "max_tokens"), ("embeddings", "dimensions")]
+)
+def test_a_number_of_4000_digits_is_not_repeated_to_the_client(http: httpx.Client, route: str, name: str) -> None:
+    body = {"input": "Hi"} if route == "embeddings" else CHAT
+    said = http.post(f"/v1/{route}", json={**body, name: 10**4000}).json()["error"]
     assert len(said["message"]) < 300
-    assert name in said["message"]
+    assert f"{name}=1000" in said["message"]
 
 
 def test_metrics_count_what_was_written(http: httpx.Client) -> None:

@@ -22,6 +22,7 @@ NO_OBJECT = "the body must be a JSON object, sent with the header `Content-Type:
 _TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
 MESSAGES = "/v1/messages"  # the route of Anthropic's API, and of those below it
 _MESSAGES_KINDS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_DIGITS = re.compile(r"\d{40,}")
 _SETTING = re.compile(r"([a-z_]+)=")  # how a message about a value that is out of range begins
 
 
@@ -80,6 +81,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = _DIGITS.sub(lambda found: f"{found[0][:20]}...", message)  # a client's own number, of any length
         super().__init__(status, message, headers)
         self.status, self.message, self.kind = status, message, kind
         self.param, self.code = param, code

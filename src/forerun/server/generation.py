@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forerun.api.completion import Completion
-from forerun.core.checks import as_whole, shown
+from forerun.core.checks import as_whole
 from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.request import Budget, Event
 from forerun.core.seeds import derived_seed
@@ -89,7 +89,7 @@ def check_number(body: Generation, prompts: int, most: int) -> None:
     """Refuse a request for too many texts; before its prompts are looked at."""
     copies = 1 if body.n is None else body.n
     if copies < 1 or copies * prompts > most:
-        said = f"n={shown(copies)} is out of range: 1 to {most} texts in one request"
+        said = f"n={copies} is out of range: 1 to {most} texts in one request"
         raise ApiError(400, said if prompts == 1 else f"{said}, and there are {prompts} prompts", param="n")
 
 
@@ -122,7 +122,7 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
     if limit is not None and limit > room:
         raise ApiError(
             400,
-            f"max_tokens={shown(limit)} and a prompt of {prompt_length} tokens are more than the context of {context}; "
+            f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}; "
             f"ask for at most {room}, or shorten the prompt",
             param="max_tokens",
             code="context_length_exceeded",
