@@ -177,13 +177,13 @@ def test_the_command_answers_and_checks_itself(
         if flags:
             found: dict[str, Any] = json.loads(printed)
             assert found["check"]["equal"] is True
-            assert found["check"]["prompts"] == 8
+            assert found["check"]["prompts"] == 11
             assert [one["batch"] for one in found["check"]["by_batch"].values()] == [1, 3]
             assert all(one["equal"] for one in found["check"]["by_batch"].values())
             assert set(found["by_batch"]) == {str(batch) for batch in BATCHES}
         else:
-            assert "Checked on 8 prompts held back: " in printed
-            assert "Checked on 8 prompts held back, 3 at once" in printed
+            assert "Checked on 11 prompts held back: " in printed
+            assert "Checked on 11 prompts held back, 3 at once" in printed
             assert "Predicted speed-up by batch size" in printed
     words = ["advise", "--max-tokens", "4", "--tasks", "qa,rag", "--limit", "1", "--drafters", "ngram", "--json", "-"]
     monkeypatch.setattr("sys.argv", ["forerun", *words])
