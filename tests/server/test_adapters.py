@@ -24,6 +24,7 @@ from forerun.server.settings import ServerSettings
 from tests.server.conftest import ENGINE, MODEL, Running, children_of, start_process
 
 pytestmark = pytest.mark.model
+OWN: list[int] = []  # the engine's process of this module's server
 ADMIN = {"Authorization": "Bearer secret"}
 CHAT = {"messages": [{"role": "user", "content": "Count from one to ten."}], "max_tokens": 16, "temperature": 0}
 
@@ -53,7 +54,9 @@ def adapted(llm: LLM, folders: dict[str, str]) -> Iterator[Running]:
     loaded = {"one": folders["one"]}
     settings = ServerSettings(("smollm2",), adapters=loaded, admin_key="secret", restart=True)
     given = {**MODEL, "engine": {**MODEL["engine"], "adapters": loaded}}  # type: ignore[dict-item]
+    others = children_of(os.getpid(), ENGINE)
     server, thread, url = start_process(Loader(LOAD_LLM, given), settings)
+    OWN[:] = [process for process in children_of(os.getpid(), ENGINE) if process not in others]
     yield Running(url, llm)
     server.should_exit = True
     thread.join(10)
@@ -125,8 +128,8 @@ def test_without_an_admin_key_nobody_may(served: Running, folders: dict[str, str
 def test_an_engine_that_is_started_again_has_them_again(adapted: Running, folders: dict[str, str]) -> None:
     assert admin(adapted, "load", {"lora_name": "later", "lora_path": folders["two"]}).status_code == 200
     wanted = text_of(adapted, "later")
-    for process in children_of(os.getpid(), ENGINE):
-        os.kill(process, signal.SIGKILL)
+    (process,) = OWN
+    os.kill(process, signal.SIGKILL)
     until = time.monotonic() + 120
     while time.monotonic() < until:
         time.sleep(0.5)
