@@ -109,7 +109,7 @@ def serve(
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs,
               "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads, "adapter_memory": lora_memory,
-              "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters)}  # fmt: skip
+              "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters) or None}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip
     many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}

@@ -103,12 +103,12 @@ class AdapterPool:
     def add(self, name: str, folder: str) -> None:
         """Serve the adapter in this folder under a name; it is read now, so that damage is reported now."""
         where = Path(folder).expanduser()
-        if not name or name in self._folders:
-            raise InvalidInput(f"an adapter named {name!r} is served already; unload it first, or choose another name")
+        self._refuse_taken(name)  # before it is read, and again: another thread may have been faster
         if not is_adapter(where):
             raise ModelNotFound(f"{where} holds no adapter: there is no adapter_config.json of PEFT's in it")
         loaded = self._read(name, where)
         with self._lock:
+            self._refuse_taken(name)
             self._folders[name] = where
             self._keep(name, loaded)
 
@@ -144,6 +144,10 @@ class AdapterPool:
                 "adapters beside a base run on a CPU with the native kernels only; load the adapter's folder as a model"
             )
         return self._target.load_adapter(name, next(_KEYS), Adapter.read(folder))
+
+    def _refuse_taken(self, name: str) -> None:
+        if name in self._folders:
+            raise InvalidInput(f"an adapter named {name!r} is served already; unload it first, or choose another name")
 
     def _unknown(self, name: str) -> UnknownName:
         known = ", ".join(self._folders) or "none"
