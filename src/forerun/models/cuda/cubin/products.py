@@ -1,0 +1,166 @@
+"""Launch products of rows with packed weights (packing.py): which kernel, how many programs, how much memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.cubin.driver import Function, Module, TensorMap, map_rows
+from forerun.models.cuda.cubin.packing import BLOCK, Strips
+
+WIDTHS = (8, 16, 32, 64, 128)  # rows of one instruction of the tensor cores
+SHARED = 227 << 10  # bytes of a multiprocessor that a program may have
+PROGRAMS = 132  # that splits are chosen for: as many as an H200 has multiprocessors
+ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
+SUMS, GATED = range(2)
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "weights", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters",
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "rows", "row_tiles", "outputs", "strips", "blocks", "groups", "splits", "height", "stages", "whole",
+                "scale_stride", "mode", "half_scales",
+            )
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut up: `splits` decides its bits, all else its speed."""
+
+    splits: int
+    groups: int
+    width: int
+    warps: int = 8
+    strips: int = 2  # of a warp
+    whole: bool = False
+    together: int = 2  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
+
+    @property
+    def height(self) -> int:
+        """Strips of a tile, at most."""
+        return self.warps * self.strips
+
+
+def splits_of(strips: int, blocks: int) -> int:
+    """The fewest splits of the depth that give a program enough strips."""
+    for splits in (1, 2, 4, 8):
+        if strips * splits >= ENOUGH * PROGRAMS or blocks < 4 * splits:
+            return splits
+    return 8
+
+
+@lru_cache(maxsize=64)
+def _module(name: str) -> Module:
+    return Module(Path(__file__).parent / "sm_90a" / f"{name}.cubin")
+
+
+@lru_cache(maxsize=256)
+def _function(kind: str, width: int, warps: int, strips: int) -> Function:
+    return _module(kind).function(f"product_{width}_{warps}_{strips}", SHARED)
+
+
+@lru_cache(maxsize=1)
+def _quantiser() -> Function:
+    return _module("quantise").function("quantise_rows")
+
+
+class Products:
+    """Launches products on one device; unfinished sums lie in `parts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.parts = torch.empty(1 << 24, device=device)
+        self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self._maps: dict[tuple[int, ...], TensorMap] = {}
+
+    def choose(self, weight: Strips, count: int) -> Cut:
+        """Every program has a multiprocessor; rows beyond 128 are further tiles of rows."""
+        width = next((width for width in WIDTHS if count <= width), WIDTHS[-1])
+        splits = splits_of(weight.strips, weight.blocks)
+        groups = max(1, min(self.processors // splits, weight.strips))
+        if width <= 32:
+            return Cut(splits, groups, width)
+        if count <= 64:
+            return Cut(splits, groups, width, 16, 1, together=1)
+        units = -(-weight.strips // 8) * -(-count // width)
+        whole = count > width and units / (-(-units // self.processors) * self.processors) > 0.8
+        return Cut(splits, self.processors if whole else groups, width, 8, 1, whole, 1)
+
+    def multiply(
+        self,
+        weight: Strips,
+        rows: Tensor,
+        count: int,
+        out: Tensor,
+        cut: Cut | None = None,
+        scales: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """`count` rows [R, K] times a weight; `scales` [K / 128, R] of rows in e4m3, `factors` [R] of results."""
+        cut = cut or self.choose(weight, count)
+        most = cut.height if cut.whole else -(-weight.strips // cut.groups)
+        height = -(-most // -(-most // cut.height))
+        chunk, bytes_ = weight.data.shape[3], weight.format == "e4m3"
+        slot = -(-height * chunk // 128) * 128
+        stage = slot + cut.width * (128 + 4 if bytes_ else 256) + 16
+        beyond = (cut.height - height) * chunk  # what warps without a strip may read
+        stages = min(32, (SHARED // cut.together - 2048 - beyond) // stage)
+        row_tiles = -(-count // cut.width)
+        programs = cut.groups if cut.whole else cut.groups * cut.splits
+        places = cut.height * programs if cut.whole else row_tiles * weight.strips
+        self._provide(places * cut.splits * cut.width * 16, row_tiles * weight.strips)
+        args = _Args(
+            weight.data.data_ptr(), _pointer(weight.of_blocks), _pointer(weight.channel), _pointer(factors),
+            _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(), count, row_tiles,
+            weight.outputs, weight.strips, weight.blocks, cut.groups, cut.splits, height, stages, cut.whole,
+            0 if scales is None else scales.stride(0), GATED if weight.gated else SUMS, weight.half_scales,
+        )  # fmt: skip
+        kind = weight.format + (f"_{weight.group}" if "int4" in weight.format else "")
+        kernel = _function(kind, cut.width, cut.warps, cut.strips)
+        shared = 1024 + stages * stage + beyond
+        given = self._map(rows, cut.width), args
+        kernel.launch((programs,), cut.warps * 32 + 32, shared, given)
+
+    def _provide(self, numbers: int, counters: int) -> None:
+        if numbers > self.parts.numel():
+            self.parts = torch.empty(numbers, device=self.parts.device)
+        assert counters <= self.counters.numel()
+
+    def _map(self, rows: Tensor, width: int) -> TensorMap:
+        key = rows.data_ptr(), rows.element_size(), *rows.shape, width
+        if key not in self._maps:
+            self._maps[key] = map_rows(rows, width)
+        return self._maps[key]
+
+
+def quantise_rows(rows: Tensor, count: int, out: Tensor, scales: Tensor) -> None:
+    """bf16 [R, K] to e4m3 [R, K], each 128 columns of a row by their own scale [K / 128, R]."""
+    depth = rows.shape[1]
+    assert depth % BLOCK == 0
+    given = (
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_int(depth),
+        ctypes.c_int(scales.stride(0)),
+    )
+    _quantiser().launch((-(-depth // BLOCK // 4), count), 128, 0, given)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,539 @@
+// The product of some rows with a weight of any format: one kernel from one row to as many as a pass has.
+//
+// A weight lies in strips of 16 outputs, which a warp multiplies, and blocks of 128 columns; the piece of a strip in a
+// block is a chunk. A program has one of `groups` equal stretches of strips and one of `splits` equal stretches of the
+// depth, so that every multiprocessor reads as many bytes as the others; it works through its strips in tiles. One warp
+// copies chunks and the rows' columns into shared memory, the others multiply. Where the depth is split, the last
+// program to end a strip adds up its parts, in order.
+//
+// A row's bits do not depend on how many rows there are: the splits follow from the weight's shape; ROWS is only the width
+// of the tensor cores' instruction, and instructions of single warps (BY_WARP) give the same bits as those of four
+// (measured on an H200); and every number is made by the same operations in the same order, whether parts come from
+// several programs or, for many rows, from one (`whole`).
+#pragma once
+#include "asynchronous.cuh"
+#include "decode.cuh"
+#include "tensor_cores.cuh"
+
+enum Format { BF16 = 0, E4M3 = 1, INT8 = 2, E4M3_WEIGHTS = 3, INT4 = 4, INT4_ZEROS = 5 };
+enum Mode { SUMS = 0, GATED = 1 };
+
+constexpr int STRIP = 16, BLOCK = 128, TILE = 8;  // outputs; columns; strips that lie together in memory
+
+struct Args {
+    const uint8_t *weights;    // [strips / 8, blocks, 8, chunk bytes]
+    const float *of_blocks;    // E4M3: [strips, blocks] a factor of each chunk, or null
+    const float *channel;      // [outputs] a factor of each output, or null
+    const float *factors;      // [rows] a factor of each row, or null
+    const float *row_scales;   // E4M3: [blocks, scale_stride] what each row's 128 columns were divided by
+    void *out;                 // SUMS: fp32 [rows, outputs]; GATED: bf16 [rows, outputs / 2]
+    float *parts;              // sums of splits, as they lie in registers
+    int *counters;             // [row tiles, strips], zero before and after
+    int rows, row_tiles, outputs, strips, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
+};
+
+template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_>
+struct Kernel {
+    static constexpr int FORMAT = FORMAT_, GROUP = GROUP_, ROWS = ROWS_, WARPS = WARPS_, STRIPS = STRIPS_;
+    static constexpr bool BY_WARP = BY_WARP_;
+    static constexpr int threads = WARPS * 32 + 32, regs = ROWS / 2;
+    static constexpr bool four_bits = FORMAT == INT4 || FORMAT == INT4_ZEROS;
+    static constexpr bool lying = FORMAT == E4M3;  // tensor cores read weights as they lie
+    static constexpr int groups = four_bits ? BLOCK / GROUP : 1;  // of columns, in a block
+    static constexpr int sides = four_bits ? groups * (FORMAT == INT4_ZEROS ? 2 : 1) : 0;  // of 32 bytes
+    static constexpr int weight_bytes = FORMAT == BF16 ? 4096 : four_bits ? 1024 : 2048;
+    static constexpr int chunk = weight_bytes + sides * 32;
+    static constexpr int raws = weight_bytes / 512;  // 16 bytes of a thread each
+    static constexpr uint32_t rows_bytes = ROWS * (FORMAT == E4M3 ? 128 : 256);
+    static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;
+};
+
+// Shared memory: `stages` slots of rows, of weights and of the rows' scales, and two barriers for each. Addresses are
+// carried along: to compute them anew takes as many instructions as to decode a quarter of a chunk.
+template <class K>
+struct Ring {
+    uint32_t rows, weights, scales, full, end;  // end: of the barriers of slots that are full
+    uint32_t stages, slot_bytes, parity = 0;
+    __device__ Ring(uint32_t base, const Args &args) : stages(args.stages) {
+        slot_bytes = (args.height * K::chunk + 127) & ~127;
+        rows = base;
+        weights = rows + stages * K::rows_bytes;
+        scales = weights + stages * slot_bytes;
+        full = scales + stages * K::scale_bytes;
+        end = full + stages * 8;
+    }
+    __device__ uint32_t empty() const { return full + stages * 8; }
+    __device__ __forceinline__ void advance() {
+        rows += K::rows_bytes;
+        weights += slot_bytes;
+        scales += K::scale_bytes;
+        full += 8;
+        if (full == end) {
+            rows -= stages * K::rows_bytes;
+            weights -= stages * slot_bytes;
+            scales -= stages * K::scale_bytes;
+            full -= stages * 8;
+            parity ^= 1;
+        }
+    }
+};
+
+// A tile of strips and of rows over one stretch of the depth: what is worked on from one set of sums to the next.
+struct Stretch {
+    int strip, height, begin, end, row_tile, split;
+};
+
+// The stretches of a program, one after another; false when there are no more.
+template <class K>
+__device__ __forceinline__ bool stretch_at(const Args &args, int index, Stretch &found) {
+    if (args.whole) {  // all splits of a tile in order
+        constexpr int high = K::WARPS * K::STRIPS;
+        const int unit = (index / args.splits) * gridDim.x + blockIdx.x, tile = unit / args.row_tiles;
+        found.split = index % args.splits;
+        found.row_tile = unit % args.row_tiles;
+        found.strip = tile * high;
+        found.height = min(high, args.strips - found.strip);
+        if (found.height <= 0) return false;
+    } else {
+        const int group = blockIdx.x / args.splits;
+        const int first = group * args.strips / args.groups, strips = (group + 1) * args.strips / args.groups - first;
+        const int tiles = (strips + args.height - 1) / args.height;
+        if (strips == 0 || index >= tiles * args.row_tiles) return false;
+        const int tile = index % tiles;
+        found.row_tile = index / tiles;
+        found.split = blockIdx.x % args.splits;
+        found.strip = first + tile * strips / tiles;
+        found.height = first + (tile + 1) * strips / tiles - found.strip;
+    }
+    found.begin = found.split * args.blocks / args.splits;
+    found.end = (found.split + 1) * args.blocks / args.splits;
+    return true;
+}
+
+template <class K>
+struct Producer {
+    const Args &args;
+    const TensorMap *map;
+    Stretch now;
+    int index = 0, block;
+    bool more;
+
+    __device__ Producer(const Args &args, const TensorMap *map) : args(args), map(map) { start(); }
+    __device__ void start() {
+        more = stretch_at<K>(args, index, now);
+        block = now.begin;
+    }
+    __device__ void next() {
+        if (++block == now.end) {
+            index++;
+            start();
+        }
+    }
+    __device__ void fetch_weights(const Ring<K> &ring, uint64_t policy) const {
+        barrier_expect(ring.full, now.height * K::chunk + K::rows_bytes + K::scale_bytes);
+        uint32_t into = ring.weights;
+        for (int strip = now.strip, left = now.height; left > 0;) {
+            const int inside = strip % TILE, count = min(TILE - inside, left);
+            const int64_t place = (int64_t(strip / TILE) * args.blocks + block) * TILE + inside;
+            copy_bytes(into, args.weights + place * K::chunk, count * K::chunk, ring.full, policy);
+            into += count * K::chunk;
+            strip += count;
+            left -= count;
+        }
+    }
+    __device__ void fetch_rows(const Ring<K> &ring, uint64_t policy) const {
+        const int first = now.row_tile * K::ROWS;
+        copy_box(ring.rows, map, 0, first, block * (K::FORMAT == E4M3 ? 1 : 2), ring.full, policy);
+        if (K::FORMAT == E4M3)
+            copy_bytes(ring.scales, args.row_scales + int64_t(block) * args.scale_stride + first, K::scale_bytes, ring.full, policy);
+    }
+};
+
+// Weights of the first stages are fetched before the preceding kernel has ended.
+template <class K>
+__device__ void produce(const Args &args, const TensorMap *map, Ring<K> ring) {
+    const uint64_t once = read_once_policy(), keep = keep_policy();
+    const uint64_t policy = args.row_tiles > 1 ? keep : once;
+    Producer<K> early(args, map), work(args, map);
+    auto ahead = ring;
+    uint32_t filled = 0;
+    for (; filled < ring.stages && early.more; filled++, early.next(), ahead.advance()) early.fetch_weights(ahead, policy);
+    wait_for_preceding_kernel();
+    for (uint32_t i = 0; i < filled; i++, work.next(), ring.advance()) work.fetch_rows(ring, keep);
+    ring.parity = 0;  // of slots that are free again
+    for (; work.more; work.next(), ring.advance()) {
+        barrier_wait(ring.empty(), ring.parity);
+        work.fetch_weights(ring, policy);
+        work.fetch_rows(ring, keep);
+    }
+}
+
+__device__ __forceinline__ float2 two_scales(uint32_t pair, int half) {
+    float2 found;
+    if (half) {
+        asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;\n}"
+            : "=f"(found.x), "=f"(found.y)
+            : "r"(pair));
+    } else {
+        found.x = __uint_as_float(pair << 16);
+        found.y = __uint_as_float(pair & 0xFFFF0000);
+    }
+    return found;
+}
+
+// What a thread has read of a chunk: its weights, and the scales and zero points of its two outputs.
+template <class K>
+struct Held {
+    uint4 raw[K::raws];
+    uint32_t side[K::sides > 0 ? K::sides : 1];
+
+    __device__ __forceinline__ void read(uint32_t chunk) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < K::raws; i++) raw[i] = load_16(chunk + lane * 16 + i * 512);
+#pragma unroll
+        for (int i = 0; i < K::sides; i++) side[i] = load_4(chunk + K::weight_bytes + lane / 4 * 4 + i * 32);
+    }
+    // the registers of a step of 16 columns
+    __device__ __forceinline__ void decode(uint32_t (&a)[4], int step) const {
+        if constexpr (K::four_bits) {
+            uint32_t zero0 = 0xC308C308, zero1 = 0xC308C308;  // -(128 + 8)
+            if constexpr (K::FORMAT == INT4_ZEROS) {
+                const uint32_t both = side[K::groups + step * K::groups / 8];
+                zero0 = __byte_perm(both, 0, 0x1010);
+                zero1 = __byte_perm(both, 0, 0x3232);
+            }
+            const uint4 four = raw[step / 4];
+            const uint32_t word = step % 4 == 0 ? four.x : step % 4 == 1 ? four.y : step % 4 == 2 ? four.z : four.w;
+            a[0] = int4_pair<0>(word, zero0);
+            a[1] = int4_pair<4>(word, zero1);
+            a[2] = int4_pair<8>(word, zero0);
+            a[3] = int4_pair<12>(word, zero1);
+        } else if constexpr (K::FORMAT == BF16) {
+            a[0] = raw[step].x;
+            a[1] = raw[step].y;
+            a[2] = raw[step].z;
+            a[3] = raw[step].w;
+        } else {
+            const uint4 four = raw[step / 2];
+            const uint32_t low = step % 2 ? four.z : four.x, high = step % 2 ? four.w : four.y;
+            if constexpr (K::FORMAT == INT8) {
+                a[0] = int8_pair(low);
+                a[1] = int8_pair(low >> 8);
+                a[2] = int8_pair(high);
+                a[3] = int8_pair(high >> 8);
+            } else {
+                a[0] = e4m3_pair(low << 8);
+                a[1] = e4m3_pair(low);
+                a[2] = e4m3_pair(high << 8);
+                a[3] = e4m3_pair(high);
+            }
+        }
+    }
+    __device__ __forceinline__ void add_group(float (&sums)[K::regs], const float (&acc)[K::regs], int group, int half) const {
+        const float2 scale = two_scales(side[group], half);
+#pragma unroll
+        for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[i], i % 4 < 2 ? scale.x : scale.y, sums[i]);
+    }
+};
+
+template <bool FIRST, int COUNT>
+__device__ __forceinline__ float (&one_of(float (&first)[COUNT], float (&second)[COUNT]))[COUNT] {
+    if constexpr (FIRST) return first;
+    else return second;
+}
+
+__device__ __forceinline__ void release(uint32_t empty) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+}
+
+// COUNT strips of a warp over `blocks` blocks, by instructions of single warps: for few rows. A thread has outputs g and
+// g + 8 of a strip (g = lane / 4) of rows 8j + 2t and the next (t = lane % 4). Sums start at zero.
+template <class K, int COUNT>
+__device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
+    constexpr int tiles = K::ROWS / 8, pairs = 4 / K::groups;
+    const int lane = threadIdx.x % 32;
+    const uint32_t own = (threadIdx.x / 32) * K::chunk;
+    const uint32_t line = lane % 8 * 128, even = (lane / 8 ^ lane % 8) * 16, odd = ((lane / 8 + 4) ^ lane % 8) * 16;
+    for (int block = 0; block < blocks; block++) {
+        barrier_wait(ring.full, ring.parity);
+        Held<K> held[COUNT];
+#pragma unroll
+        for (int s = 0; s < COUNT; s++) held[s].read(ring.weights + own + s * (K::WARPS * K::chunk));
+        const uint32_t rows = ring.rows + line, empty = ring.empty();
+        ring.advance();
+#pragma unroll
+        for (int group = 0; group < K::groups; group++) {
+            float acc[COUNT][K::regs];
+#pragma unroll
+            for (int s = 0; s < COUNT; s++)
+#pragma unroll
+                for (int i = 0; i < K::regs; i++) acc[s][i] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < pairs; i++) {
+                const int pair = group * pairs + i;
+                uint32_t b[tiles][4];
+#pragma unroll
+                for (int j = 0; j < tiles; j++)
+                    load_matrices(b[j], rows + (pair / 2) * (K::ROWS * 128) + j * 1024 + (pair % 2 ? odd : even));
+                if (pair == 3) release(empty);  // all is in registers
+#pragma unroll
+                for (int step = 0; step < 2; step++) {
+#pragma unroll
+                    for (int s = 0; s < COUNT; s++) {
+                        uint32_t a[4];
+                        held[s].decode(a, pair * 2 + step);
+                        float(&into)[K::regs] = one_of<K::four_bits>(acc[s], sums[s]);
+#pragma unroll
+                        for (int j = 0; j < tiles; j++) mma_bf16(&into[j * 4], a, b[j][step * 2], b[j][step * 2 + 1]);
+                    }
+                }
+            }
+            if constexpr (K::four_bits)
+#pragma unroll
+                for (int s = 0; s < COUNT; s++) held[s].add_group(sums[s], acc[s], group, half);
+        }
+    }
+}
+
+// The same by instructions of four warps, whose weights go through registers.
+template <class K>
+__device__ __forceinline__ void multiply_held(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
+    constexpr int steps = 8 / K::groups, at_once = steps < 4 ? steps : 4;
+    for (int block = 0; block < blocks; block++) {
+        barrier_wait(ring.full, ring.parity);
+        const uint32_t right = describe(ring.rows);
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) {
+            Held<K> held;
+            held.read(ring.weights + (threadIdx.x / 32 + s * K::WARPS) * K::chunk);
+#pragma unroll
+            for (int group = 0; group < K::groups; group++) {
+                float acc[K::regs];
+                float(&into)[K::regs] = one_of<K::four_bits>(acc, sums[s]);
+#pragma unroll
+                for (int first = 0; first < steps; first += at_once) {
+                    uint32_t a[at_once][4];
+#pragma unroll
+                    for (int i = 0; i < at_once; i++) held.decode(a[i], group * steps + first + i);
+                    hold(into);
+                    wgmma_begin();
+#pragma unroll
+                    for (int i = 0; i < at_once; i++) {
+                        const int step = group * steps + first + i;
+                        const int add = K::four_bits ? first + i > 0 : block > 0 || step > 0;
+                        wgmma_bf16_registers<K::ROWS>(into, a[i], right + (step / 4) * (K::ROWS * 8) + step % 4 * 2, add);
+                    }
+                    wgmma_commit();
+                }
+                wgmma_wait<0>();
+                hold(into);
+                if constexpr (K::four_bits) held.add_group(sums[s], acc, group, half);
+            }
+        }
+        release(ring.empty());
+        ring.advance();
+    }
+}
+
+// The same with rows and weights in e4m3, both read by the tensor cores as they lie. Tensor cores add up 128 columns, more
+// than which would cost them bits. `factor`: of the chunks of this warp's strips, block by block, or null.
+template <class K>
+__device__ __forceinline__ void multiply_lying(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring,
+                                               const float *const (&factor)[K::STRIPS]) {
+    const int four = threadIdx.x / 128;
+    float next[K::STRIPS];
+#pragma unroll
+    for (int s = 0; s < K::STRIPS; s++) next[s] = factor[s] == nullptr ? 1.0f : __ldg(factor[s]);
+    for (int block = 0; block < blocks; block++) {
+        float now[K::STRIPS];
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) {
+            now[s] = next[s];
+            if (factor[s] != nullptr && block + 1 < blocks) next[s] = __ldg(factor[s] + block + 1);
+        }
+        barrier_wait(ring.full, ring.parity);
+        float acc[K::STRIPS][K::regs];
+        const uint32_t right = describe(ring.rows);
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) hold(acc[s]);
+        wgmma_begin();
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) {
+            const uint32_t left = describe(ring.weights + (four + s * (K::WARPS / 4)) * (4 * K::chunk));
+#pragma unroll
+            for (int step = 0; step < 4; step++) wgmma_e4m3<K::ROWS>(acc[s], left + step * 2, right + step * 2, step > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) hold(acc[s]);
+#pragma unroll
+        for (int j = 0; j < K::ROWS / 8; j++) {
+            const float2 of_rows = load_two(ring.scales + (j * 8 + threadIdx.x % 4 * 2) * 4);
+#pragma unroll
+            for (int s = 0; s < K::STRIPS; s++) {
+                const float x = __fmul_rn(of_rows.x, now[s]), y = __fmul_rn(of_rows.y, now[s]);
+                sums[s][j * 4] = __fmaf_rn(acc[s][j * 4], x, sums[s][j * 4]);
+                sums[s][j * 4 + 1] = __fmaf_rn(acc[s][j * 4 + 1], y, sums[s][j * 4 + 1]);
+                sums[s][j * 4 + 2] = __fmaf_rn(acc[s][j * 4 + 2], x, sums[s][j * 4 + 2]);
+                sums[s][j * 4 + 3] = __fmaf_rn(acc[s][j * 4 + 3], y, sums[s][j * 4 + 3]);
+            }
+        }
+        release(ring.empty());
+        ring.advance();
+    }
+}
+
+// What a warp does with the sums of a strip.
+template <class K>
+struct Finish {
+    const Args &args;
+    const Stretch &now;
+    int strip, live;  // rows of this tile of rows
+    static constexpr int regs = K::regs;
+
+    __device__ bool lives(int i) const { return i / 4 * 8 < live; }
+
+    __device__ float *part(int split) const {
+        const int64_t place = args.whole ? (int64_t(blockIdx.x) * (K::WARPS * K::STRIPS) + strip - now.strip) * args.splits + split
+                                         : (int64_t(now.row_tile) * args.strips + strip) * args.splits + split;
+        return args.parts + place * (regs * 32) + threadIdx.x % 32;
+    }
+    __device__ void leave(const float (&sums)[regs]) const {
+        float *into = part(now.split);
+#pragma unroll
+        for (int i = 0; i < regs; i++)
+            if (lives(i)) __stcg(into + i * 32, sums[i]);
+    }
+    __device__ void add_up(float (&sums)[regs]) const {
+#pragma unroll
+        for (int i = 0; i < regs; i++) sums[i] = 0.0f;
+        for (int split = 0; split < args.splits; split++) {
+            const float *from = part(split);
+#pragma unroll
+            for (int i = 0; i < regs; i++)
+                if (lives(i)) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * 32));
+        }
+    }
+    // false where another program, or a later stretch, ends this strip; else the sums of all its parts, from zero in order
+    __device__ bool total(float (&sums)[regs]) const {
+        if (args.splits == 1) return true;
+        leave(sums);
+        if (args.whole) {
+            if (now.split + 1 < args.splits) return false;
+        } else {
+            int before = 0;
+            int *counter = args.counters + now.row_tile * args.strips + strip;
+            __threadfence();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) before = atomicAdd(counter, 1);
+            before = __shfl_sync(0xFFFFFFFF, before, 0);
+            if (before != args.splits - 1) return false;
+            __threadfence();
+            if (threadIdx.x % 32 == 0) *counter = 0;
+        }
+        add_up(sums);
+        return true;
+    }
+    __device__ void put(float (&sums)[regs]) const {
+        const int lane = threadIdx.x % 32, n = strip * STRIP + lane / 4;
+        const float low = args.channel == nullptr || n >= args.outputs ? 1.0f : args.channel[n];
+        const float high = args.channel == nullptr || n + 8 >= args.outputs ? 1.0f : args.channel[n + 8];
+#pragma unroll
+        for (int i = 0; i < regs; i += 4) {
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) {
+                const int inside = i * 2 + lane % 4 * 2 + odd;
+                if (inside >= live) continue;
+                const int64_t row = now.row_tile * K::ROWS + inside;
+                float x = __fmul_rn(sums[i + odd], low), y = __fmul_rn(sums[i + odd + 2], high);
+                if (args.factors != nullptr) {
+                    const float factor = __ldcg(args.factors + row);
+                    x = __fmul_rn(x, factor);
+                    y = __fmul_rn(y, factor);
+                }
+                if (args.mode == GATED) {  // packed so that a gate and its unit's other half lie in one thread
+                    const float inner = x / (1.0f + expf(-x)) * y;
+                    uint16_t bits;
+                    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(inner));
+                    const int unit = strip * (STRIP / 2) + lane / 4;
+                    if (unit < args.outputs / 2) static_cast<uint16_t *>(args.out)[row * (args.outputs / 2) + unit] = bits;
+                } else {
+                    float *out = static_cast<float *>(args.out) + row * args.outputs + n;
+                    if (n < args.outputs) out[0] = x;
+                    if (n + 8 < args.outputs) out[8] = y;
+                }
+            }
+        }
+    }
+};
+
+template <class K>
+__device__ void consume(const Args &args, Ring<K> ring) {
+    wait_for_preceding_kernel();
+    const int warp = threadIdx.x / 32;
+    Stretch now;
+    for (int index = 0; stretch_at<K>(args, index, now); index++) {
+        const int blocks = now.end - now.begin;
+        float sums[K::STRIPS][K::regs];
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++)
+#pragma unroll
+            for (int i = 0; i < K::regs; i++) sums[s][i] = 0.0f;
+        if constexpr (K::BY_WARP) {
+            if (K::STRIPS == 2 && warp + K::WARPS < now.height) {
+                multiply_by_warp<K, K::STRIPS>(sums, blocks, ring, args.half_scales);
+            } else if (warp < now.height) {
+                multiply_by_warp<K, 1>(sums, blocks, ring, args.half_scales);
+            } else {
+                for (int block = 0; block < blocks; block++, ring.advance()) {
+                    barrier_wait(ring.full, ring.parity);
+                    release(ring.empty());
+                }
+            }
+        } else if constexpr (K::lying) {
+            const float *factor[K::STRIPS];
+#pragma unroll
+            for (int s = 0; s < K::STRIPS; s++) {
+                const int strip = min(now.strip + warp + s * K::WARPS, args.strips - 1);
+                factor[s] = args.of_blocks == nullptr ? nullptr : args.of_blocks + int64_t(strip) * args.blocks + now.begin;
+            }
+            multiply_lying<K>(sums, blocks, ring, factor);
+        } else {
+            multiply_held<K>(sums, blocks, ring, args.half_scales);
+        }
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) {
+            const int own = warp + s * K::WARPS;
+            if (own < now.height) {
+                const Finish<K> finish{args, now, now.strip + own, min(K::ROWS, args.rows - now.row_tile * K::ROWS)};
+                if (finish.total(sums[s])) finish.put(sums[s]);
+            }
+        }
+    }
+}
+
+template <class K>
+__device__ __forceinline__ void product(const Args &args, const TensorMap *map) {
+    extern __shared__ uint8_t memory[];
+    uint32_t base = (shared_address(memory) + 1023) & ~1023u;
+    asm volatile("" : "+r"(base));  // or the compiler makes it anew for every block
+    Ring<K> ring(base, args);
+    if (threadIdx.x == 0) {
+        auto each = ring;
+        for (int i = 0; i < args.stages; i++, each.advance()) {
+            barrier_init(each.full, 1);
+            barrier_init(each.empty(), K::WARPS);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    let_next_kernel_start();
+    if (threadIdx.x >= K::WARPS * 32) {
+        if (threadIdx.x == K::WARPS * 32) produce<K>(args, map, ring);
+    } else {
+        consume<K>(args, ring);
+    }
+}
