@@ -15,92 +15,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.cubin.packing import (
-    Strips,
-    pack_bf16,
-    pack_bytes,
-    pack_e4m3,
-    pack_int4,
-    pair_gates,
-)
-from forerun.models.cuda.cubin.products import Cut, Products, quantise_rows
+from forerun.models.cuda.cubin.packing import Strips, pack_bf16, pack_bytes
+from forerun.models.cuda.cubin.products import Cut, Products
+from tests.gpu.packed_weights import FORMATS, Rows, make, multiply, new_out
 
 COPY = 4.28e12  # bytes a second of a copy on an H200, read and written
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096), "alone": (16896, 128), "cut": (4224, 512)}
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate": (28672, 4096),
+    "down": (4096, 14336),
+    "head": (128256, 4096),
+    "alone": (16896, 128),
+    "cut": (4224, 512),
+}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
-FORMATS = ("bf16", "e4m3", "e4m3_blocks", "int8", "e4m3_weights", "int4_128", "int4_32", "int4_zeros_128", "int4_zeros_32")
-MOST_ROWS = 1024
-
-
-def make(name: str, outputs: int, depth: int, gated: bool = False) -> tuple[Strips, Tensor]:
-    """A random weight in a format, and the numbers it stands for [N, K] in float32."""
-    order = pair_gates if gated else (lambda given: given)
-    weight = torch.randn(outputs, depth, device="cuda") * torch.rand(outputs, 1, device="cuda").add(0.1) / depth**0.5
-    if name == "bf16":
-        held = weight.bfloat16()
-        packed, numbers = pack_bf16(order(held)), held.float()
-    elif name in ("int8", "e4m3_weights", "e4m3"):
-        scales = weight.abs().amax(1) / (127.0 if name == "int8" else 448.0)
-        data = weight / scales[:, None]
-        data = data.round().to(torch.int8) if name == "int8" else data.to(torch.float8_e4m3fn)
-        if name == "e4m3":
-            packed = pack_e4m3(order(data.view(torch.uint8)).view(data.dtype), order(scales))
-        else:
-            packed = pack_bytes(order(data.view(torch.uint8)).view(data.dtype), order(scales))
-        numbers = data.float() * scales[:, None]
-    elif name == "e4m3_blocks":
-        tiles = weight.view(-(-outputs // 128), -1, depth // 128, 128)
-        scales = tiles.abs().amax((1, 3)) / 448.0
-        data = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-        numbers = (data.float() * scales[:, None, :, None]).view(outputs, depth)
-        packed = pack_e4m3(data.view(outputs, depth), None, scales)
-    else:
-        group = int(name.rsplit("_", 1)[1])
-        parts = weight.view(outputs, -1, group)
-        zeros = torch.full(parts.shape[:2], 8, device="cuda")
-        if "zeros" in name:
-            zeros = torch.randint(4, 13, parts.shape[:2], device="cuda")
-        dtype = torch.float16 if group == 32 else torch.bfloat16
-        scales = (parts.abs().amax(2) / 7.0).to(dtype)
-        data = (parts / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-        numbers = ((data - zeros[..., None]) * scales.float()[..., None]).view(outputs, depth)
-        given = zeros if "zeros" in name else None
-        packed = pack_int4(
-            order(data.view(outputs, depth).to(torch.uint8)), order(scales), None if given is None else order(given)
-        )
-    return replace(packed, gated=gated), numbers
-
-
-class Rows:
-    """Random rows, also as e4m3 where the weight is."""
-
-    def __init__(self, depth: int, count: int = MOST_ROWS) -> None:
-        spread = torch.rand(count, depth, device="cuda").mul(6).sub(4).exp2()
-        self.plain = (torch.randn(count, depth, device="cuda") * spread).bfloat16()
-        self.bytes = torch.zeros(count, depth, device="cuda", dtype=torch.uint8)
-        self.scales = torch.zeros(-(-depth // 128), count, device="cuda")
-        if depth % 128 == 0:
-            quantise_rows(self.plain, count, self.bytes, self.scales)
-
-    def numbers(self, weight: Strips) -> Tensor:
-        if weight.format != "e4m3":
-            return self.plain.double()
-        return (
-            self.bytes.view(torch.float8_e4m3fn).double()
-            * self.scales.T.double().repeat_interleave(128, 1)[:, : self.bytes.shape[1]]
-        )
-
-
-def multiply(products: Products, weight: Strips, rows: Rows, count: int, out: Tensor, cut: Cut | None = None) -> None:
-    if weight.format == "e4m3":
-        products.multiply(weight, rows.bytes, count, out, cut, rows.scales)
-    else:
-        products.multiply(weight, rows.plain, count, out, cut)
-
-
-def new_out(weight: Strips, count: int) -> Tensor:
-    wide = weight.outputs // 2 if weight.gated else weight.outputs
-    return torch.full((count, wide), float("nan"), device="cuda", dtype=torch.bfloat16 if weight.gated else torch.float32)
 
 
 def check(name: str) -> list[str]:
@@ -125,15 +54,19 @@ def check(name: str) -> list[str]:
         groups = max(1, min(products.processors // cut.splits, weight.strips))
         for other in (
             replace(cut, whole=not cut.whole, groups=groups if cut.whole else products.processors),
-            Cut(cut.splits, products.processors, 64, 8, 1, whole=True),
-            Cut(cut.splits, groups, 64, 8, 1),
-            Cut(cut.splits, groups // 2 or 1, 16),
-            Cut(cut.splits, groups, 32, together=1),
+            Cut(cut.splits, products.processors, 64, whole=True),
+            Cut(cut.splits, groups, 64),
+            Cut(cut.splits, groups // 2 or 1, 16, together=2),
+            Cut(cut.splits, groups, 32),
+            Cut(cut.splits, groups, 128),
+            Cut(cut.splits, products.processors, 128, whole=True),
         ):
             out = new_out(weight, 520)
             multiply(products, weight, rows, 520, out, other)
             others.append(int((out != results[520]).sum()))
-        said.append(f"{name} {outputs}x{depth}: off {off:.2e}, rows differ {differ}, cuts differ {others}, counters {int(products.counters.sum())}")
+        said.append(
+            f"{name} {outputs}x{depth}: off {off:.2e}, rows differ {differ}, cuts differ {others}, counters {int(products.counters.sum())}"
+        )
         print(said[-1], flush=True)
     weight, numbers = make("int4_128" if "blocks" in name else name, 2048, 1024, gated=True)
     rows = Rows(1024, 100)
@@ -156,7 +89,9 @@ def compare_with_bf16() -> None:
         for given in (packed, pack_bf16(data.bfloat16())):
             outs.append(new_out(given, 64))
             multiply(products, given, rows, 64, outs[-1])
-        print(f"{dtype} beside bf16 of the same numbers: {int((outs[0] != outs[1]).sum())} differ", flush=True)
+        print(
+            f"{dtype} beside bf16 of the same numbers: {int((outs[0] != outs[1]).sum())} differ", flush=True
+        )
 
 
 def seconds_of(work: Callable[[int], None], launches: int, repeats: int = 12) -> float:
@@ -190,15 +125,30 @@ def cuts_for(products: Products, weight: Strips, count: int, sweep: bool) -> lis
         return found
     groups = max(1, min(n // chosen.splits, weight.strips))
     if count <= 32:
-        found += [replace(chosen, together=together) for together in (1, 3)]
-        found += [Cut(splits, n // splits, chosen.width) for splits in (1, 2, 4) if splits != chosen.splits and weight.strips * splits >= 3 * n]
+        found += [replace(chosen, together=together) for together in (1, 2)]
+        if weight.strips / chosen.groups > 8:
+            found += [replace(chosen, together=2, tall=8)]
+        if count > 16 and weight.format != "e4m3":
+            found += [replace(chosen, four=True), replace(chosen, four=True, together=2)]
+        found += [
+            replace(chosen, splits=splits, groups=n // splits)
+            for splits in (1, 2, 4, 8)
+            if 3 * n <= weight.strips * splits <= 12 * n
+        ]
         if count == 1:
-            found += [replace(chosen, groups=2 * groups, together=2), replace(chosen, groups=2 * groups, together=3)]
+            found += [replace(chosen, groups=2 * groups, together=2)]
+            found += [Cut(2, n, 8, together=2)] if chosen.splits == 1 else []
     elif count <= 64:
-        found += [replace(chosen, warps=8), Cut(chosen.splits, groups, 32, together=1)]
+        found += [Cut(chosen.splits, groups, 32)]
     else:
-        found += [Cut(chosen.splits, groups, 64, 16, 1, together=1), Cut(chosen.splits, n, 64, 8, 1, True, 1)]
-        found += [Cut(chosen.splits, groups, 128, 8, 1, False, 1)] if chosen.whole else [Cut(chosen.splits, n, 128, 8, 1, True, 1)]
+        wide = (128, 256) if weight.format in ("bf16", "int8", "e4m3_weights") else (128,)
+        found += [Cut(chosen.splits, groups, 64)]
+        found += [
+            Cut(chosen.splits, n if whole else groups, width, whole)
+            for width in wide
+            for whole in (True, False)
+            if width <= count
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -218,12 +168,17 @@ def time_all(path: str, formats: list[str], names: list[str], counts: list[int],
             for count in counts:
                 out, best = new_out(weight, count), None
                 for cut in cuts_for(products, weight, count, sweep):
-                    seconds = seconds_of(lambda i, cut=cut, out=out, count=count: multiply(products, copies[i], rows, count, out, cut), launches)
+                    seconds = seconds_of(
+                        lambda i, cut=cut, out=out, count=count: multiply(
+                            products, copies[i], rows, count, out, cut
+                        ),
+                        launches,
+                    )
                     line = {
                         "format": name, "product": product, "rows": count, "us": seconds * 1e6,
                         "share": weight.nbytes / seconds / COPY, "tflops": 2e-12 * count * outputs * depth / seconds,
                         "width": cut.width, "whole": cut.whole, "together": cut.together, "groups": cut.groups,
-                        "splits": cut.splits, "warps": cut.warps,
+                        "splits": cut.splits, "tall": cut.tall, "four": cut.four,
                     }  # fmt: skip
                     lines.append(line)
                     best = line if best is None or line["us"] < best["us"] else best
@@ -248,17 +203,35 @@ def time_layers(formats: list[str], counts: list[int]) -> None:
         size = sum(copies[0].nbytes for copies, _ in made.values())
         for count in counts:
             outs = {product: new_out(copies[0], count) for product, (copies, _) in made.items()}
+            said = []
+            for how in ("chosen", "1", "2", "gate 1") if count <= 32 else ("chosen",):
+                cuts = {product: products.choose(copies[0], count) for product, (copies, _) in made.items()}
+                if how != "chosen":
+                    cuts = {
+                        product: replace(
+                            cut, together=2 if how == "2" or (how == "gate 1" and product != "gate") else 1
+                        )
+                        for product, cut in cuts.items()
+                    }
 
-            def layer(i: int, count: int = count, outs: dict[str, Tensor] = outs, made: dict = made) -> None:
-                for product, (copies, rows) in made.items():
-                    multiply(products, copies[i], rows, count, outs[product])
+                def layer(
+                    i: int, count: int = count, outs: dict = outs, made: dict = made, cuts: dict = cuts
+                ) -> None:
+                    for product, (copies, rows) in made.items():
+                        multiply(products, copies[i], rows, count, outs[product], cuts[product])
 
-            seconds = seconds_of(layer, 6)
-            print(f"{name:>14} layer {count:5d} rows {seconds * 1e6:8.1f} us {size / seconds / COPY:6.1%} {size / 1e6:.0f} MB", flush=True)
+                seconds = seconds_of(layer, 6)
+                said.append(f"{how} {seconds * 1e6:6.1f} us {size / seconds / COPY:6.1%}")
+            print(f"{name:>14} layer {count:5d} rows {size / 1e6:.0f} MB: " + "; ".join(said), flush=True)
 
 
 def _said(line: dict) -> str:
-    how = f"{line['groups']}x{line['splits']} /{line['together']} {line['warps']} warps" + (" whole" if line["whole"] else "")
+    how = (
+        f"{line['groups']}x{line['splits']} /{line['together']}"
+        + (" whole" if line["whole"] else "")
+        + (" four" if line["four"] else "")
+        + (" low" if line["tall"] == 8 else "")
+    )
     return f"{line['format']:>14} {line['product']:>5} {line['rows']:5d} rows {line['us']:8.1f} us {line['share']:6.1%} {line['tflops']:6.0f} TFLOP/s width {line['width']} {how}"
 
 
@@ -272,12 +245,12 @@ def copy_rate() -> None:
 def profile() -> None:
     """Single launches for a profiler to look at."""
     products = Products(torch.device("cuda"))
-    for name, product in (("int4_128", "gate"), ("int4_128", "o"), ("int8", "gate"), ("e4m3", "gate"), ("e4m3", "o")):
+    for name, product, count in (("int4_128", "gate", 1), ("e4m3", "gate", 1024), ("int8", "gate", 1024)):
         weight, _ = make(name, *SHAPES[product])
-        rows, out = Rows(SHAPES[product][1]), new_out(weight, 1)
+        rows, out = Rows(SHAPES[product][1]), new_out(weight, count)
         torch.cuda.synchronize()
         for _ in range(2):
-            multiply(products, weight, rows, 1, out)
+            multiply(products, weight, rows, count, out)
             torch.cuda.synchronize()
 
 

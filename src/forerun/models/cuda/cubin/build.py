@@ -15,7 +15,8 @@ from forerun.models.cuda.cubin.wgmma_header import wgmma_header
 
 HERE = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
-_OPTIONS = ["-std=c++17", "-O3", "-fmad=false", "-cubin", "-Xptxas", "-v"]
+_OPTIONS = ["-std=c++20", "-O3", "-fmad=false", "-cubin", "-Xptxas", "-v"]
+_FORMATS = ("BF16", "E4M3", "INT8", "E4M3_WEIGHTS", "INT4", "INT4_ZEROS")  # as in source/product.cuh
 FILES = {  # name: format, columns of a group
     "bf16": ("BF16", 128),
     "e4m3": ("E4M3", 128),
@@ -28,15 +29,21 @@ FILES = {  # name: format, columns of a group
 }
 
 
+def path_of(name: str) -> Path:
+    """Where a compiled file lies."""
+    return HERE / ARCHITECTURE / f"{name}.cubin"
+
+
 def compile_one(name: str, headers: Path, extra: list[str]) -> str:
     """Compile one file and return what the compiler says of registers and memory."""
-    into = HERE / ARCHITECTURE / f"{name}.cubin"
+    into = path_of(name)
     into.parent.mkdir(exist_ok=True)
     code = f"-gencode=arch={ARCHITECTURE.replace('sm', 'compute')},code={ARCHITECTURE}"
     given: list[str] = ["quantise.cu"]
     if name in FILES:
         kind, group = FILES[name]
-        given = ["product.cu", f"-DKIND={kind}", f"-DGROUPED={group}"]
+        code_of = _FORMATS.index(kind)
+        given = ["product.cu", f"-DKIND={kind}", f"-DKIND_CODE={code_of}", f"-DGROUPED={group}"]
     source = str(HERE / "source" / given[0])
     command = ["nvcc", *_OPTIONS, code, f"-I{HERE / 'source'}", f"-I{headers}", *given[1:], *extra, source]
     done = subprocess.run([*command, "-o", str(into)], capture_output=True, text=True)
@@ -57,5 +64,7 @@ if __name__ == "__main__":
     options = [option for option in sys.argv[1:] if option.startswith("-")]
     chosen = [name for name in sys.argv[1:] if not name.startswith("-")] or ["quantise", *FILES]
     for name, report in build(chosen, options).items():
-        lines = [line for line in report.splitlines() if "spill" in line or "Used" in line or "arning" in line]
+        lines = [
+            line for line in report.splitlines() if "spill" in line or "Used" in line or "arning" in line
+        ]
         print(name, *lines, sep="\n  ")  # noqa: T201

@@ -67,7 +67,9 @@ def _lines(weight: Tensor) -> Tensor:
     """[N, K] of bytes -> [tiles, blocks, 8, bytes] for tensor cores that read weights from shared memory."""
     weight = _padded(weight, BLOCK, BLOCK)
     tiles, blocks = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
-    pieces = weight.reshape(tiles, BLOCK, blocks, 8, 16).transpose(1, 2)  # tile, block, output, piece of 16 bytes
+    pieces = weight.reshape(tiles, BLOCK, blocks, 8, 16).transpose(
+        1, 2
+    )  # tile, block, output, piece of 16 bytes
     row = torch.arange(BLOCK, device=weight.device)[:, None]
     place = torch.arange(8, device=weight.device)[None, :] ^ (row % 8)
     exchanged = pieces.gather(3, place[:, :, None].expand(*pieces.shape))

@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun.models.cuda.cubin.driver import Function, Module, TensorMap, map_rows
 from forerun.models.cuda.cubin.packing import BLOCK, Strips
 
+WARPS = 8  # that multiply
 WIDTHS = (8, 16, 32, 64, 128)  # rows of one instruction of the tensor cores
 SHARED = 227 << 10  # bytes of a multiprocessor that a program may have
 PROGRAMS = 132  # that splits are chosen for: as many as an H200 has multiprocessors
@@ -45,21 +46,28 @@ class Cut:
     splits: int
     groups: int
     width: int
-    warps: int = 8
-    strips: int = 2  # of a warp
     whole: bool = False
-    together: int = 2  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
+    together: int = (
+        1  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
+    )
+    tall: int = 16  # strips of a tile, at most
+    four: bool = False  # of 32 rows: by instructions of four warps
 
     @property
     def height(self) -> int:
-        """Strips of a tile, at most."""
-        return self.warps * self.strips
+        """Strips of a tile, at most: a warp has two, or one where there are many rows."""
+        return min(self.tall, WARPS * (2 if self.width <= 64 else 1))
+
+    @property
+    def threads(self) -> int:
+        """One warp copies, or, where registers are moved from those that copy, four do."""
+        return WARPS * 32 + (128 if self.width >= 64 or self.four else 32)
 
 
 def splits_of(strips: int, blocks: int) -> int:
     """The fewest splits of the depth that give a program enough strips."""
     for splits in (1, 2, 4, 8):
-        if strips * splits >= ENOUGH * PROGRAMS or blocks < 4 * splits:
+        if strips * splits >= ENOUGH * PROGRAMS or blocks < 8 * splits:
             return splits
     return 8
 
@@ -70,8 +78,8 @@ def _module(name: str) -> Module:
 
 
 @lru_cache(maxsize=256)
-def _function(kind: str, width: int, warps: int, strips: int) -> Function:
-    return _module(kind).function(f"product_{width}_{warps}_{strips}", SHARED)
+def _function(kind: str, name: str) -> Function:
+    return _module(kind).function(f"product_{name}", SHARED)
 
 
 @lru_cache(maxsize=1)
@@ -93,13 +101,13 @@ class Products:
         width = next((width for width in WIDTHS if count <= width), WIDTHS[-1])
         splits = splits_of(weight.strips, weight.blocks)
         groups = max(1, min(self.processors // splits, weight.strips))
-        if width <= 32:
-            return Cut(splits, groups, width)
-        if count <= 64:
-            return Cut(splits, groups, width, 16, 1, together=1)
-        units = -(-weight.strips // 8) * -(-count // width)
+        if width <= 64:
+            return Cut(splits, groups, width, together=2 if width <= 16 else 1)
+        if count > width and weight.format in ("bf16", "int8", "e4m3_weights"):
+            width = 256
+        units = -(-weight.strips // WARPS) * -(-count // width)
         whole = count > width and units / (-(-units // self.processors) * self.processors) > 0.8
-        return Cut(splits, self.processors if whole else groups, width, 8, 1, whole, 1)
+        return Cut(splits, self.processors if whole else groups, width, whole)
 
     def multiply(
         self,
@@ -118,7 +126,7 @@ class Products:
         chunk, bytes_ = weight.data.shape[3], weight.format == "e4m3"
         slot = -(-height * chunk // 128) * 128
         stage = slot + cut.width * (128 + 4 if bytes_ else 256) + 16
-        beyond = (cut.height - height) * chunk  # what warps without a strip may read
+        beyond = (WARPS * 2 - height) * chunk  # what warps without a strip may read
         stages = min(32, (SHARED // cut.together - 2048 - beyond) // stage)
         row_tiles = -(-count // cut.width)
         programs = cut.groups if cut.whole else cut.groups * cut.splits
@@ -131,10 +139,15 @@ class Products:
             0 if scales is None else scales.stride(0), GATED if weight.gated else SUMS, weight.half_scales,
         )  # fmt: skip
         kind = weight.format + (f"_{weight.group}" if "int4" in weight.format else "")
-        kernel = _function(kind, cut.width, cut.warps, cut.strips)
+        name = str(cut.width)
+        if cut.four:
+            name += "_four"
+        elif cut.whole and cut.width == 128 and weight.format == "e4m3":
+            name += "_whole"
+        kernel = _function(kind, name)
         shared = 1024 + stages * stage + beyond
         given = self._map(rows, cut.width), args
-        kernel.launch((programs,), cut.warps * 32 + 32, shared, given)
+        kernel.launch((programs,), cut.threads, shared, given)
 
     def _provide(self, numbers: int, counters: int) -> None:
         if numbers > self.parts.numel():

@@ -24,7 +24,9 @@ def wgmma_header() -> str:
             count = rows // 2
             sums = ", ".join(f"%{i}" for i in range(count))
             behind = [f"%{count + i}" for i in range(6)]
-            left, rest = ("{" + ", ".join(behind[:4]) + "}", behind[4:]) if registers else (behind[0], behind[1:])
+            left, rest = (
+                ("{" + ", ".join(behind[:4]) + "}", behind[4:]) if registers else (behind[0], behind[1:])
+            )
             given = ['"r"(a[0])', '"r"(a[1])', '"r"(a[2])', '"r"(a[3])'] if registers else ['"l"(whole(a))']
             lines += [
                 f"template <> __device__ __forceinline__ void {name}<{rows}>({declared.replace('ROWS / 2', str(count))}) {{",

@@ -3,16 +3,23 @@
 
 constexpr bool LYING = KIND == E4M3;
 
-#define KERNEL(ROWS, WARPS, STRIPS, BY_WARP, TOGETHER)                                                          \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, TOGETHER)                                     \
-        product_##ROWS##_##WARPS##_##STRIPS(const __grid_constant__ TensorMap map, const __grid_constant__ Args args) { \
-        product<Kernel<KIND, GROUPED, ROWS, WARPS, STRIPS, BY_WARP>>(args, &map);                               \
+#define KERNEL(NAME, ROWS, STRIPS, BY_WARP, TOGETHER, ...)                                                                  \
+    extern "C" __global__ void __launch_bounds__((Kernel<KIND, GROUPED, ROWS, 8, STRIPS, BY_WARP, ##__VA_ARGS__>::threads), TOGETHER) \
+        product_##NAME(const __grid_constant__ TensorMap map, const __grid_constant__ Args args) {               \
+        product<Kernel<KIND, GROUPED, ROWS, 8, STRIPS, BY_WARP, ##__VA_ARGS__>>(args, &map);                                    \
     }
 
 // few rows: weights are read by single warps, two strips each, so that one's instructions fill the waits of the other's
 KERNEL(8, 8, 2, !LYING, 2)
-KERNEL(16, 8, 2, !LYING, 2)
-KERNEL(32, 8, 2, !LYING, 1)
-KERNEL(64, 16, 1, false, 1)
-KERNEL(64, 8, 1, false, 1)
-KERNEL(128, 8, 1, false, 1)
+KERNEL(16, 16, 2, !LYING, 2)
+KERNEL(32, 32, 2, !LYING, 1)
+#if KIND_CODE == 1
+KERNEL(128_whole, 128, 1, false, 1, true)
+#else
+KERNEL(32_four, 32, 2, false, 1)
+#endif
+KERNEL(64, 64, 2, false, 1)
+KERNEL(128, 128, 1, false, 1)
+#if KIND_CODE < 4 && KIND_CODE != 1
+KERNEL(256, 256, 1, false, 1)
+#endif

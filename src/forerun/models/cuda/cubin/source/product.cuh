@@ -32,11 +32,14 @@ struct Args {
     int rows, row_tiles, outputs, strips, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
 };
 
-template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_>
+template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false>
 struct Kernel {
     static constexpr int FORMAT = FORMAT_, GROUP = GROUP_, ROWS = ROWS_, WARPS = WARPS_, STRIPS = STRIPS_;
-    static constexpr bool BY_WARP = BY_WARP_;
-    static constexpr int threads = WARPS * 32 + 32, regs = ROWS / 2;
+    static constexpr bool BY_WARP = BY_WARP_, rows_first = ROWS_FIRST_;
+    static constexpr int regs = ROWS / 2;
+    // registers are moved from the warps that copy to those that multiply
+    static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
+    static constexpr int threads = WARPS * 32 + (many ? 128 : 32);
     static constexpr bool four_bits = FORMAT == INT4 || FORMAT == INT4_ZEROS;
     static constexpr bool lying = FORMAT == E4M3;  // tensor cores read weights as they lie
     static constexpr int groups = four_bits ? BLOCK / GROUP : 1;  // of columns, in a block
@@ -45,7 +48,7 @@ struct Kernel {
     static constexpr int chunk = weight_bytes + sides * 32;
     static constexpr int raws = weight_bytes / 512;  // 16 bytes of a thread each
     static constexpr uint32_t rows_bytes = ROWS * (FORMAT == E4M3 ? 128 : 256);
-    static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;
+    static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;  // of rows
 };
 
 // Shared memory: `stages` slots of rows, of weights and of the rows' scales, and two barriers for each. Addresses are
@@ -230,12 +233,14 @@ struct Held {
             }
         }
     }
-    __device__ __forceinline__ void add_group(float (&sums)[K::regs], const float (&acc)[K::regs], int group, int half) const {
-        const float2 scale = two_scales(side[group], half);
-#pragma unroll
-        for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[i], i % 4 < 2 ? scale.x : scale.y, sums[i]);
-    }
 };
+
+// Add to the sums of outputs g and g + 8 what a group of columns has given.
+template <class K>
+__device__ __forceinline__ void add_group(float (&sums)[K::regs], const float (&acc)[K::regs], float2 scale) {
+#pragma unroll
+    for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[i], i % 4 < 2 ? scale.x : scale.y, sums[i]);
+}
 
 template <bool FIRST, int COUNT>
 __device__ __forceinline__ float (&one_of(float (&first)[COUNT], float (&second)[COUNT]))[COUNT] {
@@ -243,146 +248,352 @@ __device__ __forceinline__ float (&one_of(float (&first)[COUNT], float (&second)
     else return second;
 }
 
+// the numbers 0 to COUNT - 1 as template arguments
+template <int... NUMBERS>
+struct Numbers {};
+template <int COUNT, int... NUMBERS>
+struct CountTo : CountTo<COUNT - 1, COUNT - 1, NUMBERS...> {};
+template <int... NUMBERS>
+struct CountTo<0, NUMBERS...> {
+    using Type = Numbers<NUMBERS...>;
+};
+template <int COUNT>
+using Count = typename CountTo<COUNT>::Type;
+
 __device__ __forceinline__ void release(uint32_t empty) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
-// COUNT strips of a warp over `blocks` blocks, by instructions of single warps: for few rows. A thread has outputs g and
-// g + 8 of a strip (g = lane / 4) of rows 8j + 2t and the next (t = lane % 4). Sums start at zero.
+// What a thread has read of a block: of COUNT strips, and of the rows.
 template <class K, int COUNT>
-__device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
-    constexpr int tiles = K::ROWS / 8, pairs = 4 / K::groups;
-    const int lane = threadIdx.x % 32;
-    const uint32_t own = (threadIdx.x / 32) * K::chunk;
-    const uint32_t line = lane % 8 * 128, even = (lane / 8 ^ lane % 8) * 16, odd = ((lane / 8 + 4) ^ lane % 8) * 16;
-    for (int block = 0; block < blocks; block++) {
-        barrier_wait(ring.full, ring.parity);
-        Held<K> held[COUNT];
+struct Operands {
+    static constexpr int tiles = K::ROWS / 8, pairs = 4 / K::groups;
+    Held<K> held[COUNT];
+    uint32_t b[4][tiles][4];
+    uint32_t rows, empty;
+
+    __device__ __forceinline__ void read(const Ring<K> &ring) {
+        const uint32_t own = ring.weights + (threadIdx.x / 32) * K::chunk;
 #pragma unroll
-        for (int s = 0; s < COUNT; s++) held[s].read(ring.weights + own + s * (K::WARPS * K::chunk));
-        const uint32_t rows = ring.rows + line, empty = ring.empty();
-        ring.advance();
+        for (int s = 0; s < COUNT; s++) held[s].read(own + s * (K::WARPS * K::chunk));
+        rows = ring.rows + threadIdx.x % 8 * 128;
+        empty = ring.empty();
+    }
+    __device__ __forceinline__ void read_rows() {
+        const int lane = threadIdx.x % 32;
+        const uint32_t even = (lane / 8 ^ lane % 8) * 16, odd = ((lane / 8 + 4) ^ lane % 8) * 16;
 #pragma unroll
-        for (int group = 0; group < K::groups; group++) {
-            float acc[COUNT][K::regs];
+        for (int pair = 0; pair < 4; pair++)
 #pragma unroll
-            for (int s = 0; s < COUNT; s++)
+            for (int j = 0; j < tiles; j++)
+                load_matrices(b[pair][j], rows + (pair / 2) * (K::ROWS * 128) + j * 1024 + (pair % 2 ? odd : even));
+    }
+    // The sums of the columns of `group` into `into`, step by step.
+    __device__ __forceinline__ void multiply_group(float (&into)[COUNT][K::regs], int group) const {
 #pragma unroll
-                for (int i = 0; i < K::regs; i++) acc[s][i] = 0.0f;
+        for (int step = group * (8 / K::groups); step < (group + 1) * (8 / K::groups); step++) {
 #pragma unroll
-            for (int i = 0; i < pairs; i++) {
-                const int pair = group * pairs + i;
-                uint32_t b[tiles][4];
+            for (int s = 0; s < COUNT; s++) {
+                uint32_t a[4];
+                held[s].decode(a, step);
 #pragma unroll
                 for (int j = 0; j < tiles; j++)
-                    load_matrices(b[j], rows + (pair / 2) * (K::ROWS * 128) + j * 1024 + (pair % 2 ? odd : even));
-                if (pair == 3) release(empty);  // all is in registers
-#pragma unroll
-                for (int step = 0; step < 2; step++) {
-#pragma unroll
-                    for (int s = 0; s < COUNT; s++) {
-                        uint32_t a[4];
-                        held[s].decode(a, pair * 2 + step);
-                        float(&into)[K::regs] = one_of<K::four_bits>(acc[s], sums[s]);
-#pragma unroll
-                        for (int j = 0; j < tiles; j++) mma_bf16(&into[j * 4], a, b[j][step * 2], b[j][step * 2 + 1]);
-                    }
-                }
+                    mma_bf16(&into[s][j * 4], a, b[step / 2][j][step % 2 * 2], b[step / 2][j][step % 2 * 2 + 1]);
             }
-            if constexpr (K::four_bits)
+        }
+    }
+};
+
+template <class K, int COUNT>
+__device__ __forceinline__ void clear(float (&sums)[COUNT][K::regs]) {
 #pragma unroll
-                for (int s = 0; s < COUNT; s++) held[s].add_group(sums[s], acc[s], group, half);
+    for (int i = 0; i < COUNT * K::regs; i++) sums[i / K::regs][i % K::regs] = 0.0f;
+}
+
+// The sums of a group that are not yet scaled and added to the others: that waits until the next group is in the works.
+template <class K, int COUNT>
+struct Pending {
+    float acc[COUNT][K::regs];
+    float2 scale[COUNT];
+
+    __device__ __forceinline__ Pending() {
+        clear<K, COUNT>(acc);
+#pragma unroll
+        for (int s = 0; s < COUNT; s++) scale[s] = make_float2(0.0f, 0.0f);
+    }
+    __device__ __forceinline__ void settle(float (&sums)[K::STRIPS][K::regs]) {
+#pragma unroll
+        for (int s = 0; s < COUNT; s++) add_group<K>(sums[s], acc[s], scale[s]);
+    }
+    __device__ __forceinline__ void begin(const Operands<K, COUNT> &operands, int group, int half) {
+        clear<K, COUNT>(acc);
+        operands.multiply_group(acc, group);
+#pragma unroll
+        for (int s = 0; s < COUNT; s++) scale[s] = two_scales(operands.held[s].side[group], half);
+    }
+};
+
+// COUNT strips of a warp over `blocks` blocks, by instructions of single warps: for few rows. A thread has outputs g and
+// g + 8 of a strip (g = lane / 4) of rows 8j + 2t and the next (t = lane % 4). Sums start at zero. Few rows leave registers
+// to read weights of four bits a block ahead, which memory delivers faster than a warp would have read and decoded them.
+template <class K, int COUNT>
+__device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
+    if constexpr (!K::four_bits) {
+        for (int block = 0; block < blocks; block++, ring.advance()) {
+            Operands<K, COUNT> now;
+            barrier_wait(ring.full, ring.parity);
+            now.read(ring);
+            now.read_rows();
+            now.multiply_group(reinterpret_cast<float(&)[COUNT][K::regs]>(sums), 0);
+            release(now.empty);
+        }
+    } else if constexpr (K::ROWS > 8 || K::groups > 1) {
+        for (int block = 0; block < blocks; block++, ring.advance()) {
+            Operands<K, COUNT> now;
+            barrier_wait(ring.full, ring.parity);
+            now.read(ring);
+            now.read_rows();
+#pragma unroll
+            for (int group = 0; group < K::groups; group++) {
+                Pending<K, COUNT> pending;
+                pending.begin(now, group, half);
+                pending.settle(sums);
+            }
+            release(now.empty);
+        }
+    } else {
+        Operands<K, COUNT> even, odd;
+        Pending<K, COUNT> even_sums, odd_sums;
+        const auto one = [&](auto &now, auto &then, auto &now_sums, auto &then_sums, bool more) {
+            now.read_rows();
+            if (more) {
+                barrier_wait(ring.full, ring.parity);
+                then.read(ring);
+                ring.advance();
+            }
+            now_sums.begin(now, 0, half);
+            then_sums.settle(sums);
+            release(now.empty);
+        };
+        barrier_wait(ring.full, ring.parity);
+        even.read(ring);
+        ring.advance();
+        int left = blocks;
+        for (; left > 1; left -= 2) {
+            one(even, odd, even_sums, odd_sums, true);
+            one(odd, even, odd_sums, even_sums, left > 2);
+        }
+        if (left == 1) {
+            one(even, odd, even_sums, odd_sums, false);
+            even_sums.settle(sums);
+        } else {
+            odd_sums.settle(sums);
         }
     }
 }
 
-// The same by instructions of four warps, whose weights go through registers.
+// The same by instructions of four warps, whose weights go through registers. These instructions run on while the next
+// weights are decoded; a unit is what has one scale: a strip's group, or all of its columns in a block.
 template <class K>
-__device__ __forceinline__ void multiply_held(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
-    constexpr int steps = 8 / K::groups, at_once = steps < 4 ? steps : 4;
-    for (int block = 0; block < blocks; block++) {
+struct HeldUnits {
+    static constexpr int steps = 8 / K::groups, at_once = steps < 4 ? steps : 4, halves = steps / at_once;
+    static constexpr int units = K::STRIPS * K::groups;
+    float (&sums)[K::STRIPS][K::regs];
+    const int half;
+    float acc[2][K::regs];
+    uint32_t a[2][at_once][4];
+    float2 scale;  // of the unit that is in the works
+    uint32_t empty = 0;
+
+    __device__ __forceinline__ HeldUnits(float (&sums)[K::STRIPS][K::regs], int half) : sums(sums), half(half) {}
+
+    template <int PARITY, int STRIP_INDEX>
+    __device__ __forceinline__ void settle() {
+        if constexpr (K::four_bits) {
+            hold(acc[PARITY]);
+            add_group<K>(sums[STRIP_INDEX], acc[PARITY], scale);
+        }
+    }
+    // one block; PARITY: which sums its first unit has
+    template <int PARITY>
+    __device__ __forceinline__ void block(Ring<K> &ring, bool first_block) {
         barrier_wait(ring.full, ring.parity);
         const uint32_t right = describe(ring.rows);
-#pragma unroll
-        for (int s = 0; s < K::STRIPS; s++) {
+        [&]<int... UNIT>(Numbers<UNIT...>) {
             Held<K> held;
-            held.read(ring.weights + (threadIdx.x / 32 + s * K::WARPS) * K::chunk);
+            (unit<PARITY, UNIT>(held, ring, right, first_block), ...);
+        }(Count<units>());
+        empty = ring.empty();
+        ring.advance();
+    }
+    template <int PARITY, int UNIT>
+    __device__ __forceinline__ void unit(Held<K> &held, const Ring<K> &ring, uint32_t right, bool first_block) {
+        constexpr int strip = UNIT / K::groups, group = UNIT % K::groups, parity = (PARITY + UNIT) % 2;
+        if constexpr (group == 0) held.read(ring.weights + (threadIdx.x / 32 + strip * K::WARPS) * K::chunk);
+        float(&into)[K::regs] = one_of<K::four_bits>(acc[parity], sums[strip]);
 #pragma unroll
-            for (int group = 0; group < K::groups; group++) {
-                float acc[K::regs];
-                float(&into)[K::regs] = one_of<K::four_bits>(acc, sums[s]);
+        for (int first = 0; first < steps; first += at_once) {
+            const int which = (UNIT * halves + first / at_once) % 2;
 #pragma unroll
-                for (int first = 0; first < steps; first += at_once) {
-                    uint32_t a[at_once][4];
+            for (int i = 0; i < at_once; i++) held.decode(a[which][i], group * steps + first + i);
+            wgmma_begin();
 #pragma unroll
-                    for (int i = 0; i < at_once; i++) held.decode(a[i], group * steps + first + i);
-                    hold(into);
-                    wgmma_begin();
-#pragma unroll
-                    for (int i = 0; i < at_once; i++) {
-                        const int step = group * steps + first + i;
-                        const int add = K::four_bits ? first + i > 0 : block > 0 || step > 0;
-                        wgmma_bf16_registers<K::ROWS>(into, a[i], right + (step / 4) * (K::ROWS * 8) + step % 4 * 2, add);
-                    }
-                    wgmma_commit();
+            for (int i = 0; i < at_once; i++) {
+                const int step = group * steps + first + i;
+                const int add = K::four_bits ? first + i > 0 : !first_block || step > 0;
+                wgmma_bf16_registers<K::ROWS>(into, a[which][i], right + (step / 4) * (K::ROWS * 8) + step % 4 * 2, add);
+            }
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (first == 0) {
+                if constexpr (UNIT > 0) {
+                    settle<1 - parity, (UNIT - 1) / K::groups>();
+                } else if (!first_block) {
+                    settle<1 - parity, K::STRIPS - 1>();
+                    release(empty);
                 }
-                wgmma_wait<0>();
-                hold(into);
-                if constexpr (K::four_bits) held.add_group(sums[s], acc, group, half);
+                if constexpr (K::four_bits) scale = two_scales(held.side[group], half);
             }
         }
-        release(ring.empty());
-        ring.advance();
+    }
+    template <int PARITY>  // of the next unit, if there were one
+    __device__ __forceinline__ void end() {
+        wgmma_wait<0>();
+        settle<1 - PARITY, K::STRIPS - 1>();
+#pragma unroll
+        for (int s = 0; s < K::STRIPS; s++) hold(sums[s]);
+        release(empty);
+    }
+};
+
+template <class K>
+__device__ __forceinline__ void multiply_held(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
+    HeldUnits<K> units(sums, half);
+    constexpr int odd = HeldUnits<K>::units % 2;
+    units.template block<0>(ring, true);
+    int left = blocks - 1;
+    for (; left >= 2; left -= 2) {
+        units.template block<odd>(ring, false);
+        units.template block<0>(ring, false);
+    }
+    if (left) {
+        units.template block<odd>(ring, false);
+        units.template end<0>();
+    } else {
+        units.template end<odd>();
     }
 }
 
 // The same with rows and weights in e4m3, both read by the tensor cores as they lie. Tensor cores add up 128 columns, more
-// than which would cost them bits. `factor`: of the chunks of this warp's strips, block by block, or null.
+// than which would cost them bits; those of a block run on while the sums of the one before are scaled and added.
 template <class K>
-__device__ __forceinline__ void multiply_lying(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring,
-                                               const float *const (&factor)[K::STRIPS]) {
-    const int four = threadIdx.x / 128;
-    float next[K::STRIPS];
+struct LyingBlocks {
+    float (&sums)[K::STRIPS][K::regs];
+    const float *const (&factor)[K::STRIPS];  // of this warp's chunks, block by block, or null
+    float acc[2][K::STRIPS][K::regs];
+    float now[2][K::STRIPS];
+    int index = 0;
+
+    __device__ __forceinline__ LyingBlocks(float (&sums)[K::STRIPS][K::regs], const float *const (&factor)[K::STRIPS])
+        : sums(sums), factor(factor) {}
+
+    template <int PARITY>
+    __device__ __forceinline__ void begin(const Ring<K> &ring) {
 #pragma unroll
-    for (int s = 0; s < K::STRIPS; s++) next[s] = factor[s] == nullptr ? 1.0f : __ldg(factor[s]);
-    for (int block = 0; block < blocks; block++) {
-        float now[K::STRIPS];
-#pragma unroll
-        for (int s = 0; s < K::STRIPS; s++) {
-            now[s] = next[s];
-            if (factor[s] != nullptr && block + 1 < blocks) next[s] = __ldg(factor[s] + block + 1);
-        }
+        for (int s = 0; s < K::STRIPS; s++) now[PARITY][s] = factor[s] == nullptr ? 1.0f : __ldg(factor[s] + index);
+        index++;
         barrier_wait(ring.full, ring.parity);
-        float acc[K::STRIPS][K::regs];
-        const uint32_t right = describe(ring.rows);
-#pragma unroll
-        for (int s = 0; s < K::STRIPS; s++) hold(acc[s]);
+        const uint32_t right = describe(ring.rows), left = describe(ring.weights + (threadIdx.x / 128) * (4 * K::chunk));
         wgmma_begin();
 #pragma unroll
-        for (int s = 0; s < K::STRIPS; s++) {
-            const uint32_t left = describe(ring.weights + (four + s * (K::WARPS / 4)) * (4 * K::chunk));
+        for (int s = 0; s < K::STRIPS; s++)
 #pragma unroll
-            for (int step = 0; step < 4; step++) wgmma_e4m3<K::ROWS>(acc[s], left + step * 2, right + step * 2, step > 0);
-        }
+            for (int step = 0; step < 4; step++)
+                wgmma_e4m3<K::ROWS>(acc[PARITY][s], left + s * (K::WARPS * K::chunk / 16) + step * 2, right + step * 2, step > 0);
         wgmma_commit();
-        wgmma_wait<0>();
+    }
+    template <int PARITY>
+    __device__ __forceinline__ void settle(const Ring<K> &ring) {
 #pragma unroll
-        for (int s = 0; s < K::STRIPS; s++) hold(acc[s]);
+        for (int s = 0; s < K::STRIPS; s++) hold(acc[PARITY][s]);
 #pragma unroll
         for (int j = 0; j < K::ROWS / 8; j++) {
             const float2 of_rows = load_two(ring.scales + (j * 8 + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
             for (int s = 0; s < K::STRIPS; s++) {
-                const float x = __fmul_rn(of_rows.x, now[s]), y = __fmul_rn(of_rows.y, now[s]);
-                sums[s][j * 4] = __fmaf_rn(acc[s][j * 4], x, sums[s][j * 4]);
-                sums[s][j * 4 + 1] = __fmaf_rn(acc[s][j * 4 + 1], y, sums[s][j * 4 + 1]);
-                sums[s][j * 4 + 2] = __fmaf_rn(acc[s][j * 4 + 2], x, sums[s][j * 4 + 2]);
-                sums[s][j * 4 + 3] = __fmaf_rn(acc[s][j * 4 + 3], y, sums[s][j * 4 + 3]);
+                const float x = __fmul_rn(of_rows.x, now[PARITY][s]), y = __fmul_rn(of_rows.y, now[PARITY][s]);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    sums[s][j * 4 + i] = __fmaf_rn(acc[PARITY][s][j * 4 + i], i % 2 ? y : x, sums[s][j * 4 + i]);
             }
         }
         release(ring.empty());
+    }
+};
+
+// For many rows the rows are the first operand, and the weights of a tile the second: a thread then has two rows, and
+// needs two of their scales instead of one for every other number. Bits are the same.
+template <class K>
+struct RowsFirst {
+    float (&sums)[K::regs];
+    const float *factor;  // of the tile's chunks, block by block, or null
+    float acc[2][K::regs];
+    float now[2];
+    int index = 0;
+
+    __device__ __forceinline__ RowsFirst(float (&sums)[K::regs], const float *factor) : sums(sums), factor(factor) {}
+
+    template <int PARITY>
+    __device__ __forceinline__ void begin(const Ring<K> &ring) {
+        now[PARITY] = factor == nullptr ? 1.0f : __ldg(factor + index++);
+        barrier_wait(ring.full, ring.parity);
+        const uint32_t left = describe(ring.rows + (threadIdx.x / 128) * 8192), right = describe(ring.weights);
+        wgmma_begin();
+#pragma unroll
+        for (int step = 0; step < 4; step++) wgmma_e4m3<K::ROWS>(acc[PARITY], left + step * 2, right + step * 2, step > 0);
+        wgmma_commit();
+    }
+    template <int PARITY>
+    __device__ __forceinline__ void settle(const Ring<K> &ring) {
+        const uint32_t own = ring.scales + ((threadIdx.x / 32) * 16 + threadIdx.x % 32 / 4) * 4;
+        const float x = __fmul_rn(__uint_as_float(load_4(own)), now[PARITY]);
+        const float y = __fmul_rn(__uint_as_float(load_4(own + 32)), now[PARITY]);
+        hold(acc[PARITY]);
+#pragma unroll
+        for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[PARITY][i], i % 4 < 2 ? x : y, sums[i]);
+        release(ring.empty());
+    }
+};
+
+// Two blocks in the works at a time: `Blocks` begins one while the one before is settled.
+template <class Blocks, class K>
+__device__ __forceinline__ void in_turn(Blocks &blocks, int count, Ring<K> &ring) {
+    auto behind = ring;  // the block that is in the works
+    blocks.template begin<0>(ring);
+    ring.advance();
+    for (; count > 2; count -= 2) {
+        blocks.template begin<1>(ring);
+        wgmma_wait<1>();
+        blocks.template settle<0>(behind);
+        behind = ring;
         ring.advance();
+        blocks.template begin<0>(ring);
+        wgmma_wait<1>();
+        blocks.template settle<1>(behind);
+        behind = ring;
+        ring.advance();
+    }
+    if (count == 2) {
+        blocks.template begin<1>(ring);
+        wgmma_wait<1>();
+        blocks.template settle<0>(behind);
+        wgmma_wait<0>();
+        blocks.template settle<1>(ring);
+        ring.advance();
+    } else {
+        wgmma_wait<0>();
+        blocks.template settle<0>(behind);
     }
 }
 
@@ -438,6 +649,46 @@ struct Finish {
         return true;
     }
     __device__ void put(float (&sums)[regs]) const {
+        if constexpr (K::rows_first) put_rows(sums);
+        else put_outputs(sums);
+    }
+    // rows g and g + 8 of a warp's 16, outputs 8j + 2t and the next
+    __device__ void put_rows(float (&sums)[regs]) const {
+        const int lane = threadIdx.x % 32, first = (threadIdx.x / 32) * 16 + lane / 4;
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            if (first + high * 8 >= live) continue;
+            const int64_t row = now.row_tile * K::ROWS + first + high * 8;
+            const float factor = args.factors == nullptr ? 1.0f : __ldcg(args.factors + row);
+#pragma unroll
+            for (int j = 0; j < K::ROWS / 8; j++) {
+                const int n = now.strip * STRIP + j * 8 + lane % 4 * 2;
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    float &x = sums[j * 4 + high * 2 + odd];
+                    if (n + odd < args.outputs && args.channel != nullptr) x = __fmul_rn(x, args.channel[n + odd]);
+                    if (args.factors != nullptr) x = __fmul_rn(x, factor);
+                }
+                if (args.mode == SUMS) {
+                    float *out = static_cast<float *>(args.out) + row * args.outputs + n;
+                    if (n < args.outputs) out[0] = sums[j * 4 + high * 2];
+                    if (n + 1 < args.outputs) out[1] = sums[j * 4 + high * 2 + 1];
+                } else if (j % 2) {
+                    const int unit = (now.strip + j / 2) * (STRIP / 2) + lane % 4 * 2;
+                    const uint32_t low = gated(sums[j * 4 - 4 + high * 2], sums[j * 4 + high * 2]);
+                    const uint32_t top = gated(sums[j * 4 - 3 + high * 2], sums[j * 4 + high * 2 + 1]);
+                    uint16_t *out = static_cast<uint16_t *>(args.out) + row * (args.outputs / 2) + unit;
+                    if (unit < args.outputs / 2) *reinterpret_cast<uint32_t *>(out) = low | top << 16;
+                }
+            }
+        }
+    }
+    __device__ static uint32_t gated(float gate, float up) {
+        uint16_t bits;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(gate / (1.0f + expf(-gate)) * up));
+        return bits;
+    }
+    __device__ void put_outputs(float (&sums)[regs]) const {
         const int lane = threadIdx.x % 32, n = strip * STRIP + lane / 4;
         const float low = args.channel == nullptr || n >= args.outputs ? 1.0f : args.channel[n];
         const float high = args.channel == nullptr || n + 8 >= args.outputs ? 1.0f : args.channel[n + 8];
@@ -455,11 +706,8 @@ struct Finish {
                     y = __fmul_rn(y, factor);
                 }
                 if (args.mode == GATED) {  // packed so that a gate and its unit's other half lie in one thread
-                    const float inner = x / (1.0f + expf(-x)) * y;
-                    uint16_t bits;
-                    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(inner));
                     const int unit = strip * (STRIP / 2) + lane / 4;
-                    if (unit < args.outputs / 2) static_cast<uint16_t *>(args.out)[row * (args.outputs / 2) + unit] = bits;
+                    if (unit < args.outputs / 2) static_cast<uint16_t *>(args.out)[row * (args.outputs / 2) + unit] = gated(x, y);
                 } else {
                     float *out = static_cast<float *>(args.out) + row * args.outputs + n;
                     if (n < args.outputs) out[0] = x;
@@ -482,7 +730,12 @@ __device__ void consume(const Args &args, Ring<K> ring) {
         for (int s = 0; s < K::STRIPS; s++)
 #pragma unroll
             for (int i = 0; i < K::regs; i++) sums[s][i] = 0.0f;
-        if constexpr (K::BY_WARP) {
+        if constexpr (K::rows_first) {
+            const float *factor = args.of_blocks;
+            if (factor != nullptr) factor += int64_t(now.strip) * args.blocks + now.begin;
+            RowsFirst<K> tile(sums[0], factor);
+            in_turn(tile, blocks, ring);
+        } else if constexpr (K::BY_WARP) {
             if (K::STRIPS == 2 && warp + K::WARPS < now.height) {
                 multiply_by_warp<K, K::STRIPS>(sums, blocks, ring, args.half_scales);
             } else if (warp < now.height) {
@@ -500,14 +753,15 @@ __device__ void consume(const Args &args, Ring<K> ring) {
                 const int strip = min(now.strip + warp + s * K::WARPS, args.strips - 1);
                 factor[s] = args.of_blocks == nullptr ? nullptr : args.of_blocks + int64_t(strip) * args.blocks + now.begin;
             }
-            multiply_lying<K>(sums, blocks, ring, factor);
+            LyingBlocks<K> lying(sums, factor);
+            in_turn(lying, blocks, ring);
         } else {
             multiply_held<K>(sums, blocks, ring, args.half_scales);
         }
 #pragma unroll
         for (int s = 0; s < K::STRIPS; s++) {
             const int own = warp + s * K::WARPS;
-            if (own < now.height) {
+            if (own < now.height || K::rows_first) {
                 const Finish<K> finish{args, now, now.strip + own, min(K::ROWS, args.rows - now.row_tile * K::ROWS)};
                 if (finish.total(sums[s])) finish.put(sums[s]);
             }
@@ -532,8 +786,10 @@ __device__ __forceinline__ void product(const Args &args, const TensorMap *map) 
     __syncthreads();
     let_next_kernel_start();
     if (threadIdx.x >= K::WARPS * 32) {
+        if constexpr (K::many) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == K::WARPS * 32) produce<K>(args, map, ring);
     } else {
+        if constexpr (K::many) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume<K>(args, ring);
     }
 }
