@@ -47,14 +47,14 @@ def _lanes() -> list[tuple[int, int, int, int, int]]:
 def test_bytes_lie_as_registers_want_them() -> None:
     weight = torch.randint(-128, 128, (130, 300), dtype=torch.int8)
     packed = pack_bytes(weight, torch.ones(130))
-    assert packed.data.shape == (2, 3, 8, 2048)
+    assert packed.data.shape == (3, 16, 2048)
     wide = torch.zeros(256, 384, dtype=torch.int8)
     wide[:130, :300] = weight
-    chunks = packed.data.view(torch.int8).view(2, 3, 8, 4, 32, 2, 2, 4)
+    chunks = packed.data.view(torch.int8).view(3, 16, 4, 32, 2, 2, 4)
     for lane, register, odd, output, column in _lanes():
-        found = chunks[:, :, :, :, lane, :, register // 2, odd * 2 + register % 2]
-        wanted = wide.view(2, 8, 16, 3, 4, 2, 16)[:, :, output, :, :, :, column]
-        assert torch.equal(found, wanted.permute(0, 2, 1, 3, 4))
+        found = chunks[:, :, :, lane, :, register // 2, odd * 2 + register % 2]
+        wanted = wide.view(16, 16, 3, 4, 2, 16)[:, output, :, :, :, column]
+        assert torch.equal(found, wanted.permute(1, 0, 2, 3))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -63,7 +63,7 @@ def test_four_bits_lie_as_registers_want_them(group: int) -> None:
     scales, zeros = torch.rand(128, 256 // group).half(), torch.randint(0, 16, (128, 256 // group))
     packed = pack_int4(weight, scales, zeros)
     groups = 128 // group
-    assert packed.data.shape == (1, 2, 8, 1024 + 2 * 32 * groups)
+    assert packed.data.shape == (2, 8, 1024 + 2 * 32 * groups)
     assert (packed.format, packed.group, packed.half_scales) == ("int4_zeros", group, True)
     words = packed.data[..., :1024].contiguous().view(torch.int32).view(2, 8, 2, 32, 4)
     for lane, register, odd, output, column in _lanes():

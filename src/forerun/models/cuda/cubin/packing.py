@@ -1,6 +1,7 @@
 """Weights in the order in which the kernels read them: strips of 16 outputs, in blocks of 128 columns.
 
-The piece of a strip in a block is a chunk; eight strips lie together, block after block. Weights that tensor cores read
+The piece of a strip in a block is a chunk; all strips of a block lie together, block after block, so that the chunks of
+any strips side by side are one piece of memory. Weights that tensor cores read
 as they lie (e4m3, where rows are e4m3 too) are lines of 128 bytes with their pieces of 16 bytes exchanged; the others
 lie as threads hold them in registers (source/decode.cuh). Scales and zero points of groups lie behind a chunk's weights,
 scales of outputs and of 128 x 128 blocks apart.
@@ -14,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BLOCK, STRIP, TILE = 128, 16, 8  # columns; outputs; strips that lie together
+BLOCK, STRIP, TILE = 128, 16, 8  # columns; outputs; strips of 128 outputs
 Format = Literal["bf16", "e4m3", "int8", "e4m3_weights", "int4", "int4_zeros"]
 
 
@@ -23,7 +24,7 @@ class Strips:
     """A weight [N, K] of some format."""
 
     format: Format
-    data: Tensor  # uint8 [strips / 8, blocks, 8, bytes of a chunk]
+    data: Tensor  # uint8 [blocks, strips and some more, bytes of a chunk]
     outputs: int
     depth: int
     channel: Tensor | None = None  # [N] fp32: a factor of each output
@@ -34,12 +35,12 @@ class Strips:
 
     @property
     def strips(self) -> int:
-        """How many hold outputs; memory has a multiple of eight."""
+        """How many hold outputs; memory has a multiple of eight of them."""
         return -(-self.outputs // STRIP)
 
     @property
     def blocks(self) -> int:
-        return self.data.shape[1]
+        return self.data.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -113,22 +114,27 @@ def _of_outputs(values: Tensor, group: int) -> Tensor:
     return parts.reshape(tiles, blocks, TILE, -1).view(torch.uint8)
 
 
+def _by_block(chunks: Tensor) -> Tensor:
+    """[tile, block, strip, bytes] -> [block, strip, bytes]."""
+    return chunks.transpose(0, 1).flatten(1, 2).contiguous()
+
+
 def pack_bf16(weight: Tensor) -> Strips:
     """bf16 weights [N, K]."""
-    return Strips("bf16", _word_fragments(weight), *weight.shape)
+    return Strips("bf16", _by_block(_word_fragments(weight)), *weight.shape)
 
 
 def pack_e4m3(weight: Tensor, channel: Tensor | None = None, of_blocks: Tensor | None = None) -> Strips:
     """For rows in e4m3 as well. Scales of outputs [N], or of 128 x 128 blocks [N / 128, K / 128], or both."""
     if of_blocks is not None:
         of_blocks = of_blocks.float().repeat_interleave(TILE, 0).contiguous()
-    return Strips("e4m3", _lines(weight.view(torch.uint8)), *weight.shape, channel, of_blocks)
+    return Strips("e4m3", _by_block(_lines(weight.view(torch.uint8))), *weight.shape, channel, of_blocks)
 
 
 def pack_bytes(weight: Tensor, channel: Tensor) -> Strips:
     """int8 or e4m3 weights [N, K] with a scale for each output, for rows in bf16."""
     kind: Format = "int8" if weight.dtype == torch.int8 else "e4m3_weights"
-    return Strips(kind, _byte_fragments(weight.view(torch.uint8)), *weight.shape, channel)
+    return Strips(kind, _by_block(_byte_fragments(weight.view(torch.uint8))), *weight.shape, channel)
 
 
 def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Strips:
@@ -141,4 +147,4 @@ def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> St
         parts.append(_of_outputs(-(128 + zeros.float()).to(torch.bfloat16), group))
     half = scales.dtype == torch.float16
     kind: Format = "int4" if zeros is None else "int4_zeros"
-    return Strips(kind, torch.cat(parts, 3), *weight.shape, None, None, group, half)
+    return Strips(kind, _by_block(torch.cat(parts, 3)), *weight.shape, None, None, group, half)

@@ -32,7 +32,7 @@ class _Args(ctypes.Structure):
         *(
             (name, ctypes.c_int)
             for name in (
-                "rows", "row_tiles", "outputs", "strips", "blocks", "groups", "splits", "height", "stages", "whole",
+                "rows", "row_tiles", "outputs", "strips", "pitch", "blocks", "groups", "splits", "height", "stages", "whole",
                 "scale_stride", "mode", "half_scales",
             )
         ),
@@ -60,8 +60,8 @@ class Cut:
 
     @property
     def threads(self) -> int:
-        """One warp copies, or, where registers are moved from those that copy, four do."""
-        return WARPS * 32 + (128 if self.width >= 64 or self.four else 32)
+        """Two warps copy; where registers are moved from those that copy, there are four of them."""
+        return WARPS * 32 + (128 if self.width >= 64 or self.four else 64)
 
 
 def splits_of(strips: int, blocks: int) -> int:
@@ -123,7 +123,7 @@ class Products:
         cut = cut or self.choose(weight, count)
         most = cut.height if cut.whole else -(-weight.strips // cut.groups)
         height = -(-most // -(-most // cut.height))
-        chunk, bytes_ = weight.data.shape[3], weight.format == "e4m3"
+        chunk, bytes_ = weight.data.shape[2], weight.format == "e4m3"
         slot = -(-height * chunk // 128) * 128
         stage = slot + cut.width * (128 + 4 if bytes_ else 256) + 16
         beyond = (WARPS * 2 - height) * chunk  # what warps without a strip may read
@@ -135,7 +135,7 @@ class Products:
         args = _Args(
             weight.data.data_ptr(), _pointer(weight.of_blocks), _pointer(weight.channel), _pointer(factors),
             _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(), count, row_tiles,
-            weight.outputs, weight.strips, weight.blocks, cut.groups, cut.splits, height, stages, cut.whole,
+            weight.outputs, weight.strips, weight.data.shape[1], weight.blocks, cut.groups, cut.splits, height, stages, cut.whole,
             0 if scales is None else scales.stride(0), GATED if weight.gated else SUMS, weight.half_scales,
         )  # fmt: skip
         kind = weight.format + (f"_{weight.group}" if "int4" in weight.format else "")

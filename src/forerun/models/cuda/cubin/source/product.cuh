@@ -3,7 +3,7 @@
 // A weight lies in strips of 16 outputs, which a warp multiplies, and blocks of 128 columns; the piece of a strip in a
 // block is a chunk. A program has one of `groups` equal stretches of strips and one of `splits` equal stretches of the
 // depth, so that every multiprocessor reads as many bytes as the others; it works through its strips in tiles. One warp
-// copies chunks and the rows' columns into shared memory, the others multiply. Where the depth is split, the last
+// copies chunks into shared memory, one the rows' columns, the others multiply. Where the depth is split, the last
 // program to end a strip adds up its parts, in order.
 //
 // A row's bits do not depend on how many rows there are: the splits follow from the weight's shape; ROWS is only the width
@@ -18,10 +18,10 @@
 enum Format { BF16 = 0, E4M3 = 1, INT8 = 2, E4M3_WEIGHTS = 3, INT4 = 4, INT4_ZEROS = 5 };
 enum Mode { SUMS = 0, GATED = 1 };
 
-constexpr int STRIP = 16, BLOCK = 128, TILE = 8;  // outputs; columns; strips that lie together in memory
+constexpr int STRIP = 16, BLOCK = 128;  // outputs; columns
 
 struct Args {
-    const uint8_t *weights;    // [strips / 8, blocks, 8, chunk bytes]
+    const uint8_t *weights;    // [blocks, pitch, chunk bytes]
     const float *of_blocks;    // E4M3: [strips, blocks] a factor of each chunk, or null
     const float *channel;      // [outputs] a factor of each output, or null
     const float *factors;      // [rows] a factor of each row, or null
@@ -29,7 +29,7 @@ struct Args {
     void *out;                 // SUMS: fp32 [rows, outputs]; GATED: bf16 [rows, outputs / 2]
     float *parts;              // sums of splits, as they lie in registers
     int *counters;             // [row tiles, strips], zero before and after
-    int rows, row_tiles, outputs, strips, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
+    int rows, row_tiles, outputs, strips, pitch, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
 };
 
 template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false>
@@ -39,7 +39,7 @@ struct Kernel {
     static constexpr int regs = ROWS / 2;
     // registers are moved from the warps that copy to those that multiply
     static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
-    static constexpr int threads = WARPS * 32 + (many ? 128 : 32);
+    static constexpr int threads = WARPS * 32 + (many ? 128 : 64);
     static constexpr bool four_bits = FORMAT == INT4 || FORMAT == INT4_ZEROS;
     static constexpr bool lying = FORMAT == E4M3;  // tensor cores read weights as they lie
     static constexpr int groups = four_bits ? BLOCK / GROUP : 1;  // of columns, in a block
@@ -113,61 +113,39 @@ __device__ __forceinline__ bool stretch_at(const Args &args, int index, Stretch 
     return true;
 }
 
+// One thread copies weights, from before the preceding kernel has ended. (A thread that also copied rows was what a product
+// of few rows waited for: each copy takes it a tenth of a microsecond.)
 template <class K>
-struct Producer {
-    const Args &args;
-    const TensorMap *map;
+__device__ void copy_weights(const Args &args, Ring<K> ring) {
+    const uint64_t policy = args.row_tiles > 1 ? keep_policy() : read_once_policy();
+    const int64_t apart = int64_t(args.pitch) * K::chunk;
     Stretch now;
-    int index = 0, block;
-    bool more;
-
-    __device__ Producer(const Args &args, const TensorMap *map) : args(args), map(map) { start(); }
-    __device__ void start() {
-        more = stretch_at<K>(args, index, now);
-        block = now.begin;
-    }
-    __device__ void next() {
-        if (++block == now.end) {
-            index++;
-            start();
+    for (int index = 0; stretch_at<K>(args, index, now); index++) {
+        const uint8_t *from = args.weights + now.begin * apart + int64_t(now.strip) * K::chunk;
+        const uint32_t bytes = now.height * K::chunk;
+        for (int block = now.begin; block < now.end; block++, from += apart, ring.advance()) {
+            barrier_wait(ring.empty(), ring.parity ^ 1);
+            barrier_expect(ring.full, bytes);
+            copy_bytes(ring.weights, from, bytes, ring.full, policy);
         }
     }
-    __device__ void fetch_weights(const Ring<K> &ring, uint64_t policy) const {
-        barrier_expect(ring.full, now.height * K::chunk + K::rows_bytes + K::scale_bytes);
-        uint32_t into = ring.weights;
-        for (int strip = now.strip, left = now.height; left > 0;) {
-            const int inside = strip % TILE, count = min(TILE - inside, left);
-            const int64_t place = (int64_t(strip / TILE) * args.blocks + block) * TILE + inside;
-            copy_bytes(into, args.weights + place * K::chunk, count * K::chunk, ring.full, policy);
-            into += count * K::chunk;
-            strip += count;
-            left -= count;
-        }
-    }
-    __device__ void fetch_rows(const Ring<K> &ring, uint64_t policy) const {
-        const int first = now.row_tile * K::ROWS;
-        copy_box(ring.rows, map, 0, first, block * (K::FORMAT == E4M3 ? 1 : 2), ring.full, policy);
-        if (K::FORMAT == E4M3)
-            copy_bytes(ring.scales, args.row_scales + int64_t(block) * args.scale_stride + first, K::scale_bytes, ring.full, policy);
-    }
-};
+}
 
-// Weights of the first stages are fetched before the preceding kernel has ended.
+// Another copies rows and their scales.
 template <class K>
-__device__ void produce(const Args &args, const TensorMap *map, Ring<K> ring) {
-    const uint64_t once = read_once_policy(), keep = keep_policy();
-    const uint64_t policy = args.row_tiles > 1 ? keep : once;
-    Producer<K> early(args, map), work(args, map);
-    auto ahead = ring;
-    uint32_t filled = 0;
-    for (; filled < ring.stages && early.more; filled++, early.next(), ahead.advance()) early.fetch_weights(ahead, policy);
+__device__ void copy_rows(const Args &args, const TensorMap *map, Ring<K> ring) {
+    const uint64_t policy = keep_policy();
     wait_for_preceding_kernel();
-    for (uint32_t i = 0; i < filled; i++, work.next(), ring.advance()) work.fetch_rows(ring, keep);
-    ring.parity = 0;  // of slots that are free again
-    for (; work.more; work.next(), ring.advance()) {
-        barrier_wait(ring.empty(), ring.parity);
-        work.fetch_weights(ring, policy);
-        work.fetch_rows(ring, keep);
+    Stretch now;
+    for (int index = 0; stretch_at<K>(args, index, now); index++) {
+        const int first = now.row_tile * K::ROWS;
+        const float *scales = args.row_scales + int64_t(now.begin) * args.scale_stride + first;
+        for (int block = now.begin; block < now.end; block++, scales += args.scale_stride, ring.advance()) {
+            barrier_wait(ring.empty(), ring.parity ^ 1);
+            barrier_expect(ring.full, K::rows_bytes + K::scale_bytes);
+            copy_box(ring.rows, map, 0, first, block * (K::FORMAT == E4M3 ? 1 : 2), ring.full, policy);
+            if constexpr (K::FORMAT == E4M3) copy_bytes(ring.scales, scales, K::scale_bytes, ring.full, policy);
+        }
     }
 }
 
@@ -605,7 +583,7 @@ struct Finish {
     int strip, live;  // rows of this tile of rows
     static constexpr int regs = K::regs;
 
-    __device__ bool lives(int i) const { return i / 4 * 8 < live; }
+    __device__ bool lives(int i) const { return K::rows_first || i / 4 * 8 < live; }
 
     __device__ float *part(int split) const {
         const int64_t place = args.whole ? (int64_t(blockIdx.x) * (K::WARPS * K::STRIPS) + strip - now.strip) * args.splits + split
@@ -778,7 +756,7 @@ __device__ __forceinline__ void product(const Args &args, const TensorMap *map) 
     if (threadIdx.x == 0) {
         auto each = ring;
         for (int i = 0; i < args.stages; i++, each.advance()) {
-            barrier_init(each.full, 1);
+            barrier_init(each.full, 2);
             barrier_init(each.empty(), K::WARPS);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -787,7 +765,8 @@ __device__ __forceinline__ void product(const Args &args, const TensorMap *map) 
     let_next_kernel_start();
     if (threadIdx.x >= K::WARPS * 32) {
         if constexpr (K::many) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == K::WARPS * 32) produce<K>(args, map, ring);
+        if (threadIdx.x == K::WARPS * 32) copy_weights<K>(args, ring);
+        if (threadIdx.x == K::WARPS * 32 + 32) copy_rows<K>(args, map, ring);
     } else {
         if constexpr (K::many) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume<K>(args, ring);
