@@ -68,7 +68,7 @@ class Rows:
         spread = torch.rand(count, depth, device="cuda").mul(6).sub(4).exp2()
         self.plain = (torch.randn(count, depth, device="cuda") * spread).bfloat16()
         self.bytes = torch.zeros(count, depth, device="cuda", dtype=torch.uint8)
-        self.scales = torch.zeros(-(-depth // 128), count, device="cuda")
+        self.scales = torch.zeros(-(-depth // 128), -(-count // 256) * 256, device="cuda")[:, :count]
         if depth % 128 == 0:
             quantise_rows(self.plain, count, self.bytes, self.scales)
 

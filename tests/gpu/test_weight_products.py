@@ -63,14 +63,15 @@ def test_four_bits_lie_as_registers_want_them(group: int) -> None:
     scales, zeros = torch.rand(128, 256 // group).half(), torch.randint(0, 16, (128, 256 // group))
     packed = pack_int4(weight, scales, zeros)
     groups = 128 // group
-    assert packed.data.shape == (2, 8, 1024 + 2 * 32 * groups)
+    assert packed.data.shape == (2, 8, 1024)
+    assert packed.sides is not None
     assert (packed.format, packed.group, packed.half_scales) == ("int4_zeros", group, True)
-    words = packed.data[..., :1024].contiguous().view(torch.int32).view(2, 8, 2, 32, 4)
+    words = packed.data.view(torch.int32).view(2, 8, 2, 32, 4)
     for lane, register, odd, output, column in _lanes():
         found = (words[:, :, :, lane, :] >> (4 * register + 16 * odd)) & 15
         wanted = weight.view(8, 16, 2, 2, 4, 16)[:, output, :, :, :, column].permute(1, 0, 2, 3)
         assert torch.equal(found, wanted.int())
-    sides = packed.data[..., 1024:].contiguous().view(torch.int16).view(2, 8, 2, groups, 8, 2)
+    sides = packed.sides.view(torch.int16).view(2, 8, 2, groups, 8, 2)
     wanted = scales.view(torch.int16).view(8, 2, 8, 2, groups).permute(3, 0, 4, 2, 1)
     assert torch.equal(sides[:, :, 0], wanted)
     less = (-128 - zeros).bfloat16().view(torch.int16).view(8, 2, 8, 2, groups).permute(3, 0, 4, 2, 1)

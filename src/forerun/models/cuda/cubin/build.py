@@ -15,7 +15,7 @@ from forerun.models.cuda.cubin.wgmma_header import wgmma_header
 
 HERE = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
-_OPTIONS = ["-std=c++20", "-O3", "-fmad=false", "-cubin", "-Xptxas", "-v"]
+_OPTIONS = ["-std=c++20", "-O3", "-fmad=false", "-cubin", "-split-compile=0", "-Xptxas", "-v"]
 _FORMATS = ("BF16", "E4M3", "INT8", "E4M3_WEIGHTS", "INT4", "INT4_ZEROS")  # as in source/product.cuh
 FILES = {  # name: format, columns of a group
     "bf16": ("BF16", 128),

@@ -3,8 +3,7 @@
 The piece of a strip in a block is a chunk; all strips of a block lie together, block after block, so that the chunks of
 any strips side by side are one piece of memory. Weights that tensor cores read
 as they lie (e4m3, where rows are e4m3 too) are lines of 128 bytes with their pieces of 16 bytes exchanged; the others
-lie as threads hold them in registers (source/decode.cuh). Scales and zero points of groups lie behind a chunk's weights,
-scales of outputs and of 128 x 128 blocks apart.
+lie as threads hold them in registers (source/decode.cuh). Scales lie apart.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ class Strips:
     depth: int
     channel: Tensor | None = None  # [N] fp32: a factor of each output
     of_blocks: Tensor | None = None  # [strips, blocks] fp32: a factor of each chunk, of e4m3
+    sides: Tensor | None = None  # uint8 [blocks, strips, bytes]: scales and zero points of groups, of four bits
     group: int = BLOCK  # columns that share a scale, of four bits
     half_scales: bool = False  # scales of groups are float16, not bfloat16
     gated: bool = False
@@ -44,7 +44,7 @@ class Strips:
 
     @property
     def nbytes(self) -> int:
-        apart = (0 if tensor is None else tensor.nbytes for tensor in (self.channel, self.of_blocks))
+        apart = (0 if tensor is None else tensor.nbytes for tensor in (self.channel, self.of_blocks, self.sides))
         return self.data.nbytes + sum(apart)
 
 
@@ -140,11 +140,12 @@ def pack_bytes(weight: Tensor, channel: Tensor) -> Strips:
 def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Strips:
     """Numbers 0..15 [N, K], scales [N, K / group] and zero points of the same shape (else 8)."""
     group = weight.shape[1] // scales.shape[1]
-    assert group in (32, 64, 128) and scales.dtype in (torch.bfloat16, torch.float16)
+    assert group in (32, 64, 128)
+    assert scales.dtype in (torch.bfloat16, torch.float16)
     data = _nibble_fragments(_padded(weight.to(torch.uint8), BLOCK, BLOCK, 8))
-    parts = [data, _of_outputs(scales, group)]
+    sides = [_of_outputs(scales, group)]
     if zeros is not None:
-        parts.append(_of_outputs(-(128 + zeros.float()).to(torch.bfloat16), group))
+        sides.append(_of_outputs(-(128 + zeros.float()).to(torch.bfloat16), group))
     half = scales.dtype == torch.float16
     kind: Format = "int4" if zeros is None else "int4_zeros"
-    return Strips(kind, _by_block(torch.cat(parts, 3)), *weight.shape, None, None, group, half)
+    return Strips(kind, _by_block(data), *weight.shape, None, None, _by_block(torch.cat(sides, 3)), group, half)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class _Args(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "weights", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters",
+                "weights", "sides", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters",
             )
         ),
         *(
@@ -102,12 +102,28 @@ class Products:
         splits = splits_of(weight.strips, weight.blocks)
         groups = max(1, min(self.processors // splits, weight.strips))
         if width <= 64:
-            return Cut(splits, groups, width, together=2 if width <= 16 else 1)
-        if count > width and weight.format in ("bf16", "int8", "e4m3_weights"):
+            four = width == 32 and weight.format != "e4m3" and weight.strips > groups * WARPS
+            shared = Cut(splits, groups, width, together=2, four=four)
+            return shared if width < 64 and self.room(weight, shared)[0] >= 3 else replace(shared, together=1)
+        if count > width and splits == 1 and weight.format in ("bf16", "int8", "e4m3_weights"):
             width = 256
         units = -(-weight.strips // WARPS) * -(-count // width)
-        whole = count > width and units / (-(-units // self.processors) * self.processors) > 0.8
+        whole = units / (-(-units // self.processors) * self.processors) > 0.8
         return Cut(splits, self.processors if whole else groups, width, whole)
+
+    def room(self, weight: Strips, cut: Cut) -> tuple[int, int, int]:
+        """Stages, strips of a tile, and bytes of shared memory."""
+        most = cut.height if cut.whole else -(-weight.strips // cut.groups)
+        height = -(-most // -(-most // cut.height))
+        chunk = weight.data.shape[2]
+        sides = 0 if weight.sides is None else weight.sides.shape[2]
+        row = 128 + 4 if weight.format == "e4m3" else 256
+        stage = height * (chunk + sides) + cut.width * row + 16
+        beyond = (2 * WARPS - height) * chunk  # what warps without a strip may read
+        totals = WARPS * 64 * cut.width * (2 if cut.width <= 64 else 1) if cut.whole and cut.splits > 1 else 0
+        fixed = 1024 + max(beyond, totals)
+        stages = min(32, (SHARED // cut.together - 1024 - fixed) // stage)
+        return stages, height, fixed + stages * stage
 
     def multiply(
         self,
@@ -121,33 +137,29 @@ class Products:
     ) -> None:
         """`count` rows [R, K] times a weight; `scales` [K / 128, R] of rows in e4m3, `factors` [R] of results."""
         cut = cut or self.choose(weight, count)
-        most = cut.height if cut.whole else -(-weight.strips // cut.groups)
-        height = -(-most // -(-most // cut.height))
-        chunk, bytes_ = weight.data.shape[2], weight.format == "e4m3"
-        slot = -(-height * chunk // 128) * 128
-        stage = slot + cut.width * (128 + 4 if bytes_ else 256) + 16
-        beyond = (WARPS * 2 - height) * chunk  # what warps without a strip may read
-        stages = min(32, (SHARED // cut.together - 2048 - beyond) // stage)
+        stages, height, shared = self.room(weight, cut)
+        assert stages >= 2, f"{cut} leaves no room for two stages"
+        assert scales is None or scales.stride(0) % 256 == 0, "rows' scales need room for whole tiles of rows"
         row_tiles = -(-count // cut.width)
         programs = cut.groups if cut.whole else cut.groups * cut.splits
-        places = cut.height * programs if cut.whole else row_tiles * weight.strips
-        self._provide(places * cut.splits * cut.width * 16, row_tiles * weight.strips)
+        if cut.splits > 1 and not cut.whole:
+            self._provide(row_tiles * weight.strips * cut.splits * cut.width * 16, row_tiles * weight.strips)
         args = _Args(
-            weight.data.data_ptr(), _pointer(weight.of_blocks), _pointer(weight.channel), _pointer(factors),
-            _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(), count, row_tiles,
-            weight.outputs, weight.strips, weight.data.shape[1], weight.blocks, cut.groups, cut.splits, height, stages, cut.whole,
-            0 if scales is None else scales.stride(0), GATED if weight.gated else SUMS, weight.half_scales,
+            weight.data.data_ptr(), _pointer(weight.sides), _pointer(weight.of_blocks), _pointer(weight.channel),
+            _pointer(factors), _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(),
+            count, row_tiles, weight.outputs, weight.strips, weight.data.shape[1], weight.blocks, cut.groups,
+            cut.splits, height, stages, cut.whole, 0 if scales is None else scales.stride(0),
+            GATED if weight.gated else SUMS, weight.half_scales,
         )  # fmt: skip
-        kind = weight.format + (f"_{weight.group}" if "int4" in weight.format else "")
+        kind = weight.format + (f"_{weight.group}" if weight.sides is not None else "")
         name = str(cut.width)
         if cut.four:
             name += "_four"
-        elif cut.whole and cut.width == 128 and weight.format == "e4m3":
-            name += "_whole"
+        elif cut.whole and cut.width == 128 and weight.format == "e4m3" and (row_tiles % 2 == 0 or row_tiles > 4):
+            name += "_pairs"
+            programs -= programs % 2
         kernel = _function(kind, name)
-        shared = 1024 + stages * stage + beyond
-        given = self._map(rows, cut.width), args
-        kernel.launch((programs,), cut.threads, shared, given)
+        kernel.launch((programs,), cut.threads, shared, (self._map(rows, cut.width), args))
 
     def _provide(self, numbers: int, counters: int) -> None:
         if numbers > self.parts.numel():

@@ -70,7 +70,33 @@ __device__ __forceinline__ void copy_box(uint32_t into, const TensorMap *map, in
         : "memory");
 }
 
+// The same into this program and its neighbour, at the same place and on the barrier at the same place.
+__device__ __forceinline__ void copy_bytes_to_both(uint32_t into, const void *from, uint32_t bytes, uint32_t barrier,
+                                                   uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4, %5;" ::"r"(into),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(uint16_t(3)), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ uint32_t rank_of_two() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void barrier_arrive_at_neighbour(uint32_t barrier) {
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank_of_two() ^ 1)
+        : "memory");
+}
+
+__device__ __forceinline__ void sync_both() {
+    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ __forceinline__ void wait_for_preceding_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ void sync_consumers(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }

@@ -22,6 +22,7 @@ constexpr int STRIP = 16, BLOCK = 128;  // outputs; columns
 
 struct Args {
     const uint8_t *weights;    // [blocks, pitch, chunk bytes]
+    const uint8_t *sides;      // four bits: [blocks, pitch, side bytes] scales and zero points of groups
     const float *of_blocks;    // E4M3: [strips, blocks] a factor of each chunk, or null
     const float *channel;      // [outputs] a factor of each output, or null
     const float *factors;      // [rows] a factor of each row, or null
@@ -36,6 +37,7 @@ template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_W
 struct Kernel {
     static constexpr int FORMAT = FORMAT_, GROUP = GROUP_, ROWS = ROWS_, WARPS = WARPS_, STRIPS = STRIPS_;
     static constexpr bool BY_WARP = BY_WARP_, rows_first = ROWS_FIRST_;
+    static constexpr bool paired = rows_first;  // programs for two tiles of rows share their weights' copies
     static constexpr int regs = ROWS / 2;
     // registers are moved from the warps that copy to those that multiply
     static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
@@ -45,7 +47,7 @@ struct Kernel {
     static constexpr int groups = four_bits ? BLOCK / GROUP : 1;  // of columns, in a block
     static constexpr int sides = four_bits ? groups * (FORMAT == INT4_ZEROS ? 2 : 1) : 0;  // of 32 bytes
     static constexpr int weight_bytes = FORMAT == BF16 ? 4096 : four_bits ? 1024 : 2048;
-    static constexpr int chunk = weight_bytes + sides * 32;
+    static constexpr int chunk = weight_bytes, side_chunk = sides * 32;  // bytes
     static constexpr int raws = weight_bytes / 512;  // 16 bytes of a thread each
     static constexpr uint32_t rows_bytes = ROWS * (FORMAT == E4M3 ? 128 : 256);
     static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;  // of rows
@@ -55,25 +57,30 @@ struct Kernel {
 // carried along: to compute them anew takes as many instructions as to decode a quarter of a chunk.
 template <class K>
 struct Ring {
-    uint32_t rows, weights, scales, full, end;  // end: of the barriers of slots that are full
-    uint32_t stages, slot_bytes, parity = 0;
+    uint32_t rows, weights, sides, scales, full, end;  // end: of the barriers of slots that are full
+    uint32_t stages, slot_bytes, side_bytes, parity = 0;
     __device__ Ring(uint32_t base, const Args &args) : stages(args.stages) {
-        slot_bytes = (args.height * K::chunk + 127) & ~127;
+        slot_bytes = args.height * K::chunk;
+        side_bytes = args.height * K::side_chunk;
         rows = base;
         weights = rows + stages * K::rows_bytes;
-        scales = weights + stages * slot_bytes;
+        sides = weights + stages * slot_bytes;
+        scales = sides + stages * side_bytes;
         full = scales + stages * K::scale_bytes;
         end = full + stages * 8;
     }
     __device__ uint32_t empty() const { return full + stages * 8; }
+    __device__ uint32_t totals() const { return end + stages * 8; }  // of a thread's registers, where all splits are its own
     __device__ __forceinline__ void advance() {
         rows += K::rows_bytes;
         weights += slot_bytes;
+        sides += side_bytes;
         scales += K::scale_bytes;
         full += 8;
         if (full == end) {
             rows -= stages * K::rows_bytes;
             weights -= stages * slot_bytes;
+            sides -= stages * side_bytes;
             scales -= stages * K::scale_bytes;
             full -= stages * 8;
             parity ^= 1;
@@ -91,9 +98,15 @@ template <class K>
 __device__ __forceinline__ bool stretch_at(const Args &args, int index, Stretch &found) {
     if (args.whole) {  // all splits of a tile in order
         constexpr int high = K::WARPS * K::STRIPS;
-        const int unit = (index / args.splits) * gridDim.x + blockIdx.x, tile = unit / args.row_tiles;
+        int unit = (index / args.splits) * gridDim.x + blockIdx.x, row_tiles = args.row_tiles;
+        if constexpr (K::paired) {
+            unit = (index / args.splits) * (gridDim.x / 2) + blockIdx.x / 2;
+            row_tiles = (row_tiles + 1) / 2;
+        }
+        const int tile = unit / row_tiles;
         found.split = index % args.splits;
-        found.row_tile = unit % args.row_tiles;
+        found.row_tile = unit % row_tiles;
+        if constexpr (K::paired) found.row_tile = found.row_tile * 2 + blockIdx.x % 2;
         found.strip = tile * high;
         found.height = min(high, args.strips - found.strip);
         if (found.height <= 0) return false;
@@ -118,15 +131,23 @@ __device__ __forceinline__ bool stretch_at(const Args &args, int index, Stretch 
 template <class K>
 __device__ void copy_weights(const Args &args, Ring<K> ring) {
     const uint64_t policy = args.row_tiles > 1 ? keep_policy() : read_once_policy();
-    const int64_t apart = int64_t(args.pitch) * K::chunk;
     Stretch now;
     for (int index = 0; stretch_at<K>(args, index, now); index++) {
-        const uint8_t *from = args.weights + now.begin * apart + int64_t(now.strip) * K::chunk;
-        const uint32_t bytes = now.height * K::chunk;
-        for (int block = now.begin; block < now.end; block++, from += apart, ring.advance()) {
+        int64_t place = int64_t(now.begin) * args.pitch + now.strip;
+        const uint32_t bytes = now.height * K::chunk, side_bytes = now.height * K::side_chunk;
+        const uint32_t half = now.height / 2 * K::chunk, rank = K::paired ? rank_of_two() : 0;
+        for (int block = now.begin; block < now.end; block++, place += args.pitch, ring.advance()) {
             barrier_wait(ring.empty(), ring.parity ^ 1);
-            barrier_expect(ring.full, bytes);
-            copy_bytes(ring.weights, from, bytes, ring.full, policy);
+            barrier_expect(ring.full, bytes + side_bytes);
+            const uint8_t *from = args.weights + place * K::chunk;
+            if constexpr (K::paired) {
+                const uint32_t first = rank ? half : 0, mine = rank ? bytes - half : half;
+                if (mine > 0) copy_bytes_to_both(ring.weights + first, from + first, mine, ring.full, policy);
+            } else {
+                copy_bytes(ring.weights, from, bytes, ring.full, policy);
+            }
+            if constexpr (K::sides > 0)
+                copy_bytes(ring.sides, args.sides + place * K::side_chunk, side_bytes, ring.full, policy);
         }
     }
 }
@@ -168,12 +189,13 @@ struct Held {
     uint4 raw[K::raws];
     uint32_t side[K::sides > 0 ? K::sides : 1];
 
-    __device__ __forceinline__ void read(uint32_t chunk) {
+    __device__ __forceinline__ void read(const Ring<K> &ring, int strip) {
+        const uint32_t chunk = ring.weights + strip * K::chunk, sides = ring.sides + strip * K::side_chunk;
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < K::raws; i++) raw[i] = load_16(chunk + lane * 16 + i * 512);
 #pragma unroll
-        for (int i = 0; i < K::sides; i++) side[i] = load_4(chunk + K::weight_bytes + lane / 4 * 4 + i * 32);
+        for (int i = 0; i < K::sides; i++) side[i] = load_4(sides + lane / 4 * 4 + i * 32);
     }
     // the registers of a step of 16 columns
     __device__ __forceinline__ void decode(uint32_t (&a)[4], int step) const {
@@ -238,9 +260,11 @@ struct CountTo<0, NUMBERS...> {
 template <int COUNT>
 using Count = typename CountTo<COUNT>::Type;
 
+template <bool PAIRED = false>
 __device__ __forceinline__ void release(uint32_t empty) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+    if (PAIRED && threadIdx.x % 32 == 1) barrier_arrive_at_neighbour(empty);
 }
 
 // What a thread has read of a block: of COUNT strips, and of the rows.
@@ -252,9 +276,8 @@ struct Operands {
     uint32_t rows, empty;
 
     __device__ __forceinline__ void read(const Ring<K> &ring) {
-        const uint32_t own = ring.weights + (threadIdx.x / 32) * K::chunk;
 #pragma unroll
-        for (int s = 0; s < COUNT; s++) held[s].read(own + s * (K::WARPS * K::chunk));
+        for (int s = 0; s < COUNT; s++) held[s].read(ring, threadIdx.x / 32 + s * K::WARPS);
         rows = ring.rows + threadIdx.x % 8 * 128;
         empty = ring.empty();
     }
@@ -408,7 +431,7 @@ struct HeldUnits {
     template <int PARITY, int UNIT>
     __device__ __forceinline__ void unit(Held<K> &held, const Ring<K> &ring, uint32_t right, bool first_block) {
         constexpr int strip = UNIT / K::groups, group = UNIT % K::groups, parity = (PARITY + UNIT) % 2;
-        if constexpr (group == 0) held.read(ring.weights + (threadIdx.x / 32 + strip * K::WARPS) * K::chunk);
+        if constexpr (group == 0) held.read(ring, threadIdx.x / 32 + strip * K::WARPS);
         float(&into)[K::regs] = one_of<K::four_bits>(acc[parity], sums[strip]);
 #pragma unroll
         for (int first = 0; first < steps; first += at_once) {
@@ -540,7 +563,7 @@ struct RowsFirst {
         hold(acc[PARITY]);
 #pragma unroll
         for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[PARITY][i], i % 4 < 2 ? x : y, sums[i]);
-        release(ring.empty());
+        release<K::paired>(ring.empty());
     }
 };
 
@@ -586,8 +609,7 @@ struct Finish {
     __device__ bool lives(int i) const { return K::rows_first || i / 4 * 8 < live; }
 
     __device__ float *part(int split) const {
-        const int64_t place = args.whole ? (int64_t(blockIdx.x) * (K::WARPS * K::STRIPS) + strip - now.strip) * args.splits + split
-                                         : (int64_t(now.row_tile) * args.strips + strip) * args.splits + split;
+        const int64_t place = (int64_t(now.row_tile) * args.strips + strip) * args.splits + split;
         return args.parts + place * (regs * 32) + threadIdx.x % 32;
     }
     __device__ void leave(const float (&sums)[regs]) const {
@@ -606,23 +628,30 @@ struct Finish {
                 if (lives(i)) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * 32));
         }
     }
-    // false where another program, or a later stretch, ends this strip; else the sums of all its parts, from zero in order
-    __device__ bool total(float (&sums)[regs]) const {
+    // False where another program, or a later stretch, ends this strip; else the sums of all its splits, from zero in order.
+    // `own`: where this thread keeps its totals.
+    __device__ bool total(float (&sums)[regs], uint32_t own) const {
         if (args.splits == 1) return true;
-        leave(sums);
         if (args.whole) {
-            if (now.split + 1 < args.splits) return false;
-        } else {
-            int before = 0;
-            int *counter = args.counters + now.row_tile * args.strips + strip;
-            __threadfence();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) before = atomicAdd(counter, 1);
-            before = __shfl_sync(0xFFFFFFFF, before, 0);
-            if (before != args.splits - 1) return false;
-            __threadfence();
-            if (threadIdx.x % 32 == 0) *counter = 0;
+            const bool last = now.split + 1 == args.splits;
+#pragma unroll
+            for (int i = 0; i < regs; i++) {
+                const uint32_t place = own + i * (K::WARPS * 128);
+                sums[i] = __fadd_rn(now.split == 0 ? 0.0f : __uint_as_float(load_4(place)), sums[i]);
+                if (!last) store_4(place, sums[i]);
+            }
+            return last;
         }
+        leave(sums);
+        int before = 0;
+        int *counter = args.counters + now.row_tile * args.strips + strip;
+        __threadfence();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) before = atomicAdd(counter, 1);
+        before = __shfl_sync(0xFFFFFFFF, before, 0);
+        if (before != args.splits - 1) return false;
+        __threadfence();
+        if (threadIdx.x % 32 == 0) *counter = 0;
         add_up(sums);
         return true;
     }
@@ -741,7 +770,8 @@ __device__ void consume(const Args &args, Ring<K> ring) {
             const int own = warp + s * K::WARPS;
             if (own < now.height || K::rows_first) {
                 const Finish<K> finish{args, now, now.strip + own, min(K::ROWS, args.rows - now.row_tile * K::ROWS)};
-                if (finish.total(sums[s])) finish.put(sums[s]);
+                const uint32_t totals = ring.totals() + (s * K::regs * K::WARPS * 32 + threadIdx.x) * 4;
+                if (finish.total(sums[s], totals)) finish.put(sums[s]);
             }
         }
     }
@@ -757,11 +787,12 @@ __device__ __forceinline__ void product(const Args &args, const TensorMap *map) 
         auto each = ring;
         for (int i = 0; i < args.stages; i++, each.advance()) {
             barrier_init(each.full, 2);
-            barrier_init(each.empty(), K::WARPS);
+            barrier_init(each.empty(), K::paired ? 2 * K::WARPS : K::WARPS);
         }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
     }
-    __syncthreads();
+    if constexpr (K::paired) sync_both();
+    else __syncthreads();
     let_next_kernel_start();
     if (threadIdx.x >= K::WARPS * 32) {
         if constexpr (K::many) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -770,5 +801,9 @@ __device__ __forceinline__ void product(const Args &args, const TensorMap *map) 
     } else {
         if constexpr (K::many) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         consume<K>(args, ring);
+    }
+    if constexpr (K::paired) {  // the neighbour may still write here
+        __syncwarp();
+        sync_both();
     }
 }

@@ -54,3 +54,7 @@ __device__ __forceinline__ float2 load_two(uint32_t address) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(found.x), "=f"(found.y) : "r"(address));
     return found;
 }
+
+__device__ __forceinline__ void store_4(uint32_t address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
