@@ -56,7 +56,7 @@ def check(name: str) -> list[str]:
             replace(cut, whole=not cut.whole, groups=groups if cut.whole else products.processors),
             Cut(cut.splits, products.processors, 64, whole=True),
             Cut(cut.splits, groups, 64),
-            Cut(cut.splits, groups // 2 or 1, 16, together=2),
+            Cut(cut.splits, groups // 2 or 1, 16),
             Cut(cut.splits, groups, 32),
             Cut(cut.splits, groups, 128),
             Cut(cut.splits, products.processors, 128, whole=True),
@@ -204,15 +204,15 @@ def time_layers(formats: list[str], counts: list[int]) -> None:
         for count in counts:
             outs = {product: new_out(copies[0], count) for product, (copies, _) in made.items()}
             said = []
-            for how in ("chosen", "1", "2", "gate 1") if count <= 32 else ("chosen",):
+            for how in ("chosen", "1", "2", "gate x2") if count <= 16 else ("chosen",):
                 cuts = {product: products.choose(copies[0], count) for product, (copies, _) in made.items()}
-                if how != "chosen":
-                    cuts = {
-                        product: replace(
-                            cut, together=2 if how == "2" or (how == "gate 1" and product != "gate") else 1
-                        )
-                        for product, cut in cuts.items()
-                    }
+                if how == "gate x2":
+                    cuts["gate"] = replace(cuts["gate"], groups=2 * products.processors, together=2)
+                elif how != "chosen":
+                    for product, (copies, _) in made.items():
+                        other = replace(cuts[product], together=int(how))
+                        if products.room(copies[0], other)[0] >= 2:
+                            cuts[product] = other
 
                 def layer(
                     i: int, count: int = count, outs: dict = outs, made: dict = made, cuts: dict = cuts

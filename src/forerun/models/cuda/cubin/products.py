@@ -108,7 +108,7 @@ class Products:
         if count > width and splits == 1 and weight.format in ("bf16", "int8", "e4m3_weights"):
             width = 256
         units = -(-weight.strips // WARPS) * -(-count // width)
-        whole = units / (-(-units // self.processors) * self.processors) > 0.8
+        whole = units / (-(-units // self.processors) * self.processors) > 0.6
         return Cut(splits, self.processors if whole else groups, width, whole)
 
     def room(self, weight: Strips, cut: Cut) -> tuple[int, int, int]:

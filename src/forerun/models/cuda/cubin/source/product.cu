@@ -16,6 +16,10 @@ KERNEL(32, 32, 2, !LYING, 1)
 #if KIND_CODE == 1
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     product_128_pairs(const __grid_constant__ TensorMap map, const __grid_constant__ Args args) {
+    product<Kernel<KIND, GROUPED, 128, 8, 1, false, true, true>>(args, &map);
+}
+extern "C" __global__ void __launch_bounds__(384, 1)
+    product_128_rows(const __grid_constant__ TensorMap map, const __grid_constant__ Args args) {
     product<Kernel<KIND, GROUPED, 128, 8, 1, false, true>>(args, &map);
 }
 #else

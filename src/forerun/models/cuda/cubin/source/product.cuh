@@ -33,11 +33,12 @@ struct Args {
     int rows, row_tiles, outputs, strips, pitch, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
 };
 
-template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false>
+template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false,
+          bool PAIRED_ = false>
 struct Kernel {
     static constexpr int FORMAT = FORMAT_, GROUP = GROUP_, ROWS = ROWS_, WARPS = WARPS_, STRIPS = STRIPS_;
     static constexpr bool BY_WARP = BY_WARP_, rows_first = ROWS_FIRST_;
-    static constexpr bool paired = rows_first;  // programs for two tiles of rows share their weights' copies
+    static constexpr bool paired = PAIRED_;  // programs for two tiles of rows share their weights' copies
     static constexpr int regs = ROWS / 2;
     // registers are moved from the warps that copy to those that multiply
     static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
@@ -659,33 +660,40 @@ struct Finish {
         if constexpr (K::rows_first) put_rows(sums);
         else put_outputs(sums);
     }
-    // rows g and g + 8 of a warp's 16, outputs 8j + 2t and the next
+    // Rows g and g + 8 of a warp's 16, outputs 8j + 2t and the next. Outputs' factors are read before anything is written:
+    // behind a write every read would be waited for.
     __device__ void put_rows(float (&sums)[regs]) const {
-        const int lane = threadIdx.x % 32, first = (threadIdx.x / 32) * 16 + lane / 4;
+        const int lane = threadIdx.x % 32, first = (threadIdx.x / 32) * 16 + lane / 4, n0 = now.strip * STRIP + lane % 4 * 2;
+        if (args.channel != nullptr) {
+            float factor[K::ROWS / 4];
+#pragma unroll
+            for (int i = 0; i < K::ROWS / 4; i++) factor[i] = __ldg(args.channel + min(n0 + i / 2 * 8 + i % 2, args.outputs - 1));
+#pragma unroll
+            for (int i = 0; i < regs; i++) sums[i] = __fmul_rn(sums[i], factor[i / 4 * 2 + i % 2]);
+        }
 #pragma unroll
         for (int high = 0; high < 2; high++) {
             if (first + high * 8 >= live) continue;
             const int64_t row = now.row_tile * K::ROWS + first + high * 8;
-            const float factor = args.factors == nullptr ? 1.0f : __ldcg(args.factors + row);
+            if (args.factors != nullptr) {
+                const float factor = __ldcg(args.factors + row);
+#pragma unroll
+                for (int i = 0; i < regs; i++)
+                    if (i / 2 % 2 == high) sums[i] = __fmul_rn(sums[i], factor);
+            }
 #pragma unroll
             for (int j = 0; j < K::ROWS / 8; j++) {
-                const int n = now.strip * STRIP + j * 8 + lane % 4 * 2;
-#pragma unroll
-                for (int odd = 0; odd < 2; odd++) {
-                    float &x = sums[j * 4 + high * 2 + odd];
-                    if (n + odd < args.outputs && args.channel != nullptr) x = __fmul_rn(x, args.channel[n + odd]);
-                    if (args.factors != nullptr) x = __fmul_rn(x, factor);
-                }
+                const int n = n0 + j * 8;
+                const float *found = sums + j * 4 + high * 2;
                 if (args.mode == SUMS) {
                     float *out = static_cast<float *>(args.out) + row * args.outputs + n;
-                    if (n < args.outputs) out[0] = sums[j * 4 + high * 2];
-                    if (n + 1 < args.outputs) out[1] = sums[j * 4 + high * 2 + 1];
+                    if (n < args.outputs) out[0] = found[0];
+                    if (n + 1 < args.outputs) out[1] = found[1];
                 } else if (j % 2) {
                     const int unit = (now.strip + j / 2) * (STRIP / 2) + lane % 4 * 2;
-                    const uint32_t low = gated(sums[j * 4 - 4 + high * 2], sums[j * 4 + high * 2]);
-                    const uint32_t top = gated(sums[j * 4 - 3 + high * 2], sums[j * 4 + high * 2 + 1]);
+                    const uint32_t both = gated(found[-4], found[0]) | gated(found[-3], found[1]) << 16;
                     uint16_t *out = static_cast<uint16_t *>(args.out) + row * (args.outputs / 2) + unit;
-                    if (unit < args.outputs / 2) *reinterpret_cast<uint32_t *>(out) = low | top << 16;
+                    if (unit < args.outputs / 2) *reinterpret_cast<uint32_t *>(out) = both;
                 }
             }
         }
