@@ -1,0 +1,191 @@
+"""Launch products of rows with packed weights (packing.py): which kernel, how many programs, how much memory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.cubin.driver import Function, Module, TensorMap, map_rows
+from forerun.models.cuda.cubin.packing import BLOCK, Strips
+
+WARPS = 8  # that multiply
+WIDTHS = (8, 16, 32, 64, 128)  # rows of one instruction of the tensor cores
+SHARED = 227 << 10  # bytes of a multiprocessor that a program may have
+PROGRAMS = 132  # that splits are chosen for: as many as an H200 has multiprocessors
+ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
+SUMS, GATED = range(2)
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "weights", "sides", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters",
+            )
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "rows", "row_tiles", "outputs", "strips", "pitch", "blocks", "groups", "splits", "height", "stages", "whole",
+                "scale_stride", "mode", "half_scales",
+            )
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut up: `splits` decides its bits, all else its speed."""
+
+    splits: int
+    groups: int
+    width: int
+    whole: bool = False
+    together: int = (
+        1  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
+    )
+    tall: int = 16  # strips of a tile, at most
+    four: bool = False  # of 32 rows: by instructions of four warps
+
+    @property
+    def height(self) -> int:
+        """Strips of a tile, at most: a warp has two, or one where there are many rows."""
+        return min(self.tall, WARPS * (2 if self.width <= 64 else 1))
+
+    @property
+    def threads(self) -> int:
+        """Two warps copy; where registers are moved from those that copy, there are four of them."""
+        return WARPS * 32 + (128 if self.width >= 64 or self.four else 64)
+
+
+def splits_of(strips: int, blocks: int) -> int:
+    """The fewest splits of the depth that give a program enough strips."""
+    for splits in (1, 2, 4, 8):
+        if strips * splits >= ENOUGH * PROGRAMS or blocks < 8 * splits:
+            return splits
+    return 8
+
+
+@lru_cache(maxsize=64)
+def _module(name: str) -> Module:
+    return Module(Path(__file__).parent / "sm_90a" / f"{name}.cubin")
+
+
+@lru_cache(maxsize=256)
+def _function(kind: str, name: str) -> Function:
+    return _module(kind).function(f"product_{name}", SHARED)
+
+
+@lru_cache(maxsize=1)
+def _quantiser() -> Function:
+    return _module("quantise").function("quantise_rows")
+
+
+class Products:
+    """Launches products on one device; unfinished sums lie in `parts`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.parts = torch.empty(1 << 24, device=device)
+        self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self._maps: dict[tuple[int, ...], TensorMap] = {}
+
+    def choose(self, weight: Strips, count: int) -> Cut:
+        """Every program has a multiprocessor; rows beyond 128 are further tiles of rows."""
+        width = next((width for width in WIDTHS if count <= width), WIDTHS[-1])
+        splits = splits_of(weight.strips, weight.blocks)
+        groups = max(1, min(self.processors // splits, weight.strips))
+        if width <= 64:
+            four = width == 32 and weight.format != "e4m3" and weight.strips > groups * WARPS
+            shared = Cut(splits, groups, width, together=2, four=four)
+            return shared if width < 64 and self.room(weight, shared)[0] >= 3 else replace(shared, together=1)
+        if count > width and splits == 1 and weight.format in ("bf16", "int8", "e4m3_weights"):
+            width = 256
+        units = -(-weight.strips // WARPS) * -(-count // width)
+        whole = units / (-(-units // self.processors) * self.processors) > 0.6
+        return Cut(splits, self.processors if whole else groups, width, whole)
+
+    def room(self, weight: Strips, cut: Cut) -> tuple[int, int, int]:
+        """Stages, strips of a tile, and bytes of shared memory."""
+        most = cut.height if cut.whole else -(-weight.strips // cut.groups)
+        height = -(-most // -(-most // cut.height))
+        chunk = weight.data.shape[2]
+        sides = 0 if weight.sides is None else weight.sides.shape[2]
+        row = 128 + 4 if weight.format == "e4m3" else 256
+        stage = height * (chunk + sides) + cut.width * row + 16
+        beyond = (2 * WARPS - height) * chunk  # what warps without a strip may read
+        totals = WARPS * 64 * cut.width * (2 if cut.width <= 64 else 1) if cut.whole and cut.splits > 1 else 0
+        fixed = 1024 + max(beyond, totals)
+        stages = min(32, (SHARED // cut.together - 1024 - fixed) // stage)
+        return stages, height, fixed + stages * stage
+
+    def multiply(
+        self,
+        weight: Strips,
+        rows: Tensor,
+        count: int,
+        out: Tensor,
+        cut: Cut | None = None,
+        scales: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """`count` rows [R, K] times a weight; `scales` [K / 128, R] of rows in e4m3, `factors` [R] of results."""
+        cut = cut or self.choose(weight, count)
+        stages, height, shared = self.room(weight, cut)
+        assert stages >= 2, f"{cut} leaves no room for two stages"
+        assert scales is None or scales.stride(0) % 256 == 0, "rows' scales need room for whole tiles of rows"
+        row_tiles = -(-count // cut.width)
+        programs = cut.groups if cut.whole else cut.groups * cut.splits
+        if cut.splits > 1 and not cut.whole:
+            self._provide(row_tiles * weight.strips * cut.splits * cut.width * 16, row_tiles * weight.strips)
+        args = _Args(
+            weight.data.data_ptr(), _pointer(weight.sides), _pointer(weight.of_blocks), _pointer(weight.channel),
+            _pointer(factors), _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(),
+            count, row_tiles, weight.outputs, weight.strips, weight.data.shape[1], weight.blocks, cut.groups,
+            cut.splits, height, stages, cut.whole, 0 if scales is None else scales.stride(0),
+            GATED if weight.gated else SUMS, weight.half_scales,
+        )  # fmt: skip
+        kind = weight.format + (f"_{weight.group}" if weight.sides is not None else "")
+        name = str(cut.width)
+        if cut.four:
+            name += "_four"
+        elif cut.whole and cut.width == 128 and weight.format == "e4m3" and (row_tiles % 2 == 0 or row_tiles > 4):
+            name += "_pairs"
+            programs -= programs % 2
+        kernel = _function(kind, name)
+        kernel.launch((programs,), cut.threads, shared, (self._map(rows, cut.width), args))
+
+    def _provide(self, numbers: int, counters: int) -> None:
+        if numbers > self.parts.numel():
+            self.parts = torch.empty(numbers, device=self.parts.device)
+        assert counters <= self.counters.numel()
+
+    def _map(self, rows: Tensor, width: int) -> TensorMap:
+        key = rows.data_ptr(), rows.element_size(), *rows.shape, width
+        if key not in self._maps:
+            self._maps[key] = map_rows(rows, width)
+        return self._maps[key]
+
+
+def quantise_rows(rows: Tensor, count: int, out: Tensor, scales: Tensor) -> None:
+    """bf16 [R, K] to e4m3 [R, K], each 128 columns of a row by their own scale [K / 128, R]."""
+    depth = rows.shape[1]
+    assert depth % BLOCK == 0
+    given = (
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_int(depth),
+        ctypes.c_int(scales.stride(0)),
+    )
+    _quantiser().launch((-(-depth // BLOCK // 4), count), 128, 0, given)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
