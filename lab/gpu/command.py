@@ -140,7 +140,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add = parser.add_argument
     add("--shapes", default="135m,1b,8b", help="shapes to time passes of; empty = none")
-    add("--weights", default="plain", help="kinds of weights: plain, int8, fp8")
+    add("--weights", default="plain", help="kinds of weights: plain, int8, fp8, w4")
     add("--quick", action="store_true", help="few sizes of passes; texts shorter, no random trees, no transformers")
     add("--long", action="store_true", help="passes behind 32k tokens too")
     add("--products", action="store_true", help="every product by number of rows")
@@ -152,6 +152,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share(group, batches=",".join(map(str, SIZES)))
     add = group.add_argument
     add("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate the model to")
+    add("--text-weights", default="plain", choices=get_args(WeightKind), help="kind of the target's weights in texts")
     add("--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package")
     add("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8")
     add("--forms", default="adaptive", help="drafts of the head: adaptive, or nodes:depth:width, by comma")

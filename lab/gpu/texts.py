@@ -44,7 +44,7 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     """Plain and drafted texts of the inflated model; every difference is shown with how near the tie was."""
     checkpoint = open_checkpoint(given.model)
     tokenizer = checkpoint.tokenizer()
-    target, large = load_inflated(checkpoint, given.preset, SLOTS)
+    target, large = load_inflated(checkpoint, given.preset, SLOTS, kind=given.text_weights)
     registry.drafters.register("answer_trees", "lab.gpu.stand_ins:AnswerTrees")
     batches = parse_batches(given.batches)
     settings = EngineConfig(max_length=4096, max_batch=max(batches))

@@ -13,6 +13,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
@@ -25,7 +26,7 @@ INFLATED = "inflated: the small model's tokens and acceptance at the cost of the
 
 
 def load_inflated(
-    checkpoint: Checkpoint, preset: str, kv_slots: int, device: str = "cuda"
+    checkpoint: Checkpoint, preset: str, kv_slots: int, device: str = "cuda", kind: WeightKind = "plain"
 ) -> tuple[CudaDecoder, InflatedWeights | None]:
     """Our GPU decoder around a checkpoint at this shape, and its weights; None where it keeps its own shape.
 
@@ -42,6 +43,7 @@ def load_inflated(
         dtype=dtype,
         device=device,
         kv_slots=kv_slots,
+        weight_kind=kind,
         greedy_walk=device_walk(torch.device(device)),
         sampling=SampledTokens(),
     )

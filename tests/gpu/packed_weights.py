@@ -19,11 +19,7 @@ MOST_ROWS = 1024
 def make(name: str, outputs: int, depth: int, gated: bool = False) -> tuple[Strips, Tensor]:
     """A random weight in a format, and the numbers it stands for [N, K] in float32."""
     order = pair_gates if gated else (lambda given: given)
-    weight = (
-        torch.randn(outputs, depth, device="cuda")
-        * torch.rand(outputs, 1, device="cuda").add(0.1)
-        / depth**0.5
-    )
+    weight = torch.randn(outputs, depth, device="cuda") * torch.rand(outputs, 1, device="cuda").add(0.1) / depth**0.5
     if name == "bf16":
         held = weight.bfloat16()
         packed, numbers = pack_bf16(order(held)), held.float()
@@ -54,9 +50,7 @@ def make(name: str, outputs: int, depth: int, gated: bool = False) -> tuple[Stri
         numbers = ((data - zeros[..., None]) * scales.float()[..., None]).view(outputs, depth)
         given = zeros if "zeros" in name else None
         packed = pack_int4(
-            order(data.view(outputs, depth).to(torch.uint8)),
-            order(scales),
-            None if given is None else order(given),
+            order(data.view(outputs, depth).to(torch.uint8)), order(scales), None if given is None else order(given)
         )
     return replace(packed, gated=gated), numbers
 
@@ -81,9 +75,7 @@ class Rows:
         )
 
 
-def multiply(
-    products: Products, weight: Strips, rows: Rows, count: int, out: Tensor, cut: Cut | None = None
-) -> None:
+def multiply(products: Products, weight: Strips, rows: Rows, count: int, out: Tensor, cut: Cut | None = None) -> None:
     if weight.format == "e4m3":
         products.multiply(weight, rows.bytes, count, out, cut, rows.scales)
     else:

@@ -110,9 +110,7 @@ def test_splits_follow_from_the_shape() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("outputs", "depth"), [(256, 256), (4096, 4096), (6144, 1024), (1024, 1536)])
-def test_a_product_is_right_and_a_row_has_its_own_bits(
-    products: Products, name: str, outputs: int, depth: int
-) -> None:
+def test_a_product_is_right_and_a_row_has_its_own_bits(products: Products, name: str, outputs: int, depth: int) -> None:
     torch.manual_seed(outputs)
     weight, numbers = make(name, outputs, depth)
     rows = Rows(depth, 520)

@@ -274,7 +274,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             from forerun.verify.greedy import device_walk
             from forerun.verify.sampled import SampledTokens
 
-            kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8") else "plain"
+            kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8", "w4") else "plain"
             # parts that its kernels do not have run in torch, which has no weights of one byte
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
@@ -325,12 +325,12 @@ def _device(name: str) -> str:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name in ("int8", "fp8"):
+    if name in ("int8", "fp8", "w4"):
         if device.type != "cuda":
             raise InvalidInput(f"dtype={name!r} needs a CUDA device; on a CPU use q8")
-        return torch.bfloat16  # the rows' dtype: weights are read as one byte each
+        return torch.bfloat16  # the rows' dtype: weights are read as one byte each, or as four bits
     if name in ("gguf", "q8"):
         raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:
-        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, int8, fp8, q8 or gguf")
+        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, int8, fp8, w4, q8 or gguf")
     return _DTYPES[name]

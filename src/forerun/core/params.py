@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "w4", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
 SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",

@@ -19,7 +19,16 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
-from forerun.models.cuda.weights import ExpertWeights, Weight, WeightKind, interleaved, pack, stack_experts
+from forerun.models.cuda.weights import (
+    ExpertWeights,
+    Role,
+    Weight,
+    WeightKind,
+    interleaved,
+    pack,
+    pack_strips,
+    stack_experts,
+)
 from forerun.models.layers import Experts
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
@@ -67,6 +76,7 @@ class Model:
     """A checkpoint on the device."""
 
     whole = False  # rows are whole numbers of two bytes: heads of int8 weights only
+    compiled = False
     entry: Weight | None = None  # [D, K] starts the residual stream from wider rows: heads only
 
     def __init__(
@@ -76,15 +86,18 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         kind: WeightKind = "plain",
+        compiled: bool = False,
     ) -> None:
+        """`compiled`: weights lie as the products that are compiled ahead read them (cubin/)."""
         check_supported(config)
         self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
+        self.compiled = compiled
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = Checkpoint(weights, config, dtype, device)
             ropes = [self._rope(i) for i in range(len(config.ropes))]
             self.embedding = checkpoint.embedding()
-            self.head = pack(checkpoint.head(self.embedding), kind)
+            self.head = self._pack(checkpoint.head(self.embedding), "head")
             self.final_norm = checkpoint.final_norm()
             self.layers = [
                 self._layer(checkpoint.block(i), i, None if rope is None else ropes[rope])
@@ -114,7 +127,7 @@ class Model:
             gate_up, down = experts.gate_up, experts.down
             biases: tuple[Tensor | None, ...] = (block.o_bias,)
         else:
-            gate_up, down = pack(interleaved(mlp.gate_up), self.kind), pack(mlp.down, self.kind)
+            gate_up, down = self._pack(interleaved(mlp.gate_up), "gate"), self._pack(mlp.down)
             biases = block.o_bias, mlp.gate_up_bias, mlp.down_bias
         if any(bias is not None for bias in biases):
             raise UnsupportedModel(
@@ -122,10 +135,10 @@ class Model:
             )
         return Layer(
             attention_norm=block.attention_norm,
-            qkv=pack(block.qkv, self.kind),
+            qkv=self._pack(block.qkv),
             qkv_bias=block.qkv_bias,
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
-            o=pack(block.o, self.kind),
+            o=self._pack(block.o),
             mlp_norm=block.mlp_norm,
             gate_up=gate_up,
             down=down,
@@ -133,6 +146,9 @@ class Model:
             window=self.config.windows[index] or 0,
             experts=experts,
         )
+
+    def _pack(self, weight: Tensor, role: Role = "layer") -> Weight:
+        return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
 
     def _rope(self, index: int) -> Tensor:
         """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it."""

@@ -8,9 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.core.errors import InvalidInput, MissingDependency
+from forerun.core.errors import InvalidInput, MissingDependency, UnsupportedModel
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.cubin.products import path_of
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainSteps
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
 from forerun.models.pages import TREE_MARGIN
 
@@ -41,6 +44,26 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
     return kernels
 
 
+def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, kernels: str) -> bool:
+    """Are there products compiled ahead for weights of this kind here? Weights of four bits have no others."""
+    depths = config.width, config.heads * config.head_dim, config.inner
+    names = {"int8": ("int8",), "fp8": ("e4m3", "e4m3_weights", "quantise"), "w4": ("int4_128", "int8")}
+    reason = ""
+    if kind == "plain":
+        return False
+    if kernels != "triton" or torch.cuda.get_device_capability(device)[0] != 9:
+        reason = "the GPU is not of the Hopper generation (H100, H200)"
+    elif not all(path_of(name).exists() for name in names[kind]):
+        reason = "this installation has no compiled kernels"
+    elif config.moe is not None:
+        reason = "the model has experts"
+    elif any(depth % 128 for depth in depths):
+        reason = f"widths {', '.join(map(str, depths))} must be multiples of 128"
+    if reason and kind == "w4":
+        raise UnsupportedModel(f"weights of four bits cannot be used: {reason}; use dtype='int8' or 'bfloat16'")
+    return not reason
+
+
 def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor) -> Steps:
     routed = model.config.moe is not None
     if kernels == "torch":
@@ -49,6 +72,10 @@ def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffe
         from forerun.models.cuda.steps.experts import FusedExpertSteps
 
         return FusedExpertSteps(model, buffers, kv)
+    if model.compiled:
+        from forerun.models.cuda.steps.compiled import CompiledSteps
+
+        return CompiledSteps(model, buffers, kv)
     from forerun.models.cuda.steps.fused import FusedSteps
 
     return FusedSteps(model, buffers, kv)

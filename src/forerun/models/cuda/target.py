@@ -53,7 +53,7 @@ from forerun.models.cuda.plan import (
     rows_beside,
     rows_of,
 )
-from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
+from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
 from forerun.models.partial import Leave, PartialTarget
@@ -82,12 +82,13 @@ class CudaDecoder(SlotTarget):
         greedy_walk: GreedyWalk,
         sampling: DeviceSampling | None = None,
     ) -> None:
-        self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
+        self.kernels = pick_kernels(kernels, torch.device(device), dtype)
+        compiled = has_compiled(weight_kind, config, torch.device(device), self.kernels)
+        self.model = Model(config, weights, dtype, torch.device(device), weight_kind, compiled)
         self.buffers = Buffers(self.model)
         slots = kv_slots or pool_slots(self.model, kv_memory)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.max_length = self.model.max_length
-        self.kernels = pick_kernels(kernels, self.device, dtype)
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes)

@@ -11,6 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from forerun.models.cuda.cubin.products import path_of
 from forerun.models.cuda.cubin.wgmma_header import wgmma_header
 
 HERE = Path(__file__).parent
@@ -27,11 +28,6 @@ FILES = {  # name: format, columns of a group
     "int4_zeros_128": ("INT4_ZEROS", 128),
     "int4_zeros_32": ("INT4_ZEROS", 32),
 }
-
-
-def path_of(name: str) -> Path:
-    """Where a compiled file lies."""
-    return HERE / ARCHITECTURE / f"{name}.cubin"
 
 
 def compile_one(name: str, headers: Path, extra: list[str]) -> str:
@@ -64,7 +60,5 @@ if __name__ == "__main__":
     options = [option for option in sys.argv[1:] if option.startswith("-")]
     chosen = [name for name in sys.argv[1:] if not name.startswith("-")] or ["quantise", *FILES]
     for name, report in build(chosen, options).items():
-        lines = [
-            line for line in report.splitlines() if "spill" in line or "Used" in line or "arning" in line
-        ]
+        lines = [line for line in report.splitlines() if "spill" in line or "Used" in line or "arning" in line]
         print(name, *lines, sep="\n  ")  # noqa: T201

@@ -40,7 +40,7 @@ class DriverError(RuntimeError):
 
 @lru_cache(maxsize=1)
 def _driver() -> ctypes.CDLL:
-    torch.cuda.init()  # which also makes the context that modules are loaded into
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # which also makes the context that modules are loaded into
     torch.cuda.current_stream().synchronize()
     return ctypes.CDLL("libcuda.so.1")
 
@@ -62,12 +62,7 @@ class Function:
             _call("cuFuncSetAttribute", handle, _MOST_SHARED, shared)
 
     def launch(
-        self,
-        grid: Sequence[int],
-        threads: int,
-        shared: int,
-        arguments: Sequence[object],
-        early: bool = True,
+        self, grid: Sequence[int], threads: int, shared: int, arguments: Sequence[object], early: bool = True
     ) -> None:
         """`early`: it may start before the kernel ahead of it has ended, and waits for it itself."""
         pointers = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in arguments]  # type: ignore[type-var]
@@ -108,7 +103,9 @@ def map_rows(rows: Tensor, count: int) -> TensorMap:
     """`count` rows by 128 columns at a time, in lines of 128 bytes with their pieces of 16 bytes exchanged."""
     size, (height, depth) = rows.element_size(), rows.shape
     line = 128 // size
-    assert rows.stride(1) == 1 and depth % line == 0 and rows.data_ptr() % 16 == 0
+    assert rows.stride(1) == 1
+    assert depth % line == 0
+    assert rows.data_ptr() % 16 == 0
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)  # the driver wants 64-byte alignment
     start = -ctypes.addressof(room) % 64
     made = TensorMap.from_buffer(room, start)

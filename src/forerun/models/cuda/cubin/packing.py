@@ -34,6 +34,10 @@ class Strips:
     gated: bool = False
 
     @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.outputs, self.depth))
+
+    @property
     def strips(self) -> int:
         """How many hold outputs; memory has a multiple of eight of them."""
         return -(-self.outputs // STRIP)
@@ -46,6 +50,17 @@ class Strips:
     def nbytes(self) -> int:
         apart = (0 if tensor is None else tensor.nbytes for tensor in (self.channel, self.of_blocks, self.sides))
         return self.data.nbytes + sum(apart)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Some of its rows, widened: of weights of one byte for rows in bf16, as LM heads are."""
+        assert self.format in ("int8", "e4m3_weights")
+        assert self.channel is not None
+        parts = self.data.view(self.blocks, -1, TILE, 4, 8, 4, 2, 2, 2, 2)
+        # block, tile, strip, two steps, g, t, step, upper, odd, half
+        wide = parts.permute(1, 2, 9, 4, 0, 3, 6, 7, 5, 8).reshape(-1, self.blocks * BLOCK)
+        kind = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
+        found: Tensor = wide[rows, : self.depth].view(kind).float() * self.channel[rows, None]
+        return found
 
 
 def pair_gates(gate_up: Tensor) -> Tensor:
@@ -68,9 +83,7 @@ def _lines(weight: Tensor) -> Tensor:
     """[N, K] of bytes -> [tiles, blocks, 8, bytes] for tensor cores that read weights from shared memory."""
     weight = _padded(weight, BLOCK, BLOCK)
     tiles, blocks = weight.shape[0] // BLOCK, weight.shape[1] // BLOCK
-    pieces = weight.reshape(tiles, BLOCK, blocks, 8, 16).transpose(
-        1, 2
-    )  # tile, block, output, piece of 16 bytes
+    pieces = weight.reshape(tiles, BLOCK, blocks, 8, 16).transpose(1, 2)  # tile, block, output, piece of 16 bytes
     row = torch.arange(BLOCK, device=weight.device)[:, None]
     place = torch.arange(8, device=weight.device)[None, :] ^ (row % 8)
     exchanged = pieces.gather(3, place[:, :, None].expand(*pieces.shape))
@@ -90,16 +103,21 @@ def _word_fragments(weight: Tensor) -> Tensor:
     return parts.reshape(*parts.shape[:3], -1).view(torch.uint8)
 
 
+def _split_steps(parts: Tensor, count: int) -> Tensor:
+    """The eight steps of a block, dimension 5, as `count` times so many."""
+    return parts.reshape(*parts.shape[:5], count, 8 // count, *parts.shape[6:])
+
+
 def _byte_fragments(weight: Tensor) -> Tensor:
     """A thread's 16 bytes are two steps of 16 columns."""
-    parts = _fragments(weight).unflatten(5, (4, 2))
+    parts = _split_steps(_fragments(weight), 4)
     parts = parts.permute(0, 1, 2, 5, 4, 8, 6, 7, 9, 3)  # ..., two steps, g, t, step, upper, odd, half
     return parts.reshape(*parts.shape[:3], -1)
 
 
 def _nibble_fragments(weight: Tensor) -> Tensor:
     """A thread's 16 bytes are four steps of 16 columns."""
-    parts = _fragments(weight).unflatten(5, (2, 4))
+    parts = _split_steps(_fragments(weight), 2)
     parts = parts.permute(0, 1, 2, 5, 4, 8, 6, 9, 7, 3)  # ..., four steps, g, t, step, odd, upper, half
     joined = parts[..., 0] | (parts[..., 1] << 4)
     return joined.reshape(*parts.shape[:3], -1)
@@ -121,20 +139,22 @@ def _by_block(chunks: Tensor) -> Tensor:
 
 def pack_bf16(weight: Tensor) -> Strips:
     """bf16 weights [N, K]."""
-    return Strips("bf16", _by_block(_word_fragments(weight)), *weight.shape)
+    return Strips("bf16", _by_block(_word_fragments(weight)), weight.shape[0], weight.shape[1])
 
 
 def pack_e4m3(weight: Tensor, channel: Tensor | None = None, of_blocks: Tensor | None = None) -> Strips:
     """For rows in e4m3 as well. Scales of outputs [N], or of 128 x 128 blocks [N / 128, K / 128], or both."""
     if of_blocks is not None:
         of_blocks = of_blocks.float().repeat_interleave(TILE, 0).contiguous()
-    return Strips("e4m3", _by_block(_lines(weight.view(torch.uint8))), *weight.shape, channel, of_blocks)
+    return Strips(
+        "e4m3", _by_block(_lines(weight.view(torch.uint8))), weight.shape[0], weight.shape[1], channel, of_blocks
+    )
 
 
 def pack_bytes(weight: Tensor, channel: Tensor) -> Strips:
     """int8 or e4m3 weights [N, K] with a scale for each output, for rows in bf16."""
     kind: Format = "int8" if weight.dtype == torch.int8 else "e4m3_weights"
-    return Strips(kind, _by_block(_byte_fragments(weight.view(torch.uint8))), *weight.shape, channel)
+    return Strips(kind, _by_block(_byte_fragments(weight.view(torch.uint8))), weight.shape[0], weight.shape[1], channel)
 
 
 def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Strips:
@@ -148,4 +168,6 @@ def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> St
         sides.append(_of_outputs(-(128 + zeros.float()).to(torch.bfloat16), group))
     half = scales.dtype == torch.float16
     kind: Format = "int4" if zeros is None else "int4_zeros"
-    return Strips(kind, _by_block(data), *weight.shape, None, None, _by_block(torch.cat(sides, 3)), group, half)
+    return Strips(
+        kind, _by_block(data), weight.shape[0], weight.shape[1], None, None, _by_block(torch.cat(sides, 3)), group, half
+    )

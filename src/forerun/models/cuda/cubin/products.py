@@ -21,22 +21,15 @@ ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
 SUMS, GATED = range(2)
 
 
+_POINTERS = "weights", "sides", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters"
+_NUMBERS = (
+    "rows", "row_tiles", "outputs", "strips", "pitch", "blocks", "groups", "splits", "height", "stages", "whole",
+    "scale_stride", "mode", "half_scales",
+)  # fmt: skip
+
+
 class _Args(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "weights", "sides", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters",
-            )
-        ),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "rows", "row_tiles", "outputs", "strips", "pitch", "blocks", "groups", "splits", "height", "stages", "whole",
-                "scale_stride", "mode", "half_scales",
-            )
-        ),
-    )  # fmt: skip
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int) for name in _NUMBERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +40,7 @@ class Cut:
     groups: int
     width: int
     whole: bool = False
-    together: int = (
-        1  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
-    )
+    together: int = 1  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
     tall: int = 16  # strips of a tile, at most
     four: bool = False  # of 32 rows: by instructions of four warps
 
@@ -72,9 +63,14 @@ def splits_of(strips: int, blocks: int) -> int:
     return 8
 
 
+def path_of(name: str) -> Path:
+    """Where a compiled file lies."""
+    return Path(__file__).parent / "sm_90a" / f"{name}.cubin"
+
+
 @lru_cache(maxsize=64)
 def _module(name: str) -> Module:
-    return Module(Path(__file__).parent / "sm_90a" / f"{name}.cubin")
+    return Module(path_of(name))
 
 
 @lru_cache(maxsize=256)
@@ -92,9 +88,22 @@ class Products:
 
     def __init__(self, device: torch.device) -> None:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.parts = torch.empty(1 << 24, device=device)
+        self.parts = torch.empty(0, device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, ...], TensorMap] = {}
+
+    def reserve(self, weight: Strips, most: int) -> None:
+        """Memory for products of up to `most` rows: captured graphs hold its address, so it must not move later."""
+        for count in range(1, most + 1):
+            cut = self.choose(weight, count)
+            if cut.splits > 1 and not cut.whole:
+                self._provide(*self._unfinished(weight, cut, count))
+
+    @staticmethod
+    def _unfinished(weight: Strips, cut: Cut, count: int) -> tuple[int, int]:
+        """How many numbers splits leave for the last of them, and how many counters they need."""
+        tiles = -(-count // cut.width) * weight.strips
+        return tiles * cut.splits * cut.width * 16, tiles
 
     def choose(self, weight: Strips, count: int) -> Cut:
         """Every program has a multiprocessor; rows beyond 128 are further tiles of rows."""
@@ -143,7 +152,7 @@ class Products:
         row_tiles = -(-count // cut.width)
         programs = cut.groups if cut.whole else cut.groups * cut.splits
         if cut.splits > 1 and not cut.whole:
-            self._provide(row_tiles * weight.strips * cut.splits * cut.width * 16, row_tiles * weight.strips)
+            self._provide(*self._unfinished(weight, cut, count))
         args = _Args(
             weight.data.data_ptr(), _pointer(weight.sides), _pointer(weight.of_blocks), _pointer(weight.channel),
             _pointer(factors), _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(),

@@ -24,14 +24,14 @@ def wgmma_header() -> str:
             count = rows // 2
             sums = ", ".join(f"%{i}" for i in range(count))
             behind = [f"%{count + i}" for i in range(6)]
-            left, rest = (
-                ("{" + ", ".join(behind[:4]) + "}", behind[4:]) if registers else (behind[0], behind[1:])
-            )
+            left, rest = ("{" + ", ".join(behind[:4]) + "}", behind[4:]) if registers else (behind[0], behind[1:])
             given = ['"r"(a[0])', '"r"(a[1])', '"r"(a[2])', '"r"(a[3])'] if registers else ['"l"(whole(a))']
+            own = declared.replace("ROWS / 2", str(count))
+            instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k{depth}.f32.{types}"
             lines += [
-                f"template <> __device__ __forceinline__ void {name}<{rows}>({declared.replace('ROWS / 2', str(count))}) {{",
+                f"template <> __device__ __forceinline__ void {name}<{rows}>({own}) {{",
                 f'    asm volatile("{{\\n .reg .pred p;\\n setp.ne.b32 p, {rest[1]}, 0;\\n"',
-                f'        "wgmma.mma_async.sync.aligned.m64n{rows}k{depth}.f32.{types} {{{sums}}}, {left}, {rest[0]}, p{flags};\\n}}"',
+                f'        "{instruction} {{{sums}}}, {left}, {rest[0]}, p{flags};\\n}}"',
                 "        : " + ", ".join(f'"+f"(d[{i}])' for i in range(count)),
                 "        : " + ", ".join([*given, '"l"(whole(rows))', '"r"(add)']) + ");",
                 "}",

@@ -64,9 +64,9 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_residual(parts, x, out, norm, inverses, APART, eps, WIDTH: tl.constexpr, UP: tl.constexpr,
-                    PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add one row to the residual stream, and leave what the next norm needs."""
+def finish_residual(parts, x, out, bytes, scales, norm, inverses, APART, eps, scale_stride, WIDTH: tl.constexpr,
+                    UP: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Add one row to the residual stream, and leave what the next norm needs; with BYTES also the row in e4m3."""
     m = tl.program_id(0)
     n = tl.arange(0, UP)
     inside = n < WIDTH
@@ -80,8 +80,24 @@ def finish_residual(parts, x, out, norm, inverses, APART, eps, WIDTH: tl.constex
     acc = _added_up(parts, place, inside, stride, tl.zeros((UP,), dtype=tl.float32), PARTS)
     acc += old
     tl.store(x + place, acc, mask=inside)
-    tl.store(out + place, (acc * weight).to(out.dtype.element_ty), mask=inside)
+    scaled = (acc * weight).to(out.dtype.element_ty)
+    tl.store(out + place, scaled, mask=inside)
     tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, UP, eps))
+    if BYTES:
+        _put_bytes(scaled.to(tl.float32), m, bytes, scales, scale_stride, WIDTH, UP)
+
+
+@triton.jit
+def _put_bytes(row, m, bytes, scales, scale_stride, WIDTH: tl.constexpr, UP: tl.constexpr):
+    """One row in e4m3, each 128 columns divided by a scale of their own [WIDTH / 128, rows]."""
+    held = tl.reshape(row, (UP // 128, 128))
+    block, column = tl.arange(0, UP // 128), tl.arange(0, 128)
+    most = tl.maximum(tl.max(tl.abs(held), 1), 1e-30)
+    number = held * tl.div_rn(448.0, most)[:, None]
+    place = m * WIDTH + block[:, None] * 128 + column[None, :]
+    there = block < WIDTH // 128
+    tl.store(bytes + place, number.to(tl.float8e4nv), mask=there[:, None] & (column >= 0)[None, :])
+    tl.store(scales + block * scale_stride + m, tl.div_rn(most, 448.0), mask=there)
 
 
 @triton.jit(do_not_specialize=["APART"])

@@ -18,7 +18,7 @@ from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.fused import FusedSteps
 from forerun.models.cuda.steps.tiles import power_of_two
-from forerun.models.cuda.weights import ExpertWeights, Weight
+from forerun.models.cuda.weights import ExpertWeights, Strips, Weight
 
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
@@ -171,6 +171,7 @@ class ExpertBuffers:
         tile = choose_expert_tile(outputs, depth, self.moe.per_token if each else 1)
         block = rows_per_block(rows * (self.moe.per_token if each else 1) / count)
         grid = -(-rows // block), outputs // tile.outputs, count
+        assert not isinstance(weight, Strips)
         data, scales = (weight, self.gates) if isinstance(weight, Tensor) else (weight.data, weight.scales)
         order, starts, ends = self.order, self.starts[layer], self.ends[layer]
         if not each:

@@ -21,6 +21,7 @@ from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.steps.finish import InBytes, Sums, finish_qkv, finish_residual
 from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     Tile,
@@ -30,7 +31,7 @@ from forerun.models.cuda.steps.tiles import (
     rows_per_tile,
     stages_of,
 )
-from forerun.models.cuda.weights import Weight
+from forerun.models.cuda.weights import Strips, Weight
 
 if TYPE_CHECKING:
     from forerun.models.cuda.steps.wide import WideProducts
@@ -180,6 +181,7 @@ class FusedSteps:
         tile = self._tile(name, wide)
         unused = self.squares
         grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
+        assert not isinstance(weight, Strips), "products compiled ahead are those of compiled.py"
         data, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.data, weight.scales)
         stage = tile.depth * (data.element_size() * tile.outputs + 2 * wide)  # bytes
         # as many bytes in flight
@@ -229,11 +231,19 @@ class FusedSteps:
             wide.logits(count, rows, weight, out)
         elif mode == RESIDUAL:
             assert norm is not None
-            parts = wide.sums(name, count, rows, weight)
-            wide.finish_residual(parts, count, self.buffers.x, out, norm, self.model.config.norm_eps)
+            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm)
         else:
-            parts = wide.sums(name, count, rows, weight)
-            wide.finish_qkv(parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed)
+            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed)
+
+    def _finish_residual(
+        self, sums: Sums, count: int, out: Tensor, norm: Tensor, in_bytes: InBytes | None = None
+    ) -> None:
+        eps = self.model.config.norm_eps
+        finish_residual(sums, self.inverses, count, self.buffers.x, out, norm, eps, in_bytes)
+
+    def _finish_qkv(self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool) -> None:
+        place, kv = self.model.layers[layer], self.kv[layer]
+        finish_qkv(sums, self.inverses, run, self.model.config, place, kv, out, normed)
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles, of products that have many.

@@ -1,4 +1,4 @@
-"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels/wide.py, kernels/rows.py).
+"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels/wide.py).
 
 Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
 changes only their speed: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
@@ -11,18 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from forerun.models.config import DecoderConfig
-from forerun.models.cuda.kernels import rows as kernels_rows
 from forerun.models.cuda.kernels import wide as kernels_wide
-from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
 from forerun.models.cuda.steps.compiling import compile_together
+from forerun.models.cuda.steps.finish import Sums
 from forerun.models.cuda.steps.tiles import MANY
 from forerun.models.cuda.weights import Weight
 
@@ -40,13 +37,6 @@ _PIECES = {  # rows of a tile as powers of two
     224: (128, 64, 32),
     256: (256, 0, 0),
 }
-
-
-class Parts(NamedTuple):
-    """Sums that are not finished: how many there are of each number, and the rows from one to the next."""
-
-    number: int
-    apart: int
 
 
 class Cut(Protocol):
@@ -179,7 +169,7 @@ class WideProducts:
     def total(self, count: int, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
         """[count, N] as finishing kernels see it: the parts added from zero in order."""
         total = torch.zeros(count, len(weight), device=rows.device)
-        number, apart = self._sums(tile, count, rows, weight)
+        _, number, apart = self._sums(tile, count, rows, weight)
         for part in self.parts[: number * apart * len(weight)].view(number, apart, -1):
             total += part[:count]
         return total
@@ -188,17 +178,17 @@ class WideProducts:
         """Are passes of `count` rows done here?"""
         return ("gate", count) in self.tiles
 
-    def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> Parts:
+    def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> Sums:
         """Leave the parts [number, apart, N] of a product."""
         return self._sums(self.tiles[name, count], count, rows, weight)
 
-    def _sums(self, tile: WideTile, count: int, rows: Tensor, weight: Tensor) -> Parts:
+    def _sums(self, tile: WideTile, count: int, rows: Tensor, weight: Tensor) -> Sums:
         if tile.library:
             into = self.parts[: count * len(weight)].view(count, -1)
             torch.mm(rows[:count], weight.T, torch.float32, out=into)
         else:
             self._launch(tile, PARTS, count, rows, weight, self.parts)
-        return Parts(tile.parallel, tile.tall(count))
+        return Sums(self.parts, tile.parallel, tile.tall(count))
 
     def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch(self.tiles["gate", count], GATED, count, rows, weight, out)
@@ -232,37 +222,8 @@ class WideProducts:
             self._described[key] = kernels_wide.describe(tensor, rows, columns)
         return self._described[key]
 
-    def finish_residual(self, parts: Parts, count: int, x: Tensor, out: Tensor, norm: Tensor, eps: float) -> None:
-        """Add what `sums` left to the residual stream, and leave what the next norm needs."""
-        width = x.shape[1]
-        kernels_rows.finish_residual[(count,)](
-            self.parts, x, out, norm, self.inverses, parts.apart, eps, WIDTH=width,
-            UP=1 << (width - 1).bit_length(), PARTS=parts.number, PDL=True, num_warps=8, enable_fp_fusion=False,
-            launch_pdl=True,
-        )  # fmt: skip
-
-    def finish_qkv(
-        self, parts: Parts, run: Run, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
-    ) -> None:
-        """Make queries, keys and values of what `sums` left; kv [2, Hkv, S, D]."""
-        heads = gcd(config.heads, config.kv_heads, 8)
-        unused = self.inverses
-        kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
-            self.parts, self.inverses, out, kv[0], kv[1], _or(layer.qkv_bias, unused), _or(layer.qk_norm, unused),
-            _or(layer.rope, unused), run.positions, run.slots, parts.apart, config.norm_eps, kv.stride(1),
-            H=config.heads, HKV=config.kv_heads, D=config.head_dim,
-            ROT=0 if layer.rope is None else layer.rope.shape[1],
-            HEADS=heads, PARTS=parts.number, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
-            ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False,
-            launch_pdl=True,
-        )  # fmt: skip
-
 
 def _random(rows: int, like: Tensor) -> Tensor:
     """[rows, K] of a weight's type: real weights may be zeros, whose sums say nothing."""
     seed = torch.Generator(like.device).manual_seed(rows)
     return torch.randn(rows, like.shape[1], generator=seed, device=like.device).to(like.dtype)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor

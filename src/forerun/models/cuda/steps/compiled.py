@@ -1,0 +1,91 @@
+"""The steps of a pass by products compiled ahead (models/cuda/cubin): weights of one byte or four bits, on Hopper.
+
+A product leaves its sums in memory, and one program per row goes on (finish.py). The gate and the LM head need
+no such step: the product itself applies the norm's factor of each row. Rows that meet e4m3 weights become e4m3 before
+the product, by scales of their own; how a row is computed never depends on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.cubin.products import Products, quantise_rows
+from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.finish import InBytes, Sums
+from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps
+from forerun.models.cuda.weights import BLOCK, Strips, Weight
+
+
+class CompiledSteps(FusedSteps):
+    """Implements forerun.models.cuda.network.Steps for models whose weights all are `Strips`."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        layer, device = model.layers[0], model.device
+        weights = layer.qkv, layer.o, layer.gate_up, layer.down, model.head
+        self.products = Products(device)
+        for weight in weights:
+            assert isinstance(weight, Strips)
+            self.products.reserve(weight, MAX_ROWS)
+        self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width), device=device)
+        depths = {weight.depth for weight in weights if isinstance(weight, Strips) and weight.format == "e4m3"}
+        self._bytes = {
+            depth: InBytes(
+                torch.zeros(MAX_ROWS, depth, dtype=torch.uint8, device=device),
+                torch.zeros(depth // BLOCK, MAX_ROWS, device=device),
+            )
+            for depth in depths
+        }
+        self._embedded = False  # does the residual stream hold embeddings, which are not in e4m3 yet?
+        self._stream = self._bytes.get(self.width)  # of rows of the residual stream
+        if self._stream is not None:  # attention's rows may be as wide
+            self._stream = InBytes(*(part.clone() for part in self._stream))
+
+    def _partials(self, name: str) -> int:
+        return 0  # sums of splits lie in what the products have reserved
+
+    def _linear(
+        self,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Weight,
+        out: Tensor,
+        norm: Tensor | None = None,
+        layer: int = 0,
+        normed: bool = False,
+    ) -> None:
+        assert isinstance(weight, Strips)
+        count, scales = run.size.rows, None
+        if weight.format == "e4m3":
+            rows, scales = self._in_bytes(rows, weight, count)
+        if mode in (GATED, LOGITS):
+            factors = None if normed else self.inverses
+            self.products.multiply(weight, rows, count, out, scales=scales, factors=factors)
+            return
+        self.products.multiply(weight, rows, count, self.sums, scales=scales)
+        sums = Sums(self.sums, 1, count)
+        if mode == RESIDUAL:
+            assert norm is not None
+            self._finish_residual(sums, count, out, norm, self._stream)
+        else:
+            self._finish_qkv(sums, run, layer, out, normed)
+
+    def embed(self, run: Run) -> None:
+        super().embed(run)
+        self._embedded = True
+
+    def _in_bytes(self, rows: Tensor, weight: Strips, count: int) -> InBytes:
+        """Rows in e4m3; those of the residual stream were left so by the product that added to it last."""
+        if rows is not self.buffers.rows:
+            found = self._bytes[weight.depth]
+            quantise_rows(rows, count, *found)
+            return found
+        assert self._stream is not None
+        if self._embedded:
+            quantise_rows(rows, count, *self._stream)
+            self._embedded = False
+        return self._stream
