@@ -176,7 +176,7 @@ def test_one_byte_gives_the_bits_of_the_same_numbers_in_bf16(
 
 
 def _by_triton(rows: Tensor, weight: Tensor, splits: int) -> Tensor:
-    linear: Any = pytest.importorskip("forerun.models.cuda.kernels_linear").linear
+    linear: Any = pytest.importorskip("forerun.models.cuda.kernels.linear").linear
     outputs, depth = weight.shape
     out = torch.empty(16, outputs, device="cuda")
     unused = torch.zeros(1 << 12, dtype=torch.float64, device="cuda")

@@ -21,10 +21,10 @@ ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
 SUMS, GATED = range(2)
 
 
-_POINTERS = "weights", "sides", "of_blocks", "channel", "factors", "row_scales", "out", "parts", "counters"
+_POINTERS = "weights", "sides", "of_blocks", "channel", "squares", "row_scales", "out", "parts", "counters"
 _NUMBERS = (
     "rows", "row_tiles", "outputs", "strips", "pitch", "blocks", "groups", "splits", "height", "stages", "whole",
-    "scale_stride", "mode", "half_scales",
+    "scale_stride", "mode", "half_scales", "pieces", "square_stride", "depth",
 )  # fmt: skip
 
 
@@ -53,6 +53,21 @@ class Cut:
     def threads(self) -> int:
         """Two warps copy; where registers are moved from those that copy, there are four of them."""
         return WARPS * 32 + (128 if self.width >= 64 or self.four else 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The norm of rows that come without it: [R, at least `pieces`] fp64 sums of squares of the pieces of each."""
+
+    squares: Tensor
+    pieces: int
+    width: int
+    eps: float
+
+    @property
+    def numbers(self) -> tuple[int, int, int, float]:
+        """As kernels take them."""
+        return self.pieces, self.squares.stride(0), self.width, self.eps
 
 
 def splits_of(strips: int, blocks: int) -> int:
@@ -142,9 +157,9 @@ class Products:
         out: Tensor,
         cut: Cut | None = None,
         scales: Tensor | None = None,
-        factors: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> None:
-        """`count` rows [R, K] times a weight; `scales` [K / 128, R] of rows in e4m3, `factors` [R] of results."""
+        """`count` rows [R, K] times a weight; `scales` [K / 128, R] of rows in e4m3, `norm` of what they are worth."""
         cut = cut or self.choose(weight, count)
         stages, height, shared = self.room(weight, cut)
         assert stages >= 2, f"{cut} leaves no room for two stages"
@@ -155,10 +170,11 @@ class Products:
             self._provide(*self._unfinished(weight, cut, count))
         args = _Args(
             weight.data.data_ptr(), _pointer(weight.sides), _pointer(weight.of_blocks), _pointer(weight.channel),
-            _pointer(factors), _pointer(scales), out.data_ptr(), self.parts.data_ptr(), self.counters.data_ptr(),
+            _pointer(None if norm is None else norm.squares), _pointer(scales), out.data_ptr(),
+            self.parts.data_ptr(), self.counters.data_ptr(),
             count, row_tiles, weight.outputs, weight.strips, weight.data.shape[1], weight.blocks, cut.groups,
             cut.splits, height, stages, cut.whole, 0 if scales is None else scales.stride(0),
-            GATED if weight.gated else SUMS, weight.half_scales,
+            GATED if weight.gated else SUMS, weight.half_scales, *(0, 0, 0, 0.0) if norm is None else norm.numbers,
         )  # fmt: skip
         kind = weight.format + (f"_{weight.group}" if weight.sides is not None else "")
         name = str(cut.width)

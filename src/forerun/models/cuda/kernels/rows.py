@@ -37,7 +37,7 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, WIDTH: tl.constex
     tile = tl.arange(0, UP // BN)
     wide = row.to(tl.float64)
     sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
-    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < WIDTH // BN)
+    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < (WIDTH + BN - 1) // BN)
     tl.store(inverses + m + tl.arange(0, 1), inverse_root(row, WIDTH, UP, eps))
 
 
@@ -64,11 +64,13 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_residual(parts, x, out, bytes, scales, norm, inverses, APART, eps, scale_stride, WIDTH: tl.constexpr,
-                    UP: tl.constexpr, PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add one row to the residual stream, and leave what the next norm needs; with BYTES also the row in e4m3."""
-    m = tl.program_id(0)
-    n = tl.arange(0, UP)
+def finish_residual(parts, x, out, bytes, scales, norm, inverses, squares, APART, eps, scale_stride, square_stride,
+                    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
+                    BYTES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Add a row, or COLUMNS of it, to the residual stream, and leave what the next norm needs: the factor of the row,
+    or the sum of squares of these columns; with BYTES also the row in e4m3."""
+    m, piece = tl.program_id(0), tl.program_id(1)
+    n = piece * COLUMNS + tl.arange(0, COLUMNS)
     inside = n < WIDTH
     weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
@@ -77,21 +79,25 @@ def finish_residual(parts, x, out, bytes, scales, norm, inverses, APART, eps, sc
     place = m * WIDTH + n
     old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
     stride = APART.to(tl.int64) * WIDTH
-    acc = _added_up(parts, place, inside, stride, tl.zeros((UP,), dtype=tl.float32), PARTS)
+    acc = _added_up(parts, place, inside, stride, tl.zeros((COLUMNS,), dtype=tl.float32), PARTS)
     acc += old
     tl.store(x + place, acc, mask=inside)
     scaled = (acc * weight).to(out.dtype.element_ty)
     tl.store(out + place, scaled, mask=inside)
-    tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, UP, eps))
+    if WHOLE:
+        tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, COLUMNS, eps))
+    else:
+        wide = acc.to(tl.float64)
+        tl.store(squares + m * square_stride + piece, tl.sum(wide * wide, 0))
     if BYTES:
-        _put_bytes(scaled.to(tl.float32), m, bytes, scales, scale_stride, WIDTH, UP)
+        _put_bytes(scaled.to(tl.float32), m, piece, bytes, scales, scale_stride, WIDTH, COLUMNS)
 
 
 @triton.jit
-def _put_bytes(row, m, bytes, scales, scale_stride, WIDTH: tl.constexpr, UP: tl.constexpr):
-    """One row in e4m3, each 128 columns divided by a scale of their own [WIDTH / 128, rows]."""
-    held = tl.reshape(row, (UP // 128, 128))
-    block, column = tl.arange(0, UP // 128), tl.arange(0, 128)
+def _put_bytes(row, m, piece, bytes, scales, scale_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """A piece of a row in e4m3, each 128 columns divided by a scale of their own [WIDTH / 128, rows]."""
+    held = tl.reshape(row, (COLUMNS // 128, 128))
+    block, column = piece * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128), tl.arange(0, 128)
     most = tl.maximum(tl.max(tl.abs(held), 1), 1e-30)
     number = held * tl.div_rn(448.0, most)[:, None]
     place = m * WIDTH + block[:, None] * 128 + column[None, :]
@@ -101,10 +107,11 @@ def _put_bytes(row, m, bytes, scales, scale_stride, WIDTH: tl.constexpr, UP: tl.
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps, head_stride,
-               H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr,
-               PARTS: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
-               NORMED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def finish_qkv(parts, inverses, squares, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps,
+               head_stride, square_stride, WIDTH: tl.constexpr, PIECES: tl.constexpr, H: tl.constexpr,
+               HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+               BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
     """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
@@ -119,7 +126,11 @@ def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positi
     acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
                     tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
     if not NORMED:
-        acc = acc * tl.load(inverses + m, cache_modifier=".cg")
+        if PIECES == 0:
+            acc = acc * tl.load(inverses + m, cache_modifier=".cg")
+        else:
+            pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
+            acc = acc * tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
     if BIAS:
         acc += tl.load(bias + n).to(tl.float32)
     if HEAD_NORM:

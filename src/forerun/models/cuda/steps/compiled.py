@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.cubin.products import Products, quantise_rows
+from forerun.models.cuda.cubin.products import Norm, Products, quantise_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.steps.finish import InBytes, Sums
+from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, columns_of
 from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps
 from forerun.models.cuda.weights import BLOCK, Strips, Weight
+
+PIECES = 8  # of a row of the residual stream: each is added to, and its squares summed, by a program of its own
 
 
 class CompiledSteps(FusedSteps):
@@ -29,6 +31,9 @@ class CompiledSteps(FusedSteps):
         for weight in weights:
             assert isinstance(weight, Strips)
             self.products.reserve(weight, MAX_ROWS)
+        self.norm_tile = columns_of(self.width, PIECES)  # what the embedding leaves, too
+        self.norms = HandedOn(self.inverses, self.squares, PIECES)
+        self._norm = Norm(self.squares, PIECES, self.width, model.config.norm_eps)
         self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width), device=device)
         depths = {weight.depth for weight in weights if isinstance(weight, Strips) and weight.format == "e4m3"}
         self._bytes = {
@@ -63,8 +68,8 @@ class CompiledSteps(FusedSteps):
         if weight.format == "e4m3":
             rows, scales = self._in_bytes(rows, weight, count)
         if mode in (GATED, LOGITS):
-            factors = None if normed else self.inverses
-            self.products.multiply(weight, rows, count, out, scales=scales, factors=factors)
+            norm_of = None if normed else self._norm
+            self.products.multiply(weight, rows, count, out, scales=scales, norm=norm_of)
             return
         self.products.multiply(weight, rows, count, self.sums, scales=scales)
         sums = Sums(self.sums, 1, count)

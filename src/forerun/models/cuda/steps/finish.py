@@ -1,7 +1,12 @@
-"""What follows products whose sums lie in memory: one program per row, or per some heads of a row (kernels/rows.py)."""
+"""What follows products whose sums lie in memory: programs for rows, or for pieces or heads of them (kernels/rows.py).
+
+The next norm is handed on in one of two ways: as the factor of each row, by programs that see a whole row, or as the
+sums of squares of its pieces, which as many programs leave side by side: much sooner where there are few rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
@@ -11,6 +16,8 @@ from torch import Tensor
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.kernels import rows as kernels_rows
 from forerun.models.cuda.network import Layer, Run
+
+FEW = 64  # rows up to which a program of queries, keys and values has two heads: others would wait for it
 
 
 class Sums(NamedTuple):
@@ -28,9 +35,24 @@ class InBytes(NamedTuple):
     scales: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOn:
+    """Where a row's norm is left for the next product: `inverses` [R], or `squares` [R, stride] of `pieces`."""
+
+    inverses: Tensor
+    squares: Tensor
+    pieces: int = 0  # 0 = inverses
+
+
+def columns_of(width: int, pieces: int) -> int:
+    """Columns of a piece: a power of two, and whole blocks of 128."""
+    up = 1 << (width - 1).bit_length()
+    return up if pieces == 0 else max(128, up // pieces)
+
+
 def finish_residual(
     sums: Sums,
-    inverses: Tensor,
+    norms: HandedOn,
     count: int,
     x: Tensor,
     out: Tensor,
@@ -38,26 +60,32 @@ def finish_residual(
     eps: float,
     in_bytes: InBytes | None = None,
 ) -> None:
-    """Add sums to the residual stream, and leave what the next norm needs: rows times its weight, and `inverses`."""
+    """Add sums to the residual stream, and leave what the next norm needs, and its rows times its weight."""
     width = x.shape[1]
-    data, scales = (out, inverses) if in_bytes is None else (in_bytes.data.view(torch.float8_e4m3fn), in_bytes.scales)
-    kernels_rows.finish_residual[(count,)](
-        sums.data, x, out, data, scales, norm, inverses, sums.apart, eps, scales.stride(0), WIDTH=width,
-        UP=1 << (width - 1).bit_length(), PARTS=sums.number, BYTES=in_bytes is not None, PDL=True, num_warps=8,
-        enable_fp_fusion=False, launch_pdl=True,
+    columns = columns_of(width, norms.pieces)
+    data, scales = (out, norms.inverses)
+    if in_bytes is not None:
+        data, scales = in_bytes.data.view(torch.float8_e4m3fn), in_bytes.scales
+    kernels_rows.finish_residual[(count, -(-width // columns))](
+        sums.data, x, out, data, scales, norm, norms.inverses, norms.squares, sums.apart, eps, scales.stride(0),
+        norms.squares.stride(0), WIDTH=width, COLUMNS=columns, WHOLE=norms.pieces == 0, PARTS=sums.number,
+        BYTES=in_bytes is not None, PDL=True, num_warps=8 if norms.pieces == 0 else 4, enable_fp_fusion=False,
+        launch_pdl=True,
     )  # fmt: skip
 
 
 def finish_qkv(
-    sums: Sums, inverses: Tensor, run: Run, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
+    sums: Sums, norms: HandedOn, run: Run, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
 ) -> None:
     """Make queries, keys and values of sums; kv [2, Hkv, S, D]. `normed`: the rows came with their norm applied."""
-    heads = gcd(config.heads, config.kv_heads, 8)
-    bias, head_norm, rope = (inverses if one is None else one for one in (layer.qkv_bias, layer.qk_norm, layer.rope))
+    heads = gcd(config.heads, config.kv_heads, 2 if norms.pieces and run.size.rows <= FEW else 8)
+    bias, head_norm, rope = (
+        norms.inverses if one is None else one for one in (layer.qkv_bias, layer.qk_norm, layer.rope)
+    )
     kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
-        sums.data, inverses, out, kv[0], kv[1], bias, head_norm, rope, run.positions, run.slots, sums.apart,
-        config.norm_eps, kv.stride(1), H=config.heads, HKV=config.kv_heads, D=config.head_dim,
-        ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
-        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
-        NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        sums.data, norms.inverses, norms.squares, out, kv[0], kv[1], bias, head_norm, rope, run.positions, run.slots,
+        sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width, PIECES=norms.pieces,
+        H=config.heads, HKV=config.kv_heads, D=config.head_dim, ROT=0 if layer.rope is None else layer.rope.shape[1],
+        HEADS=heads, PARTS=sums.number, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
+        ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

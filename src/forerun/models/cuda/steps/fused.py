@@ -21,7 +21,7 @@ from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
-from forerun.models.cuda.steps.finish import InBytes, Sums, finish_qkv, finish_residual
+from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual
 from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     Tile,
@@ -82,6 +82,7 @@ class FusedSteps:
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
+        self.norms = HandedOn(self.inverses, self.squares)
         self.wide = self._wide_products()
 
     def _wide_products(self) -> WideProducts | None:
@@ -239,11 +240,11 @@ class FusedSteps:
         self, sums: Sums, count: int, out: Tensor, norm: Tensor, in_bytes: InBytes | None = None
     ) -> None:
         eps = self.model.config.norm_eps
-        finish_residual(sums, self.inverses, count, self.buffers.x, out, norm, eps, in_bytes)
+        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes)
 
     def _finish_qkv(self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool) -> None:
         place, kv = self.model.layers[layer], self.kv[layer]
-        finish_qkv(sums, self.inverses, run, self.model.config, place, kv, out, normed)
+        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed)
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles, of products that have many.

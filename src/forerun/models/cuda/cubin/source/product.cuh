@@ -25,12 +25,13 @@ struct Args {
     const uint8_t *sides;      // four bits: [blocks, pitch, side bytes] scales and zero points of groups
     const float *of_blocks;    // E4M3: [strips, blocks] a factor of each chunk, or null
     const float *channel;      // [outputs] a factor of each output, or null
-    const float *factors;      // [rows] a factor of each row, or null
+    const double *squares;     // [rows, square_stride] sums of squares of the pieces of each row: its norm; or null
     const float *row_scales;   // E4M3: [blocks, scale_stride] what each row's 128 columns were divided by
     void *out;                 // SUMS: fp32 [rows, outputs]; GATED: bf16 [rows, outputs / 2]
     float *parts;              // sums of splits, as they lie in registers
     int *counters;             // [row tiles, strips], zero before and after
-    int rows, row_tiles, outputs, strips, pitch, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales;
+    int rows, row_tiles, outputs, strips, pitch, blocks, groups, splits, height, stages, whole, scale_stride, mode, half_scales, pieces, square_stride, depth;
+    float eps;
 };
 
 template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false,
@@ -53,6 +54,14 @@ struct Kernel {
     static constexpr uint32_t rows_bytes = ROWS * (FORMAT == E4M3 ? 128 : 256);
     static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;  // of rows
 };
+
+// The inverse root mean square of a row, from the sums of squares of its pieces.
+__device__ __forceinline__ float norm_factor(const Args &args, int64_t row) {
+    const double *squares = args.squares + row * args.square_stride;
+    double sum = 0.0;
+    for (int i = 0; i < args.pieces; i++) sum += __ldcg(squares + i);
+    return __frsqrt_rn(__fadd_rn(__fdiv_rn(float(sum), float(args.depth)), args.eps));
+}
 
 // Shared memory: `stages` slots of rows, of weights and of the rows' scales, and two barriers for each. Addresses are
 // carried along: to compute them anew takes as many instructions as to decode a quarter of a chunk.
@@ -675,8 +684,8 @@ struct Finish {
         for (int high = 0; high < 2; high++) {
             if (first + high * 8 >= live) continue;
             const int64_t row = now.row_tile * K::ROWS + first + high * 8;
-            if (args.factors != nullptr) {
-                const float factor = __ldcg(args.factors + row);
+            if (args.squares != nullptr) {
+                const float factor = norm_factor(args, row);
 #pragma unroll
                 for (int i = 0; i < regs; i++)
                     if (i / 2 % 2 == high) sums[i] = __fmul_rn(sums[i], factor);
@@ -715,8 +724,8 @@ struct Finish {
                 if (inside >= live) continue;
                 const int64_t row = now.row_tile * K::ROWS + inside;
                 float x = __fmul_rn(sums[i + odd], low), y = __fmul_rn(sums[i + odd + 2], high);
-                if (args.factors != nullptr) {
-                    const float factor = __ldcg(args.factors + row);
+                if (args.squares != nullptr) {
+                    const float factor = norm_factor(args, row);
                     x = __fmul_rn(x, factor);
                     y = __fmul_rn(y, factor);
                 }
