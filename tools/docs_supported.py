@@ -124,7 +124,7 @@ def _computed_in(name: str, device: torch.device) -> str:
         found = str(_dtype(name, device)).removeprefix("torch.")
     except InvalidInput:
         return NO
-    return YES if found == name else f"{found} rows, {name} weights" if name in ("int8", "fp8") else found
+    return YES if found == name else f"{found} rows, {name} weights" if name in ("int8", "fp8", "w4") else found
 
 
 def processors() -> str:
