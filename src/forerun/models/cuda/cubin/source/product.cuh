@@ -55,12 +55,21 @@ struct Kernel {
     static constexpr uint32_t scale_bytes = FORMAT == E4M3 ? ROWS * 4 : 0;  // of rows
 };
 
-// The inverse root mean square of a row, from the sums of squares of its pieces.
-__device__ __forceinline__ float norm_factor(const Args &args, int64_t row) {
-    const double *squares = args.squares + row * args.square_stride;
-    double sum = 0.0;
-    for (int i = 0; i < args.pieces; i++) sum += __ldcg(squares + i);
-    return __frsqrt_rn(__fadd_rn(__fdiv_rn(float(sum), float(args.depth)), args.eps));
+__shared__ float norm_factors[256];  // of the rows of a tile
+
+// The inverse root mean square of each row of a tile, from the sums of squares of its pieces; by all warps that multiply.
+template <class K>
+__device__ __forceinline__ void find_norms(const Args &args, int row_tile) {
+    constexpr int threads = K::WARPS * 32;
+    asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory");  // all have used those of the last tile
+    for (int inside = threadIdx.x; inside < K::ROWS; inside += threads) {
+        const int64_t row = row_tile * K::ROWS + inside;
+        if (row >= args.rows) break;
+        double sum = 0.0;
+        for (int i = 0; i < args.pieces; i++) sum += __ldcg(args.squares + row * args.square_stride + i);
+        norm_factors[inside] = __frsqrt_rn(__fadd_rn(__fdiv_rn(float(sum), float(args.depth)), args.eps));
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory");
 }
 
 // Shared memory: `stages` slots of rows, of weights and of the rows' scales, and two barriers for each. Addresses are
@@ -685,7 +694,7 @@ struct Finish {
             if (first + high * 8 >= live) continue;
             const int64_t row = now.row_tile * K::ROWS + first + high * 8;
             if (args.squares != nullptr) {
-                const float factor = norm_factor(args, row);
+                const float factor = norm_factors[row - now.row_tile * K::ROWS];
 #pragma unroll
                 for (int i = 0; i < regs; i++)
                     if (i / 2 % 2 == high) sums[i] = __fmul_rn(sums[i], factor);
@@ -725,7 +734,7 @@ struct Finish {
                 const int64_t row = now.row_tile * K::ROWS + inside;
                 float x = __fmul_rn(sums[i + odd], low), y = __fmul_rn(sums[i + odd + 2], high);
                 if (args.squares != nullptr) {
-                    const float factor = norm_factor(args, row);
+                    const float factor = norm_factors[row - now.row_tile * K::ROWS];
                     x = __fmul_rn(x, factor);
                     y = __fmul_rn(y, factor);
                 }
@@ -747,7 +756,9 @@ __device__ void consume(const Args &args, Ring<K> ring) {
     wait_for_preceding_kernel();
     const int warp = threadIdx.x / 32;
     Stretch now;
+    int found = -1;  // the tile of rows whose norms are known
     for (int index = 0; stretch_at<K>(args, index, now); index++) {
+        if (args.squares != nullptr && now.row_tile != found) find_norms<K>(args, found = now.row_tile);
         const int blocks = now.end - now.begin;
         float sums[K::STRIPS][K::regs];
 #pragma unroll
