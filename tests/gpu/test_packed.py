@@ -73,7 +73,8 @@ def test_packed_kernels_agree_with_torch_and_keep_their_bits(name: str, kind: We
     ]
     wanted, got = _scored(plain, 70), _scored(fused, 70)
     off, spread = float((got - wanted).abs().max()), float(wanted.std())
-    assert off < 0.1 * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
+    rounded = fused.model.compiled and kind == "fp8"  # rows are e4m3 too
+    assert off < (0.4 if rounded else 0.1) * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
     rng = random.Random(1)
     seq = FakeSeq(9, [rng.randrange(VOCAB) for _ in range(200)], max_length=600)
     fused.prefill([seq], Needs())

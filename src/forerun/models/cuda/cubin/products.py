@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,7 +29,11 @@ _NUMBERS = (
 
 
 class _Args(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int) for name in _NUMBERS))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in _NUMBERS),
+        ("eps", ctypes.c_float),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,6 @@ class Cut:
     groups: int
     width: int
     whole: bool = False
-    together: int = 1  # programs that share a multiprocessor's memory: also of the next kernel, which fetches ahead
     tall: int = 16  # strips of a tile, at most
     four: bool = False  # of 32 rows: by instructions of four warps
 
@@ -90,7 +93,7 @@ def _module(name: str) -> Module:
 
 @lru_cache(maxsize=256)
 def _function(kind: str, name: str) -> Function:
-    return _module(kind).function(f"product_{name}", SHARED)
+    return _module(kind).function(f"product_{name}", SHARED - 1024)  # norms of rows have the rest
 
 
 @lru_cache(maxsize=1)
@@ -127,8 +130,7 @@ class Products:
         groups = max(1, min(self.processors // splits, weight.strips))
         if width <= 64:
             four = width == 32 and weight.format != "e4m3" and weight.strips > groups * WARPS
-            shared = Cut(splits, groups, width, together=2, four=four)
-            return shared if width < 64 and self.room(weight, shared)[0] >= 3 else replace(shared, together=1)
+            return Cut(splits, groups, width, four=four)
         if count > width and splits == 1 and weight.format in ("bf16", "int8", "e4m3_weights"):
             width = 256
         units = -(-weight.strips // WARPS) * -(-count // width)
@@ -146,7 +148,7 @@ class Products:
         beyond = (2 * WARPS - height) * chunk  # what warps without a strip may read
         totals = WARPS * 64 * cut.width * (2 if cut.width <= 64 else 1) if cut.whole and cut.splits > 1 else 0
         fixed = 1024 + max(beyond, totals)
-        stages = min(32, (SHARED // cut.together - 1024 - fixed) // stage)
+        stages = min(32, (SHARED - 1024 - fixed) // stage)
         return stages, height, fixed + stages * stage
 
     def multiply(

@@ -74,8 +74,11 @@ def finish_residual(parts, x, out, bytes, scales, norm, inverses, squares, APART
     inside = n < WIDTH
     weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if WHOLE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if not WHOLE:  # a compiled product that came earlier would share multiprocessors unevenly
+            tl.extra.cuda.gdc_launch_dependents()
     place = m * WIDTH + n
     old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
     stride = APART.to(tl.int64) * WIDTH
@@ -120,8 +123,11 @@ def finish_qkv(parts, inverses, squares, out, keys, values, bias, head_norm, rop
     position = tl.load(positions + m).to(tl.int64)
     slot = tl.load(slots + m).to(tl.int64)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if PIECES == 0:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if PIECES > 0:
+            tl.extra.cuda.gdc_launch_dependents()
     width = (H + 2 * HKV) * D
     acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
                     tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
