@@ -242,6 +242,7 @@ def test_formats_that_are_not_known_are_refused_by_name(config: dict[str, Any], 
 @pytest.mark.parametrize(
     "config",
     ["yes", GPTQ | {"bits": None}, GPTQ | {"group_size": "x"}, AWQ | {"group_size": 0}, W4 | {"config_groups": 3},
+     GPTQ | {"bits": float("inf")}, W4 | {"config_groups": {"a": GROUP | {"targets": ["re:("]}}},
      {"quant_method": "fp8", "weight_block_size": [128]}, {"quant_method": "fp8", "weight_block_size": [0, 0]}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_one_line(config: Any, tmp_path: Path) -> None:
@@ -249,6 +250,17 @@ def test_settings_that_cannot_be_are_one_line(config: Any, tmp_path: Path) -> No
     with pytest.raises(DamagedFile, match=r"quantization_config.*fetch it again") as error:
         open_checkpoint(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_blocks_and_groups_larger_than_a_weight_are_one(tmp_path: Path) -> None:
+    """A damaged config may say any size: nothing is allocated by it."""
+    model = made.write(tmp_path, Format(AWQ | {"group_size": 1 << 80}, made.awq(-1), ""))
+    assert torch.equal(
+        open_checkpoint(str(tmp_path)).weights[f"{MODULE}.weight"], model.state_dict()[f"{MODULE}.weight"]
+    )
+    made.write(tmp_path, Format({"quant_method": "fp8", "weight_block_size": [1 << 50, 128]}, made.block_fp8, ""))
+    with pytest.raises(DamagedFile, match=r"weight_scale_inv' is of \(2, 2\) where its weight needs \(1, 2\)"):
+        logits_of(tmp_path)
 
 
 def test_mixed_precision_takes_the_scheme_of_a_name_before_that_of_a_class(tmp_path: Path) -> None:

@@ -76,9 +76,8 @@ class Module:
         data, scales, zeros = read[self.scheme.layout](rows, columns)
         if not bool(scales.isfinite().all()):
             raise self._damaged(self._scale_name(), "has values that are not finite")
-        row_block = self.scheme.block[0]
-        if row_block > 1:
-            scales = scales.repeat_interleave(row_block, 0)[:rows]
+        if self.scheme.block[0] > 1:
+            scales = scales.repeat_interleave(min(self.scheme.block[0], rows), 0)[:rows]
         return Numbers(data, scales, zeros, self._groups(columns, scales.shape[1]))
 
     def _elements(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -130,7 +129,7 @@ class Module:
                 if bool(((groups < 0) | (groups >= count)).any()):
                     raise self._damaged(name, f"names groups beyond the {count} that there are")
                 return groups
-        return torch.arange(columns, device=self.device) // group if group else None
+        return torch.arange(columns, device=self.device) // group if 0 < group < columns else None
 
     def _check_groups(self, columns: int) -> None:
         name = self._group_name()

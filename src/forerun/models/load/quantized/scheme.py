@@ -100,7 +100,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization:
         raise _unsupported(f"quant_method={method!r:.60}")
     try:
         return _METHODS[method](given)
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
         raise DamagedFile(
             f"quantization_config ({method}) in config.json cannot be read ({brief(error)}); fetch it again"
         ) from error
@@ -180,7 +180,10 @@ def _compressed(given: Mapping[str, Any]) -> Quantization:
             raise _unsupported(f"compressed-tensors and a preset for {group!r:.40}")
         scheme = _scheme(group, str(group.get("format") or given.get("format")))
         if scheme is not None:
-            listed.append((tuple(map(str, group["targets"])), scheme))
+            targets = tuple(map(str, group["targets"]))
+            for pattern in (target for target in targets if target.startswith("re:")):
+                re.compile(pattern[3:])
+            listed.append((targets, scheme))
             if (group.get("input_activations") or {}).get("dynamic") is False:
                 unused.append("scales of activations")
     if given.get("kv_cache_scheme"):
