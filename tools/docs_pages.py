@@ -81,6 +81,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layer_table,
     "families": supported.families,
     "gguf_types": supported.gguf_types,
+    "quantised_files": supported.quantised_files,
     "number_formats": supported.number_formats,
     "wheels": supported.wheels,
     "processors": supported.processors,

@@ -23,6 +23,7 @@ from forerun.models.config import FAMILIES, DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.load import gguf_families
 from forerun.models.load.catalog import known_models
+from forerun.models.load.quantized.scheme import quantization_of
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
@@ -107,6 +108,41 @@ def kernel_types() -> set[str]:
     switch = re.search(r"static int format_of\(.*?\n}", (C / "linear" / "pack.c").read_text(), re.DOTALL)
     assert switch is not None, "pack.c has a function format_of"
     return {*re.findall(r"case GGUF_(\w+)", switch[0]), "F32", "BF16"}
+
+
+def quantised_files() -> str:
+    """One row per format of quantised safetensors, and those that are refused."""
+    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    whole = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    floats = {"num_bits": 8, "type": "float"}
+    weights = [
+        ("float-quantized", {**floats, "strategy": "tensor"}), ("float-quantized", {**floats, "strategy": "channel"}),
+        ("float-quantized", {**floats, "strategy": "block", "block_structure": [128, 128]}),
+        ("int-quantized", whole), ("pack-quantized", whole), ("pack-quantized", group),
+        ("pack-quantized", {**group, "symmetric": False}), ("pack-quantized", {**group, "actorder": "group"}),
+    ]  # fmt: skip
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    configs: list[dict[str, Any]] = [
+        *(_compressed(name, **args) for name, args in weights),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "fp8"},
+        {"quant_method": "awq", "bits": 4, "group_size": 128}, gptq, {**gptq, "bits": 8},
+        {**gptq, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ]  # fmt: skip
+    rows = []
+    for config in configs:
+        layout = config.get("format") or config.get("checkpoint_format") or "-"
+        rows.append((f"`{config['quant_method']}`", f"`{layout}`" if layout != "-" else NO, _described(config)))
+    return table(("`quant_method`", "format", "read as"), rows)
+
+
+def _compressed(name: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": groups}
+
+
+def _described(config: dict[str, Any]) -> str:
+    """What loading says; a format that is refused must not be in the table."""
+    return str(quantization_of({"quantization_config": config}))
 
 
 def number_formats() -> str:

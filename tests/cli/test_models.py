@@ -59,7 +59,25 @@ def test_files_and_hub_models_are_listed(forerun: Run, cache: Path) -> None:
     found = {model["name"]: model for model in json.loads(forerun("models", "--json", "-").out)}
     assert found["smollm2"]["path"] is None
     assert found[str(mine)]["size"] == 3_000_000
-    assert found["org/name"]["path"] == str(snapshot)
+    assert (found["org/name"]["path"], found["org/name"]["about"]) == (str(snapshot), "from the hub")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "4-bit (AWQ, groups of 128, zero points)"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes' cannot be read"),
+    ],
+)
+def test_the_format_of_quantised_hub_models_is_said(
+    config: dict[str, object], said: str, forerun: Run, cache: Path
+) -> None:
+    snapshot = cache / "hub" / "models--org--name" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (snapshot / "model.safetensors").write_bytes(b"")
+    found = {model["name"]: model for model in json.loads(forerun("models", "--json", "-").out)}
+    assert said in found["org/name"]["about"]
 
 
 def test_pull_says_where_the_file_is_unless_quiet(forerun: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ if [ "$what" = tests ]; then
     check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
     check captured tests/gpu/test_draft.py -m gpu -k captured &
     # kernels of one-byte weights are compiled for every shape and number of rows: in one process they took over 140 s
-    check packed tests/gpu/test_packed.py -m gpu -k "not kernels_agree" &
+    check packed tests/gpu/test_packed.py tests/gpu/test_quantized_files.py -m gpu -k "not kernels_agree" &
     check int8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and int8" &
     check fp8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and fp8" &
     check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py -m gpu &

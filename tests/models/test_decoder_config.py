@@ -101,7 +101,6 @@ def test_windows_follow_each_family() -> None:
         ({"hidden_act": "relu"}, "relu"),
         ({"rope_scaling": {"type": "mrope"}}, "mrope"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types"),

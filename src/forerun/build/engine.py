@@ -43,6 +43,7 @@ from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
 
 if TYPE_CHECKING:
+    from forerun.models.config import DecoderConfig
     from forerun.models.load.checkpoint import Checkpoint
 
 
@@ -263,6 +264,8 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         family, share = DecoderConfig.from_hf(checkpoint.config), as_memory("kv_memory", config.kv_memory)
         memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
+        if (held := held_as(checkpoint, family, config.dtype, device)) is not None:
+            log.info("%s: %s", checkpoint.name, held)
         if device.type == "cpu":
             native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory)
             if native is not None:
@@ -288,6 +291,19 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
     dtype = _dtype(config.dtype, device)
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
+
+
+def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> str | None:
+    """The format of a checkpoint's quantised weights and what they are held as in memory; None where they are plain."""
+    from forerun.models.load.quantized.weights import QuantizedWeights
+    from forerun.models.native.target import choose_mode
+
+    if not isinstance(checkpoint.weights, QuantizedWeights):
+        return None
+    held: str | None = choose_mode(family, checkpoint.weights, dtype) if device.type == "cpu" else None
+    if held is None:
+        held = dtype if dtype in ("int8", "fp8", "w4") else str(_dtype(dtype, device)).removeprefix("torch.")
+    return f"{checkpoint.weights.quantization}, dequantised to {held}"
 
 
 def token_map(target: Checkpoint, draft: Checkpoint) -> TokenMap | None:

@@ -26,6 +26,7 @@ from forerun.build.engine import (
     choose_drafter,
     default_batch,
     drafts_with_checkpoint,
+    held_as,
     load_target,
     make_engine,
     needs_head,
@@ -194,6 +195,18 @@ def explain_defaults(model: str) -> tuple[str, str]:
     parts = Parts(target, None, speculative, opening=opening, cost_file=costs)
     choice = settle(parts, partial(CostModel.measure_or_load, target, costs), partial(build_named, parts))
     return f"{choice.drafter}: {choice.why}", batch
+
+
+def explain_weights(model: str) -> str:
+    """The format of a checkpoint's weights, and what they are held as on this machine."""
+    from forerun.models.config import DecoderConfig, supports
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    checkpoint, device = open_checkpoint(model), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not supports(checkpoint.config):
+        return f"{model}: as the backend of its family reads them"
+    held = held_as(checkpoint, DecoderConfig.from_hf(checkpoint.config), EngineConfig().dtype, device)
+    return f"{model}: {held or 'not quantised by its config.json'}"
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

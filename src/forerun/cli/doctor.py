@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -52,10 +53,13 @@ class Finding:
     fix: str | None = None  # the command that fixes it
 
 
-def doctor(json_file: JsonFile = None) -> None:
+def doctor(
+    model: Annotated[str | None, typer.Option("--model", help="Also explain the weights of this checkpoint.")] = None,
+    json_file: JsonFile = None,
+) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
     with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
-        findings = list(examine())
+        findings = [*examine(), *([] if model is None else [_weights(model)])]
     ready = all(finding.ok for finding in findings if finding.needed)
     document = {"ready": ready, "findings": [asdict(finding) for finding in findings]}
     if not write_document(json_file, document):
@@ -156,6 +160,14 @@ def _defaults() -> Iterator[Finding]:
         return
     yield Finding("auto", f"{DEFAULT_MODEL} drafts with {drafter}", needed=False)
     yield Finding("batch", f"{DEFAULT_MODEL} writes {batch} (max_batch, --max-num-seqs)", needed=False)
+
+
+def _weights(model: str) -> Finding:
+    """The format of a checkpoint's weights, and how this machine would hold them."""
+    try:
+        return Finding("weights", import_module("forerun.build.load").explain_weights(model), needed=False)
+    except Exception as error:  # a format that cannot be read, or no such model, is the finding
+        return Finding("weights", f"{model}: {error}", ok=False, needed=False)
 
 
 def _cache() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from forerun.cli.show import table_console
 from forerun.core.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models
 from forerun.models.load.catalog import pull as pull_model
+from forerun.models.load.quantized.scheme import describe
 
 models = typer.Typer(invoke_without_command=True)
 
@@ -118,7 +120,16 @@ def _from_hub() -> Iterator[Listed]:
         if runnable is not None:
             name = folder.name.removeprefix("models--").replace("--", "/", 1)
             size = sum(file.stat().st_size for file in folder.glob("blobs/*"))
-            yield Listed(name, size, None, str(runnable), "from the hub")
+            yield Listed(name, size, None, str(runnable), ", ".join(filter(None, ("from the hub", _format(runnable)))))
+
+
+def _format(folder: Path) -> str:
+    """The format of quantised weights, or why they cannot be read; empty where they are plain."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "config.json cannot be read"
+    return describe(config) if isinstance(config, dict) else ""
 
 
 def _hub_cache() -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Experts, Mlp, pair_up
-from forerun.models.load.weights import GgufWeights, missing_weight, wrong_shape
+from forerun.models.load.weights import Weights, missing_weight, wrong_shape
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
@@ -42,7 +42,7 @@ class Checkpoint:
     def __init__(
         self, weights: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if isinstance(weights, GgufWeights):
+        if isinstance(weights, Weights):
             weights = weights.on(device)
         self.weights, self.config, self.dtype, self.device = weights, config, dtype, device
         self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")

@@ -171,8 +171,6 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
-    if config.get("quantization_config"):
-        raise UnsupportedModel(f"a quantized {family} checkpoint: use the transformers backend or full weights")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import DamagedFile, UnsupportedModel
-from forerun.models.config import DecoderConfig
+from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder
@@ -22,6 +22,8 @@ from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.gguf_families import config_of, in_keys, origins_of
 from forerun.models.load.locate import find_model
 from forerun.models.load.marian_tokenizer import MarianTokenizer
+from forerun.models.load.quantized.scheme import is_quantised, quantization_of
+from forerun.models.load.quantized.weights import QuantizedWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
 from forerun.models.load.weights import FILE, GgufWeights, PickledWeights, SafetensorsWeights, Weights
 
@@ -83,7 +85,12 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
 
 def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
     pickled = (folder / FILE).is_file() and not any(folder.glob("*.safetensors"))
-    return PickledWeights(folder) if pickled and is_encoder_decoder(config) else SafetensorsWeights(folder)
+    if pickled and is_encoder_decoder(config):
+        return PickledWeights(folder)
+    weights = SafetensorsWeights(folder)
+    if not is_quantised(config) or not (supports(config) or is_encoder_decoder(config)):
+        return weights  # transformers reads the formats of other families itself
+    return QuantizedWeights(weights, quantization_of(config))
 
 
 def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -48,6 +48,10 @@ class Weights(LazyTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, without loading it."""
 
+    def on(self, device: torch.device | str) -> Weights:
+        """The same, dequantised on a device when asked for; plain weights are loaded as they are."""
+        return self
+
 
 def missing_weight(weights: Mapping[str, Tensor], name: str) -> DamagedFile:
     """The error where a checkpoint lacks a weight, in the words of its file."""
@@ -93,7 +97,6 @@ class GgufWeights(Weights):
         return self.origins[name].tensor if name in self.origins else tensor_of(self.file, name)
 
     def on(self, device: torch.device | str) -> GgufWeights:
-        """The same, dequantised on a device when asked for."""
         return GgufWeights(self.file, self.origins, device)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -135,6 +138,10 @@ class SafetensorsWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor's numbers, in the words of the format."""
+        return str(self._open(self._file_of[name]).get_slice(name).get_dtype())
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)

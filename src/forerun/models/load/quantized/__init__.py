@@ -1,0 +1,1 @@
+"""Safetensors checkpoints with quantised weights: what their config says, their layouts, and the weights by name."""

@@ -1,0 +1,211 @@
+"""The layouts of quantised weights: from the tensors of one module to numbers, scales and zero points by rows.
+
+A weight [N, K] is (numbers - zeros) * scales in all of them. They differ in how numbers lie in 32-bit words, the lowest
+bits first: AWQ packs eight outputs into a word in an order of its own, GPTQ eight inputs, compressed-tensors eight
+inputs of a row. Every tensor is checked for its shape and type, and scales for finite values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.core.errors import DamagedFile, UnsupportedModel
+from forerun.models.load.quantized.scheme import Scheme
+from forerun.models.load.weights import SafetensorsWeights
+
+Shape = tuple[int, ...]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in its word of each of eight outputs
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_WHOLE = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """[N, K] as the files have it: (data - zeros) * scales."""
+
+    data: Tensor  # [N, K] uint8, int8 or float8_e4m3fn
+    scales: Tensor  # [N or 1, G] fp32
+    zeros: Tensor | None  # the same shape, or [1, 1]
+    groups: Tensor | None  # [K] which of the G scales each column has; None = all the same
+
+    def widened(self) -> Tensor:
+        """[N, K] fp32."""
+        values = self.data.float()
+        if self.zeros is not None:
+            values -= self._by_column(self.zeros)
+        return values.mul_(self._by_column(self.scales))
+
+    def _by_column(self, table: Tensor) -> Tensor:
+        return table.float() if self.groups is None or table.shape[1] == 1 else table.float()[:, self.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The tensors of one quantised weight."""
+
+    files: SafetensorsWeights
+    stem: str
+    scheme: Scheme
+    device: torch.device | str = "cpu"
+
+    def shape(self) -> Shape:
+        """[N, K] of the weight; every tensor that it needs is there and fits it, or DamagedFile says which is not."""
+        scheme = self.scheme
+        if scheme.layout == "elements":
+            rows, columns = self._two("weight")
+            self._check_scales(rows, columns, "weight_zero_point")
+        elif scheme.layout == "packed":
+            rows, columns = self._packed_shape()
+            self._check_scales(rows, columns)
+            if scheme.zeros:
+                self._check("weight_zero_point", (_words(rows, scheme.bits), _parts(columns, scheme.block[1])))
+        else:
+            rows, columns = self._word_shape()
+            groups = _parts(columns, scheme.block[1])
+            self._check("scales", (groups, rows))
+            self._check("qzeros", (groups, _words(rows, scheme.bits)))
+        self._check_groups(columns)
+        return rows, columns
+
+    def numbers(self) -> Numbers:
+        rows, columns = self.shape()
+        read = {"elements": self._elements, "packed": self._packed, "awq": self._awq, "gptq": self._gptq}
+        data, scales, zeros = read[self.scheme.layout](rows, columns)
+        if not bool(scales.isfinite().all()):
+            raise self._damaged(self._scale_name(), "has values that are not finite")
+        if self.scheme.block[0] > 1:
+            scales = scales.repeat_interleave(min(self.scheme.block[0], rows), 0)[:rows]
+        return Numbers(data, scales, zeros, self._groups(columns, scales.shape[1]))
+
+    def _elements(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        kind = torch.float8_e4m3fn if self.scheme.floats else torch.int8
+        scales = self._read(self._scale_name(), _FLOATS).float()
+        if not self.scheme.block[1]:
+            scales = scales.reshape(-1, 1)  # [N] and [N, 1], or one number
+        zeros = self._read("weight_zero_point", (torch.int8,)).view(scales.shape) if self.scheme.zeros else None
+        return self._read("weight", (kind,)), scales, zeros
+
+    def _packed(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        bits = self.scheme.bits
+        data = fields(self._read("weight_packed", _WHOLE), bits)[:, :columns]
+        scales = self._read("weight_scale", _FLOATS).float()
+        if not self.scheme.block[1]:
+            scales = scales.reshape(-1, 1)
+        zeros = torch.full((1, 1), 1 << (bits - 1), device=self.device)  # fields are offset by it
+        if self.scheme.zeros:
+            zeros = fields(self._read("weight_zero_point", _WHOLE).t(), bits)[:, :rows].t()
+        return data, scales, zeros
+
+    def _awq(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        data, zeros = (fields(self._read(name, _WHOLE), self.scheme.bits) for name in ("qweight", "qzeros"))
+        order = list(_AWQ_ORDER)
+        data, zeros = (some.view(len(some), -1, 8)[..., order].flatten(1).t() for some in (data, zeros))
+        return data, self._read("scales", _FLOATS).float().t(), zeros
+
+    def _gptq(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        bits = self.scheme.bits
+        data = fields(self._read("qweight", _WHOLE).t(), bits)
+        words = self._read("qzeros", _WHOLE)
+        ones = sum(1 << at for at in range(0, 32, bits))
+        zeros = fields(words + ones if self.scheme.less_one == "words" else words, bits)
+        if self.scheme.less_one == "fields":
+            if bool((zeros == (1 << bits) - 1).any()):  # of 0 less one, which libraries write and read differently
+                raise UnsupportedModel(
+                    f"{self._name('qzeros')!r} has a zero point of 0 in GPTQ's first format, which is ambiguous: use a "
+                    "gptq_v2 checkpoint"
+                )
+            zeros = zeros + 1
+        return data, self._read("scales", _FLOATS).float().t(), zeros.t()
+
+    def _groups(self, columns: int, count: int) -> Tensor | None:
+        """Which scale each column has."""
+        name, group = self._group_name(), self.scheme.block[1]
+        if self._name(name) in self.files:
+            groups = self._read(name, _WHOLE).long()
+            if not (self.scheme.layout == "packed" and bool((groups == -1).all())):  # -1: not reordered
+                if bool(((groups < 0) | (groups >= count)).any()):
+                    raise self._damaged(name, f"names groups beyond the {count} that there are")
+                return groups
+        return torch.arange(columns, device=self.device) // group if 0 < group < columns else None
+
+    def _check_groups(self, columns: int) -> None:
+        name = self._group_name()
+        if self.scheme.act_order or self._name(name) in self.files:
+            self._check(name, (columns,))
+
+    def _group_name(self) -> str:
+        return "g_idx" if self.scheme.layout == "gptq" else "weight_g_idx"
+
+    def _scale_name(self) -> str:
+        if self.scheme.layout in ("awq", "gptq"):
+            return "scales"
+        return "weight_scale_inv" if self._name("weight_scale_inv") in self.files else "weight_scale"
+
+    def _check_scales(self, rows: int, columns: int, zeros: str | None = None) -> None:
+        row_block, column_block = self.scheme.block
+        shape = _parts(rows, row_block), _parts(columns, column_block)
+        also = [] if column_block else [(shape[0],), *([()] if shape[0] == 1 else [])]
+        self._check(self._scale_name(), shape, *also)
+        if zeros is not None and self.scheme.zeros:
+            self._check(zeros, shape, *also)
+
+    def _packed_shape(self) -> tuple[int, int]:
+        words, said = self._two("weight_packed"), self._shape("weight_shape")
+        if said != (2,):
+            raise self._damaged("weight_shape", f"is of {said}, not two numbers")
+        rows, columns = map(int, self._read("weight_shape", _WHOLE).tolist())
+        if words != (rows, _words(columns, self.scheme.bits)):
+            raise self._damaged("weight_packed", f"is {words}, which does not hold a weight of {(rows, columns)}")
+        return rows, columns
+
+    def _word_shape(self) -> tuple[int, int]:
+        high, wide = self._two("qweight")
+        per_word = 32 // self.scheme.bits
+        return (wide * per_word, high) if self.scheme.layout == "awq" else (wide, high * per_word)
+
+    def _two(self, part: str) -> tuple[int, int]:
+        shape = self._shape(part)
+        if len(shape) != 2:
+            raise self._damaged(part, f"is of {shape}, not two dimensions")
+        return shape[0], shape[1]
+
+    def _check(self, part: str, *shapes: Shape) -> None:
+        given = self._shape(part)
+        if given not in shapes:
+            raise self._damaged(part, f"is of {given} where its weight needs {shapes[0]}")
+
+    def _shape(self, part: str) -> Shape:
+        if self._name(part) not in self.files:
+            raise self._damaged(part, "is missing")
+        return self.files.shape(self._name(part))
+
+    def _read(self, part: str, kinds: tuple[torch.dtype, ...]) -> Tensor:
+        tensor = self.files[self._name(part)]
+        if tensor.dtype not in kinds:
+            expected = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            raise self._damaged(part, f"is {str(tensor.dtype).removeprefix('torch.')}, not {expected}")
+        return tensor.to(self.device)
+
+    def _name(self, part: str) -> str:
+        return f"{self.stem}.{part}"
+
+    def _damaged(self, part: str, what: str) -> DamagedFile:
+        return DamagedFile(f"{self.files.folder} is damaged: {self._name(part)!r} {what}; fetch it again")
+
+
+def fields(words: Tensor, bits: int) -> Tensor:
+    """The numbers of 4 or 8 bits in rows of 32-bit words, the lowest first: [R, W] -> [R, 32 W / bits] uint8."""
+    found = words.to(torch.int32).contiguous().view(torch.uint8)
+    return found if bits == 8 else torch.stack((found & 15, found >> 4), -1).flatten(1)
+
+
+def _parts(size: int, block: int) -> int:
+    """How many blocks there are along a dimension; 0 = one."""
+    return -(-size // block) if block else 1
+
+
+def _words(numbers: int, bits: int) -> int:
+    return -(-numbers * bits // 32)
