@@ -6,7 +6,11 @@ The oracle is transformers' model whose weights were merged here, by the formula
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -18,12 +22,14 @@ from forerun.build.engine import make_engine
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnknownName, UnsupportedModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.models.adapters import AdapterPool
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.adapter import Adapter
 from forerun.models.native import library
+from forerun.models.native.adapters import NativeAdapter
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save
@@ -43,8 +49,8 @@ class Tiny:
     def native(self, mode: Mode = "float32", kv_slots: int | None = None) -> NativeDecoder:
         return NativeDecoder(DecoderConfig.from_hf(self.config), self.weights, mode=mode, kv_slots=kv_slots)
 
-    def adapter(self, seed: int, rank: int = 4, only: str = "") -> Adapter:
-        """Random changes of every projection that is no expert's."""
+    def adapter(self, seed: int, rank: int = 4, only: str = "", dtype: torch.dtype = torch.bfloat16) -> Adapter:
+        """Random changes of every projection that is no expert's; numbers as a checkpoint of this type holds them."""
         dice = torch.Generator().manual_seed(seed)
         wanted = re.compile(r".*(self_attn|mlp)\.\w+_proj\.weight")
         names = [name for name in self.weights if wanted.fullmatch(name) and "expert" not in name and only in name]
@@ -52,7 +58,7 @@ class Tiny:
         for name in names:
             outputs, inputs = self.weights[name].shape
             down, up = torch.randn(rank, inputs, generator=dice), torch.randn(outputs, rank, generator=dice)
-            pairs[name] = down / inputs**0.5, 0.3 * up
+            pairs[name] = (down / inputs**0.5).to(dtype).float(), (0.3 * up).to(dtype).float()
         assert pairs
         return Adapter("base", rank, 0.5, pairs)
 
@@ -102,6 +108,52 @@ def test_the_law_of_an_adapter_is_that_of_merged_weights(family: str, tmp_path: 
     plain = reference_logits(made.reference, tokens)[3:]
     torch.testing.assert_close(logits_of(target, tokens, None), plain, rtol=2e-4, atol=2e-4)
     assert float((wanted - plain).abs().max()) > 0.05, "negative control: the adapter changes the law"
+
+
+def test_numbers_of_float32_are_rounded_to_two_bytes(tiny: Tiny) -> None:
+    """The law is that of changes whose numbers have 11 significant bits, and close to that of their own."""
+    tokens, target = [5, 9, 2, 33, 7, 1, 8], tiny.native()
+    adapter = tiny.adapter(1, dtype=torch.float32)
+    rounded = {name: (a.half().float(), b.half().float()) for name, (a, b) in adapter.changes.items()}
+    found = logits_of(target, tokens, target.load_adapter("a", 1, adapter))
+    exact = reference_logits(tiny.merged(adapter), tokens)[3:]
+    near = reference_logits(tiny.merged(replace(adapter, changes=rounded)), tokens)[3:]
+    torch.testing.assert_close(found, near, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(found, exact, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("power", [-30, 0, 12])
+def test_small_and_large_numbers_are_as_exact(tiny: Tiny, power: int) -> None:
+    """`down` times a power of two and `up` divided by it: the same law."""
+    tokens, target, one = [5, 9, 2, 33, 7, 1, 8], tiny.native(), tiny.adapter(1)
+    other = {name: (a * 2.0**power, b * 2.0**-power) for name, (a, b) in one.changes.items()}
+    found = [
+        logits_of(target, tokens, target.load_adapter("a", 1, each)) for each in (one, replace(one, changes=other))
+    ]
+    assert torch.equal(found[0], found[1])
+
+
+def test_every_path_has_the_same_bits(tmp_path: Path) -> None:
+    """Instructions of this machine, threads and rows of the same adapter side by side change nothing."""
+    made, texts = Tiny("llama-biases", tmp_path), [[5, 9, 2, 33, 7, 1, 8, 60, 12, 4, 3], PROMPTS[0], PROMPTS[0]]
+    adapters = {seed: made.adapter(seed, rank) for seed, rank in ((1, 3), (2, 24))}
+    found, before, threads = [], library.isa(), torch.get_num_threads()
+    try:
+        for path in [name for name, here in library.paths().items() if here]:
+            assert library.library().fr_choose(path.encode()) == 0
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                target = made.native()
+                own = [target.load_adapter("a", seed, adapters[seed]) for seed in (1, 2, 2)]
+                seqs = [PlainSeq(i, text[:4], adapter=own[i]) for i, text in enumerate(texts)]
+                target.prefill(seqs, Needs())
+                found.append(target.score(seqs, TreeBatch.chains([text[3:] for text in texts]), Needs()).logits)
+    finally:
+        library.library().fr_choose(before.encode())
+        torch.set_num_threads(threads)
+    assert found[0] is not None
+    assert all(torch.equal(each, found[0]) for each in found if each is not None)
+    assert not torch.equal(found[0][-4:], found[0][:4])
 
 
 @pytest.mark.parametrize("only", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
@@ -199,11 +251,52 @@ def test_the_longest_unused_are_evicted_and_read_again(tiny: Tiny) -> None:
     for name, folder in zip("abc", folders, strict=True):
         pool.add(name, folder)
     assert (pool.names, pool.loaded) == (["a", "b", "c"], ["b", "c"])
-    first = pool.get("a")
+    first = pool.get("a").key
     assert pool.loaded == ["c", "a"]
-    assert pool.get("a") is first
+    assert pool.get("a").key == first
     pool.get("c"), pool.get("b")
-    assert pool.get("a") is not first
+    held = pool.get("a")
+    assert held.key != first
+    pool.get("c"), pool.get("b")
+    assert pool.loaded == ["c", "b"]
+    assert pool.get("a") is held, "one that a sequence holds is not read again"
+
+
+class SlowReader(NativeDecoder):
+    """Reads adapters when it is told to, and notes who does."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        super().__init__(DecoderConfig.from_hf(tiny.config), tiny.weights, mode="float32", kv_slots=None)
+        self.readers, self.may_read = list[str](), Event()
+        self.may_read.set()
+
+    def load_adapter(self, name: str, key: int, adapter: Adapter) -> NativeAdapter:
+        self.readers.append(current_thread().name)
+        assert self.may_read.wait(60)
+        return super().load_adapter(name, key, adapter)
+
+
+def test_an_evicted_adapter_is_read_beside_the_rounds_of_others(tiny: Tiny) -> None:
+    target = SlowReader(tiny)
+    folders = {name: tiny.written(i) for i, name in enumerate("ab")}
+    config = EngineConfig(max_batch=4, adapters=folders, adapter_memory=1000)
+    engine = make_engine(target, frozenset(), SpeculativeConfig("none", controller="fixed"), config)
+    driver, params = Driver(engine), SamplingParams(8, temperature=0.0)
+    assert isinstance(engine.adapters, AdapterPool)
+    assert engine.adapters.loaded == ["b"]
+    target.may_read.clear()
+    with ThreadPoolExecutor(1, "asks") as pool:
+        late = pool.submit(driver.write, [Request((1, 2, 3), params, adapter="a")])
+        until = time.monotonic() + 60
+        while not target.readers[-1].startswith("asks") and time.monotonic() < until:
+            time.sleep(0.01)
+        (other,) = driver.write([Request((1, 2, 3), params, adapter="b")])
+        assert other.finished == "length", "another text is written while that adapter is read"
+        assert not late.done()
+        target.may_read.set()
+        text = list(late.result()[0].tokens)
+    assert text == list(driver.write([Request((1, 2, 3), params, adapter="a")])[0].tokens) != list(other.tokens)
+    assert sum(name.startswith("asks") for name in target.readers) == 1
 
 
 def test_adapters_that_cannot_be_served_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,11 +23,11 @@ from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server.backends.base import EngineError, EngineHangs
 from forerun.server.backends.channel import Channel
 from forerun.server.backends.wire import (
-    has_structure,
     pack_ended,
     pack_error,
     pack_event,
     pack_request,
+    takes_preparing,
     unpack_ended,
     unpack_error,
     unpack_event,
@@ -146,14 +147,15 @@ def test_schemas_cross_in_their_order_and_processors_do_not(pair: Pair) -> None:
     schema = {"properties": {"b": {"minimum": 2**70}, "a": {"enum": ["\u00e9", None, 1.5]}}, "required": ["b"]}
     params = SamplingParams.from_dict({"json_schema": schema, "structured_outputs": {"disable_any_whitespace": False}})
     packed = pack_request(Request((1,), params))
-    assert has_structure(packed)
+    assert takes_preparing(packed)
     pair[0].send(packed)
     made = unpack_request(next(pair[1].receive())).params.structure
     assert made == params.structure
     assert made is not None
     assert (json.loads(made.text), made.whitespace) == (schema, "any")
     assert made.text.index('"b"') < made.text.index('"a"')
-    assert not has_structure(pack_request(REQUESTS[1]))
+    assert not takes_preparing(pack_request(REQUESTS[1]))
+    assert takes_preparing(pack_request(replace(REQUESTS[1], adapter="one")))
     with pytest.raises(InvalidInput, match="cannot leave this process"):
         pack_request(Request((1,), SamplingParams(processors=[lambda prefix, logits: logits])))
 

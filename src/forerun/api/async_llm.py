@@ -176,12 +176,12 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
         return len(self._handles)
 
     async def _submit(self, request: Request) -> Handle:
-        if request.params.structure is not None:
-            request = await asyncio.to_thread(self.engine.grammars.compile, request)
+        handle = Handle(request)
+        if request.params.structure is not None or request.adapter is not None:
+            handle = await asyncio.to_thread(self.driver.prepared, request)
         if self.refuse and self._places.locked():
             raise Overloaded(f"{self.max_requests} requests are being served; try again later")
         await self._places.acquire()
-        handle = Handle(request)
         self._handles.add(handle)
         try:
             self._check_open()

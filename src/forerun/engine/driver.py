@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from threading import Event as ThreadEvent
 from typing import Protocol
 
-from forerun.core.types import Event, Request
+from forerun.core.types import Event, LoadedAdapter, Request
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import SequenceState, find_adapter
 
 LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
 _LEADER = "leader"
@@ -31,8 +31,9 @@ _LEADER = "leader"
 class Handle:
     """A request that was submitted: its sequence, and the events that were not read yet."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, adapter: LoadedAdapter | None = None) -> None:
         self.request = request
+        self._adapter = adapter  # held until the sequence holds it: no round waits until it is read
         self.refused: Exception | None = None  # why it was not queued
         self.is_dropped = False  # the caller no longer wants it
         self._seq: SequenceState | None = None
@@ -71,6 +72,7 @@ class Handle:
         try:
             if self._seq is None:
                 self._seq = engine.prepare(self.request)
+            self._adapter = None
             engine.enqueue(self._seq)
         except Exception as error:
             self.refused = error
@@ -122,9 +124,14 @@ class Driver:
         self._leading: dict[str, Waits] = {}  # one at most
         self._waiting: dict[Waits, None] = {}
 
+    def prepared(self, request: Request) -> Handle:
+        """A request with its grammar compiled and its adapter read, by the caller's thread: no round waits for it."""
+        adapter = None if request.adapter is None else find_adapter(self.engine.adapters, request.adapter)
+        return Handle(self.engine.grammars.compile(request), adapter)
+
     def submit(self, request: Request) -> Handle:
         """Queue a request, between two rounds; raises the engine's error if it is refused."""
-        handle = Handle(self.engine.grammars.compile(request))  # here: no round waits for it
+        handle = self.prepared(request)
         try:
             self.post(handle.queue_in)
             self.wait(Waiter(lambda: handle.is_decided), makes_rounds=False)

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Part(NamedTuple):
     layer: int
     name: str  # q, k, v, o, gate, up or down
     down: Tensor  # [rank, inputs]
-    up: Tensor  # [outputs, rank], with the adapter's scale in it
+    up: Tensor  # [outputs, rank]
 
 
 @runtime_checkable
@@ -67,7 +68,7 @@ def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
                 f"the adapter changes {name[:80]!r} of {(len(up), down.shape[1])}, which the base does not have: it is "
                 "another model's"
             )
-        rows = torch.split(adapter.scale * up.float(), list(outputs.values()))
+        rows = torch.split(up.float(), list(outputs.values()))
         for part, own in zip(outputs, rows, strict=True):
             yield Part(layer, part, down.float(), own)
 
@@ -89,6 +90,8 @@ class AdapterPool:
         self._target, self._limit = target, limit
         self._folders: dict[str, Path] = {}
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last is last
+        # those that sequences hold, evicted or not
+        self._held: WeakValueDictionary[str, LoadedAdapter] = WeakValueDictionary()
         self._lock = Lock()  # names are asked for by other threads
 
     @property
@@ -118,20 +121,32 @@ class AdapterPool:
             if self._folders.pop(name, None) is None:
                 raise self._unknown(name)
             self._loaded.pop(name, None)
+            self._held.pop(name, None)
 
     def get(self, name: str) -> LoadedAdapter:
-        """The adapter of this name, read again where it was evicted."""
+        """The adapter of this name, read again where it was evicted and nobody holds it.
+
+        Nobody waits for the reading but the caller: an engine's thread should find the adapter held by whoever asked
+        for it before.
+        """
         with self._lock:
-            folder = self._folders.get(name)
-            if folder is None:
+            folder, found = self._folders.get(name), self._known(name)
+        if folder is None:
+            raise self._unknown(name)
+        found = found or self._read(name, folder)
+        with self._lock:
+            if self._folders.get(name) is not folder:  # removed meanwhile, and perhaps another one has its name
                 raise self._unknown(name)
-            found = self._loaded.get(name) or self._read(name, folder)
+            found = self._known(name) or found  # two that read it at once share one
             self._keep(name, found)
             return found
 
+    def _known(self, name: str) -> LoadedAdapter | None:
+        return self._loaded.get(name) or self._held.get(name)
+
     def _keep(self, name: str, adapter: LoadedAdapter) -> None:
         """As the one used last; others go, the longest unused first, until all fit the limit."""
-        self._loaded[name] = adapter
+        self._loaded[name] = self._held[name] = adapter
         self._loaded.move_to_end(name)
         while self._limit is not None and len(self._loaded) > 1:
             if sum(one.nbytes for one in self._loaded.values()) <= self._limit:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 17  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 18  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -111,7 +111,7 @@ class Reach(Structure):
 class Change(Structure):
     """fr_change: a low-rank change of one weight."""
 
-    _fields_: ClassVar[Fields] = [("rank", c_int64), ("down", c_void_p), ("up", c_void_p)]
+    _fields_: ClassVar[Fields] = [("rank", c_int64), ("down", c_void_p), ("up", c_void_p), ("scale", c_float)]
 
 
 class AdapterLayer(Structure):

@@ -21,10 +21,10 @@ from forerun.server.backends.wire import (
     Facts,
     Packed,
     Report,
-    has_structure,
     pack_ended,
     pack_error,
     pack_event,
+    takes_preparing,
     unpack_request,
 )
 
@@ -48,9 +48,9 @@ class Texts:
     def __init__(self, llm: LLM, channel: Channel) -> None:
         self._llm, self._channel = llm, channel
         self._texts: dict[int, _Text] = {}
-        self._compiling: set[int] = set()  # texts whose grammar is made
-        self._waits_for_grammars = 0  # reports that were made meanwhile
-        self._compiler = ThreadPoolExecutor(1, "forerun-grammar")
+        self._preparing: set[int] = set()  # texts whose grammar is made, or whose adapter is read
+        self._waits_for_prepared = 0  # reports that were made meanwhile
+        self._preparer = ThreadPoolExecutor(1, "forerun-prepare")
         self._is_closed = False
         self._owner = Waiter(lambda: self._is_closed)
         self._orders: dict[str, Callable[..., None]] = {
@@ -61,7 +61,7 @@ class Texts:
     def make_rounds(self) -> None:
         """Until it is closed. This thread is the engine's."""
         # what all grammars need takes half a second, in which the interpreter does nothing else: not beside streams
-        self._compiler.submit(self._llm.engine.grammars.warm_up)
+        self._preparer.submit(self._llm.engine.grammars.warm_up)
         self._llm.driver.watch(self)
         self._llm.driver.wait(self._owner)
 
@@ -80,8 +80,8 @@ class Texts:
         """What the engine is doing; any thread may ask."""
         engine, spent = self._llm.engine, (seconds_of(main_thread()), process_time())
         rounds, read = progress_of(engine)
-        self._waits_for_grammars += bool(self._compiling)  # a long one counts as progress: nothing hangs
-        progress = rounds + self._waits_for_grammars, read
+        self._waits_for_prepared += bool(self._preparing)  # a long one counts as progress: nothing hangs
+        progress = rounds + self._waits_for_prepared, read
         return Report(load_of(engine), *spent, progress, engine.default_drafter, lost_process_of(engine))
 
     def obey(self, orders: Sequence[Packed]) -> None:
@@ -90,34 +90,33 @@ class Texts:
             self._orders[name](*given)
 
     def _write(self, key: int, every_round: bool, packed: Packed) -> None:
-        if not has_structure(packed):
+        if not takes_preparing(packed):
             self._submit(key, every_round, packed)
             return
-        self._compiling.add(key)  # others need not wait for its grammar
-        self._compiler.submit(self._submit_compiled, key, every_round, packed)
+        self._preparing.add(key)  # others need not wait for its grammar or its adapter
+        self._preparer.submit(self._submit_prepared, key, every_round, packed)
 
-    def _submit_compiled(self, key: int, every_round: bool, packed: Packed) -> None:
-        if key in self._compiling:
+    def _submit_prepared(self, key: int, every_round: bool, packed: Packed) -> None:
+        if key in self._preparing:
             self._submit(key, every_round, packed)
 
     def _submit(self, key: int, every_round: bool, packed: Packed) -> None:
         try:
-            request = self._llm.engine.grammars.compile(unpack_request(packed))
-            handle = Handle(request)
+            handle = self._llm.driver.prepared(unpack_request(packed))
         except Exception as error:
-            self._compiling.discard(key)
+            self._preparing.discard(key)
             self._channel.send(("texts", [(key, (), None, pack_error(error))]))
             return
         # log-probabilities go with the events alone: at the end of a long text they would take long
-        self._texts[key] = _Text(handle, every_round or request.params.logprobs is not None)
-        if has_structure(packed) and key not in self._compiling:  # dropped meanwhile
+        self._texts[key] = _Text(handle, every_round or handle.request.params.logprobs is not None)
+        if takes_preparing(packed) and key not in self._preparing:  # dropped meanwhile
             self._abort(key)
             return
-        self._compiling.discard(key)
+        self._preparing.discard(key)
         self._llm.driver.post(handle.queue_in, at_once=False)
 
     def _abort(self, key: int) -> None:
-        self._compiling.discard(key)
+        self._preparing.discard(key)
         text = self._texts.pop(key, None)
         if text is not None:
             self._llm.driver.abort(text.handle, at_once=False)
@@ -146,7 +145,7 @@ class Texts:
                 error = pack_error(failed)
             self._channel.send(("reply", number, None, error))
 
-        self._compiler.submit(change)
+        self._preparer.submit(change)
 
     def is_ready(self) -> bool:
         """Asked after every round, and after orders: `wake` looks closer."""

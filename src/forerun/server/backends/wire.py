@@ -42,9 +42,9 @@ def unpack_request(packed: Packed) -> Request:
     return Request(prompt, SamplingParams(**params), *rest, None, prediction, adapter, pooling)
 
 
-def has_structure(packed: Packed) -> bool:
-    """Must a grammar be compiled for it?"""
-    return not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
+def takes_preparing(packed: Packed) -> bool:
+    """Must a grammar be compiled for it, or an adapter be read perhaps?"""
+    return packed[-2] is not None or not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
 
 
 def pack_event(event: Event) -> Packed:

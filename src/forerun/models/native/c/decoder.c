@@ -8,10 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 17 };
+enum { BUFFERS = 10, FR_ABI = 18 };
 
 typedef struct {
-    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
+    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle;
     void *quants, *experts;
     int32_t *tiles;
     int64_t tile_count;
@@ -90,9 +90,10 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
     fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, b->normed, p->nodes, 0, n, b->qkv, b->quants);
     int64_t keys = m->kv_heads * m->head_dim;
-    fr_adapt(p->adapters, i, FR_Q, b->normed, m->width, made.q, made.q_stride, m->heads * m->head_dim, n);
-    fr_adapt(p->adapters, i, FR_K, b->normed, m->width, made.k, made.k_stride, keys, p->nodes);
-    fr_adapt(p->adapters, i, FR_V, b->normed, m->width, made.k + keys, made.k_stride, keys, p->nodes);
+    const fr_adapted changed[] = {{FR_K, made.k, made.k_stride, keys, p->nodes},
+                                  {FR_V, made.k + keys, made.k_stride, keys, p->nodes},
+                                  {FR_Q, made.q, made.q_stride, m->heads * m->head_dim, n}};
+    fr_adapt(p->adapters, i, changed, 3, b->normed, m->width, b->middle);
     heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
@@ -106,7 +107,8 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
-    fr_adapt(p->adapters, i, FR_OUTPUT, b->attended, m->heads * m->head_dim, b->delta, m->width, m->width, n);
+    const fr_adapted output = {FR_OUTPUT, b->delta, m->width, m->width, n};
+    fr_adapt(p->adapters, i, &output, 1, b->attended, m->heads * m->head_dim, b->middle);
     b->pending = 1;
 }
 
@@ -124,11 +126,13 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
         if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
         fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
-        fr_adapt(p->adapters, i, FR_GATE, b->normed, m->width, b->gate_up, 2 * m->inner, m->inner, n);
-        fr_adapt(p->adapters, i, FR_UP, b->normed, m->width, b->gate_up + m->inner, 2 * m->inner, m->inner, n);
+        const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * m->inner, m->inner, n},
+                                      {FR_UP, b->gate_up + m->inner, 2 * m->inner, m->inner, n}};
+        fr_adapt(p->adapters, i, changed, 2, b->normed, m->width, b->middle);
         fr_swiglu(b->gate_up, b->mlp, n, m->inner);
         fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
-        fr_adapt(p->adapters, i, FR_DOWN, b->mlp, m->inner, b->delta, m->width, m->width, n);
+        const fr_adapted down = {FR_DOWN, b->delta, m->width, m->width, n};
+        fr_adapt(p->adapters, i, &down, 1, b->mlp, m->inner, b->middle);
     }
     b->pending = 1;
 }
@@ -140,9 +144,9 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
                                2 * n * m->inner, n * m->inner, n * m->width,
                                FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + FR_ROOM),
-                               2 * n * m->heads / m->kv_heads};
+                               2 * n * m->heads / m->kv_heads, p->adapters ? n * FR_MOST_PARTS * FR_MOST_RANK : 0};
     void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
-                          (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles};
+                          (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles, (void **)&b->middle};
     size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants, experts = 0;
     for (int64_t i = 0; i < m->layers; i++)
         if (m->layer[i].experts) {

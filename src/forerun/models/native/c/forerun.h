@@ -138,18 +138,39 @@ size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width);
 int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_t rows, int64_t width, void *scratch);
 
 /* ---- adapters.c: low-rank changes of linear layers, by row ---- */
-enum { FR_MOST_RANK = 256 };
+enum { FR_MOST_RANK = 256, FR_LANES = 16, FR_RANKS = 4, FR_OUTPUTS = 32, FR_ALIKE = 4 };
 enum { FR_Q, FR_K, FR_V, FR_OUTPUT, FR_GATE, FR_UP, FR_DOWN, FR_CHANGES };
 typedef struct {
-    int64_t rank;           /* 0 = the weight is not changed */
-    const float *down, *up; /* [inputs, rank], [rank, outputs] with the adapter's scale in it */
+    int64_t rank;         /* a multiple of FR_RANKS; 0 = the weight is not changed */
+    const uint16_t *down; /* [rank / FR_RANKS, inputs / FR_LANES, FR_RANKS, FR_LANES] numbers of 16 bits */
+    const uint16_t *up;   /* [outputs / FR_OUTPUTS, rank, FR_OUTPUTS] likewise; zeros fill up what is not whole */
+    float scale;          /* of what `down` gives */
 } fr_change;
 typedef struct {
     fr_change changes[FR_CHANGES];
 } fr_adapter_layer;
-/* y[rows, .. stride] += the change `which` of x[rows, inputs], by the adapter of each row; `of` NULL = none has one. */
-void fr_adapt(const fr_adapter_layer *const *of, int64_t layer, int64_t which, const float *x, int64_t inputs, float *y,
-              int64_t stride, int64_t outputs, int64_t rows);
+/* A projection's output: y[rows, .. stride], of which `outputs` are its own. */
+typedef struct {
+    int64_t which;
+    float *y;
+    int64_t stride, outputs, rows;
+} fr_adapted;
+/* What one block of ranks, and one panel of outputs, of up to FR_ALIKE rows of one adapter become. */
+typedef void fr_down_rows(const fr_change *change, int64_t block, const float *x, int64_t inputs, int64_t rows, float *middle,
+                          int64_t stride);
+typedef void fr_up_rows(const fr_change *change, int64_t panel, const float *middle, int64_t stride, float *const *y,
+                        int64_t rows);
+typedef struct {
+    fr_down_rows *down;
+    fr_up_rows *up;
+} fr_adapt_path;
+fr_down_rows fr_adapt_down, fr_adapt_down_avx512;
+fr_up_rows fr_adapt_up, fr_adapt_up_avx512;
+const fr_adapt_path *fr_chosen_adapt(void); /* dispatch.c */
+/* Add the changes of up to FR_MOST_PARTS projections of x[rows, inputs], by the adapter of each row; `of` NULL = none has
+ * one. `middle` has room for FR_MOST_RANK numbers of every part and row. */
+void fr_adapt(const fr_adapter_layer *const *of, int64_t layer, const fr_adapted *parts, int64_t count, const float *x,
+              int64_t inputs, float *middle);
 
 /* ---- decoder.c: a whole pass ---- */
 /* Where queries, and keys with the values behind them, lie; heads of a row end to end. */
