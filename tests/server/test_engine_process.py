@@ -257,6 +257,7 @@ def test_a_second_signal_ends_at_once_and_without_a_traceback() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_figures_of_both_processes_are_there(served: Running) -> None:
     def read() -> dict[str, float]:
         lines = httpx.get(f"{served.url}/metrics").text.splitlines()

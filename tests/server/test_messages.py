@@ -108,6 +108,7 @@ def test_a_stop_sequence_is_named(client: Any) -> None:
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
 
 
+@pytest.mark.slow
 def test_tools_are_used_and_their_results_are_read(client: Any, http: httpx.Client) -> None:
     asked: dict[str, Any] = {
         "model": "smollm2", "messages": [{"role": "user", "content": "What is 1 + 2?"}], "max_tokens": 60,
@@ -141,7 +142,7 @@ def test_tools_are_used_and_their_results_are_read(client: Any, http: httpx.Clie
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == wanted["usage"]["prompt_tokens"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", ["off", "on"])
 def test_thinking_is_a_block_of_its_own_within_its_budget(thinking: Running, speculative: str) -> None:
     with client_of(thinking) as client:
@@ -209,6 +210,7 @@ def test_errors_are_of_the_apis_kinds(client: Any, http: httpx.Client) -> None:
         assert (other.status_code, other.json()["type"]) == (405, "error")
 
 
+@pytest.mark.slow
 def test_either_header_brings_the_key() -> None:
     settings = ServerSettings(model_names=("smollm2",), api_keys=("secret",))
     server, thread, url = start_process(Loader(LOAD_LLM, MODEL), settings)  # the engine of `llm` may have a thread

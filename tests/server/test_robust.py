@@ -152,7 +152,7 @@ def test_an_engine_that_died_is_reported(restart: bool, monkeypatch: pytest.Monk
             assert httpx.get(f"{url}/ready").status_code == 503
             assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
             return
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while httpx.get(f"{url}/health").status_code != 200 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert stream(url, "Once", max_tokens=8) == before
