@@ -41,7 +41,7 @@ def write(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingPa
     return [texts[seq] for seq in seqs]
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "recycling"])
 def test_a_batch_of_mixed_sources_is_written_as_transformers_writes_each(name: str, drafter: str) -> None:
@@ -68,6 +68,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert torch.allclose(got, wanted, atol=2e-4), float((got - wanted).abs().max())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_alone_writes_the_same(name: str) -> None:
     prompts = sources(4, seed=1)
@@ -75,6 +76,7 @@ def test_torch_alone_writes_the_same(name: str) -> None:
     assert texts == [reference(name, prompt, TOKENS) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_penalties_count_the_decoders_tokens_as_transformers_does() -> None:
     prompts, params = (sources(4, seed=2), SamplingParams(max_tokens=TOKENS, repetition_penalty=1.7, min_tokens=6))
     for name in ("t5", "marian"):
@@ -129,6 +131,7 @@ def test_the_source_decides_the_logits() -> None:
     assert not torch.allclose(logits[0], logits[1], atol=1e-3)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_sampled_texts_are_those_of_the_seed_with_any_drafter(name: str) -> None:
     prompts = sources(5, seed=4)
@@ -143,6 +146,7 @@ def test_sampled_texts_are_those_of_the_seed_with_any_drafter(name: str) -> None
     assert other != plain
 
 
+@pytest.mark.slow
 def test_a_round_that_fails_is_repeated_from_the_source() -> None:
     prompts, params = sources(3, seed=5), SamplingParams(max_tokens=12)
     wanted = [reference("marian", prompt, 12) for prompt in prompts]
