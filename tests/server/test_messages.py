@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("llguidance")
 
-from forerun.server.backends.start import LOAD_LLM, Loader  # noqa: E402
-from forerun.server.settings import ServerSettings  # noqa: E402
-from tests.server.conftest import MODEL, Running, start_process  # noqa: E402
+from forerun.server.backends.start import LOAD_LLM, Loader
+from forerun.server.settings import ServerSettings
+from tests.server.conftest import MODEL, Running, start_process
 
 SAYS = "one two three four one two three four one two"
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {
@@ -23,6 +22,16 @@ ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {
     "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}}}}  # fmt: skip
 SHORT = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
 ASKED: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": SAYS}], "max_tokens": 16}
+
+
+anthropic: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_the_client() -> None:
+    """Here and not above: it takes seconds, and whoever collects the tests need not wait for it."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
 
 
 @pytest.fixture
