@@ -77,6 +77,13 @@ LONGEST = (
     "drafters/test_vocabularies.py",
     "server/test_exact.py",
     "cluster/test_without_ray.py",
+    "server/test_http.py",
+    "test_junk.py",
+    "native/test_decoder.py",
+    "test_wrap.py",
+    "server/test_reading.py",
+    "conformance/test_decoder.py",
+    "control/test_decisions.py",
 )
 
 
