@@ -35,7 +35,7 @@ def run(
     return FollowSimulation(cost, menu, texts, Host(gap), lambda text, at: rate, looks_up=looks_up).run(rounds)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("rate", [0.6, 0.8])
 @pytest.mark.parametrize("gap", [3e-4, 1e-3])
