@@ -213,6 +213,17 @@ def test_what_is_trained_is_what_drafts(folder: Path, texts: Path, tmp_path: Pat
     assert compared > 10
 
 
+def test_no_block_has_a_root_before_its_output(folder: Path, texts: Path, tmp_path: Path) -> None:
+    teacher = load_source_teacher(open_checkpoint(str(folder)), torch.device("cpu"))
+    recipe = SpecDecRecipe(options_for(folder, texts, tmp_path), teacher, Corpus(texts, max_length=56, holdout=0.2))
+    batch = Batch(
+        torch.tensor([[5, 0, 7, 8]]), torch.tensor([[False, False, True, True]])
+    )  # fewer roots than asked for
+    roots = [out.at for out in recipe.outputs(batch, recipe.read(batch), None)]
+    assert len(roots) > 1
+    assert all(root >= 1 for at in roots if at is not None for root in at.tolist())
+
+
 @pytest.mark.slow
 def test_it_learns_and_what_it_writes_drafts_better(folder: Path, texts: Path, tmp_path: Path) -> None:
     options = options_for(folder, texts, tmp_path / "head", steps=50)

@@ -299,7 +299,6 @@ def test_a_failure_leaves_sampled_texts_as_they_are(place: str, monkeypatch: pyt
         assert target.used_slots == 0
 
 
-@pytest.mark.slow
 def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = willing_target()
     some = [*requests(4, 4), *requests(2, 5, logprobs=2), *requests(4, 6)]
