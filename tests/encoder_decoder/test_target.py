@@ -16,6 +16,7 @@ from forerun.core.request import LawRules
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
+from forerun.models.encoder_decoder.decoder import SequenceCache
 from forerun.models.encoder_decoder.target import EncoderDecoder
 from forerun.models.native import library as native
 from forerun.testing import check_target
@@ -164,6 +165,15 @@ def test_a_round_that_fails_is_repeated_from_the_source() -> None:
                 texts[event.seq_id] += event.tokens
         assert [texts[seq] for seq in seqs] == wanted, at
         assert target.used_slots == 0
+
+
+def test_accepted_nodes_move_behind_each_other() -> None:
+    cache = SequenceCache(torch.zeros(1, 2, 1, 3, 1), torch.zeros(3, 1))
+    cache.reserve(5)
+    cache.data[..., :5, 0] = torch.arange(5.0)
+    cache.keep([2, 4])
+    assert cache.length == 3
+    assert (cache.data[..., :3, 0] == torch.tensor([0.0, 2.0, 4.0])).all()
 
 
 def test_a_full_cache_sends_sequences_back_and_changes_no_text() -> None:

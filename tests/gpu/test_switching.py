@@ -162,7 +162,7 @@ def nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("name", "mistake"), [("_forms_behind", only_the_form), ("_keep", nothing)], ids=["unread rows", "lost rows"]
 )

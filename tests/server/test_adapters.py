@@ -92,7 +92,7 @@ def admin(served: Running, what: str, body: dict[str, Any], **headers: str) -> h
 def test_adapters_are_models_that_are_loaded_and_unloaded_while_others_write(
     adapted: Running, folders: dict[str, str]
 ) -> None:
-    names = [model["id"] for model in httpx.get(f"{adapted.url}/v1/models").json()["data"]]
+    names = [model["id"] for model in httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]]
     assert names == ["smollm2", "one"]
     first = text_of(adapted, "one")
     assert ask(adapted, "two").status_code == 404
@@ -108,7 +108,7 @@ def test_adapters_are_models_that_are_loaded_and_unloaded_while_others_write(
     own = llm.chat(CHAT["messages"], max_tokens=16, temperature=0, adapter="one").text  # type: ignore[arg-type]
     llm.unload_adapter("one")
     assert (own, llm.adapters) == (alone["one"], [])
-    counted = httpx.get(f"{adapted.url}/metrics").text
+    counted = httpx.get(f"{adapted.url}/metrics", timeout=60).text
     assert 'forerun:adapter_generation_tokens_total{adapter="two",model_name="smollm2"} 48.0' in counted
     assert admin(adapted, "unload", {"lora_name": "two"}).status_code == 200
     assert ask(adapted, "two").status_code == 404
@@ -125,7 +125,12 @@ def test_an_adapter_is_loaded_and_writes_its_own_text(administered: Running, fol
 def test_who_may_change_adapters_and_what_cannot_be_loaded(administered: Running, tmp_path: Path) -> None:
     body = {"lora_name": "x", "lora_path": str(tmp_path)}
     assert admin(administered, "load", body, Authorization="Bearer wrong").status_code == 401
-    assert httpx.post(f"{administered.url}/v1/load_lora_adapter", content=b"[" * 9999, headers=ADMIN).status_code == 400
+    assert (
+        httpx.post(
+            f"{administered.url}/v1/load_lora_adapter", content=b"[" * 9999, headers=ADMIN, timeout=60
+        ).status_code
+        == 400
+    )
     for wrong, said in (
         (body, "holds no adapter"),
         ({**body, "lora_name": "one"}, "served already"),

@@ -105,7 +105,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("streams", [True, False])
 def test_refusals_are_the_same(name: str, streams: bool, served: Running, threaded: str) -> None:
     body = {"prompt": "Once", "max_tokens": 4, "stream": streams, **REFUSED[name]}
-    one, other = (httpx.post(f"{url}/v1/completions", json=body) for url in (served.url, threaded))
+    one, other = (httpx.post(f"{url}/v1/completions", json=body, timeout=60) for url in (served.url, threaded))
     assert (one.status_code, one.json()) == (other.status_code, other.json())
     assert one.status_code == 400
 
@@ -114,7 +114,7 @@ def test_a_schema_that_cannot_be_used_is_refused(served: Running, threaded: str)
     pytest.importorskip("llguidance")
     schema = {"name": "x", "schema": {"type": "no-such-type"}}
     body = body_of({"response_format": {"type": "json_schema", "json_schema": schema}})
-    one, other = (httpx.post(f"{url}/v1/chat/completions", json=body) for url in (served.url, threaded))
+    one, other = (httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60) for url in (served.url, threaded))
     assert (one.status_code, one.json()) == (other.status_code, other.json())
     assert one.status_code == 400
 

@@ -148,7 +148,7 @@ def test_all_texts_of_a_client_that_leaves_are_dropped(llm: LLM) -> None:
             wait_for(lambda: len(engine.running) == engine.max_batch, "some of them run")
             assert len(engine.waiting) == 6 - engine.max_batch, "and some wait"
         wait_for(lambda: is_idle(engine), "all are dropped")
-        metrics = httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
         assert 'forerun:request_success_total{finished_reason="aborted",model_name="m"} 6.0' in metrics
 
 
@@ -217,5 +217,5 @@ def test_nothing_is_left_of_a_connection_that_has_ended(llm: LLM) -> None:
         with connect(url):
             wait_for(lambda: kept() > before, "it is connected")
         for _ in range(5):
-            assert httpx.get(f"{url}/version").status_code == 200
+            assert httpx.get(f"{url}/version", timeout=60).status_code == 200
         wait_for(lambda: kept() == before, "all have ended", 30)

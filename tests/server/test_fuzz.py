@@ -63,7 +63,7 @@ def check(http: httpx.Client, sent: Sent) -> int:
 
 
 def send_all(served: Running, path: str, count: int, seed: int) -> Counter[int]:
-    document = httpx.get(f"{served.url}/openapi.json").json()
+    document = httpx.get(f"{served.url}/openapi.json", timeout=60).json()
     with neighbour(served), httpx.Client(base_url=served.url, timeout=120) as http:
         return Counter(check(http, sent) for sent in requests_of(document, path, count, seed))
 

@@ -234,7 +234,10 @@ def test_either_header_brings_the_key() -> None:
         ):
             client.messages.create(**asked)
         chat = {"messages": ASKED["messages"], "max_tokens": 1}
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers={"x-api-key": "secret"}).status_code == 401
+        assert (
+            httpx.post(f"{url}/v1/chat/completions", json=chat, headers={"x-api-key": "secret"}, timeout=60).status_code
+            == 401
+        )
     finally:
         server.should_exit = True
         thread.join(30)
