@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,10 @@ os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", str(1 << 30))
 # A shell that runs this in the background has SIGINT ignored, and so would servers that a test sends it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every call of httpx, and every client of openai, reads the certificates of the world: 0.1 seconds for a server on this
+# machine that has none
+ssl.create_default_context = cache(ssl.create_default_context)
 
 with suppress(ImportError):  # a machine for the GPU tests need not have it
     from hypothesis import HealthCheck, settings
@@ -71,6 +77,13 @@ LONGEST = (
     "drafters/test_vocabularies.py",
     "server/test_exact.py",
     "cluster/test_without_ray.py",
+    "server/test_http.py",
+    "test_junk.py",
+    "native/test_decoder.py",
+    "test_wrap.py",
+    "server/test_reading.py",
+    "conformance/test_decoder.py",
+    "control/test_decisions.py",
 )
 
 

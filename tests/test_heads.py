@@ -285,6 +285,7 @@ def test_a_head_of_another_target_is_not_taken_for_it(tmp_path: Path) -> None:
         with_head(own, "medusa")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_whatever_it_was_loaded_with_a_call_may_name_a_head_of_the_box(smollm2_path: str) -> None:
     llm = LLM.load("smollm2", drafter="ngram")

@@ -57,6 +57,7 @@ def imported_by(program: str) -> set[str]:
     return set(ended.stdout.split())
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("program", "forbidden"),
     [

@@ -79,6 +79,7 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> bool:
     return False
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.parametrize(("kind", "name"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
 @QUICK
 @given(value=JUNK)
@@ -98,6 +99,7 @@ def drain() -> None:
         llm().engine.abort(seq.id)
 
 
+@pytest.mark.slow(keep=15)
 @pytest.mark.parametrize("name", [*Options.__annotations__, *SPELLINGS, "n", "system", "messages", "best_of"])
 @QUICK
 @given(value=JUNK)
@@ -152,6 +154,7 @@ def wrapped() -> Any:
     return wrap(llama(), Letters())
 
 
+@pytest.mark.slow(keep=24)
 @pytest.mark.parametrize("name", [*sorted(KNOWN), "inputs", "input_ids", "attention_mask", "generation_config", "x"])
 @settings(QUICK, max_examples=8)
 @given(value=JUNK)

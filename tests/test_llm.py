@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def make(**config: Any) -> LLM:
     speculative = SpeculativeConfig(controller="fixed", budget=3)
     engine = make_engine(target, frozenset({0}), speculative, EngineConfig(**config), Letters())
     return LLM(engine, Letters())  # type: ignore[arg-type]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for it, much longer than it takes on a busy machine."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tools.mutants import ROOT, Mutant, read_mutants, selections
 
 MUTANTS = read_mutants()
@@ -22,6 +24,7 @@ def test_every_fault_changes_something_and_names_tests_that_are_there() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.slow
 def test_every_fault_is_python() -> None:
     """Any test notices a file that cannot be read: that says nothing about the tests."""
     for mutant in MUTANTS:

@@ -29,6 +29,8 @@ NOT_OURS = {
 
 def probes(source: str) -> int:
     """How often a program asks for an attribute that may not be there."""
+    if "hasattr" not in source and "getattr" not in source:
+        return 0
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     names = [(call.func.id, len(call.args)) for call in calls if isinstance(call.func, ast.Name)]
     return sum(name == "hasattr" or (name == "getattr" and count == 3) for name, count in names)

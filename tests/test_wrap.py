@@ -86,6 +86,7 @@ GREEDY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("settings", GREEDY, ids=lambda settings: "-".join(settings) or "defaults")
 def test_greedy_equals_transformers(model: Any, wrapped: Wrapped, settings: dict[str, Any]) -> None:
     batch = ragged((6, 6)) if "repetition_penalty" in settings else ragged()
@@ -93,6 +94,7 @@ def test_greedy_equals_transformers(model: Any, wrapped: Wrapped, settings: dict
     assert torch.equal(ours, model.generate(**batch, do_sample=False, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt2, gemma2])
 def test_other_families(make: Any) -> None:
     model, batch = make(), ragged()
@@ -109,7 +111,7 @@ def test_prompt_lookup(model: Any, wrapped: Wrapped) -> None:
     assert torch.equal(wrapped.generate(**batch, **settings), wanted)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [None, 3])
 def test_a_second_model_drafts(model: Any, wrapped: Wrapped, number: int | None) -> None:
     draft, one, batch = llama(seed=1, width=16), ragged((9,)), ragged()
@@ -283,6 +285,7 @@ def test_an_error_leaves_nothing_behind(model: Any, wrapped: Wrapped) -> None:
     assert wrapped._target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_the_public_name_is_the_function() -> None:
     """A module of the same name would shadow it as soon as anybody imported that."""
     code = "import forerun.api.dropin.wrapped, forerun.api.dropin, forerun; print(type(forerun.wrap).__name__)"

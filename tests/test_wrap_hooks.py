@@ -49,7 +49,7 @@ def model() -> Any:
     return llama()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOOKS)
 def test_greedy_equals_transformers(model: Any, name: str) -> None:
     ours, small = wrap(model), llama(seed=1, width=16)

@@ -27,7 +27,7 @@ from forerun.cli.flags import Settings
 from tests.cli.conftest import tiny_llm
 
 CTRL_C, CTRL_D, ENTER, UP = "\x03", "\x04", "\r", "\x1b[A"
-_PATIENCE = 30.0  # seconds until a test gives up: much more than is ever needed
+_PATIENCE = 60.0  # seconds until a test gives up: much more than is ever needed
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b[=>]|\r(?!\n)")
 
 
@@ -66,10 +66,13 @@ class Terminal:
         self._seen = self.text.index(words, self._seen) + len(words)
         return True
 
-    def end(self) -> int:
-        """Read until the command ends; its exit code."""
-        ends = time.monotonic() + _PATIENCE
+    def end(self, presses: str = "") -> int:
+        """Read until the command ends, and press a key every few seconds; its exit code."""
+        ends, again = time.monotonic() + _PATIENCE, 0.0
         while self._read(0.1):
+            if presses and time.monotonic() > again:
+                self.type(presses)
+                again = time.monotonic() + 3.0
             if time.monotonic() > ends:
                 os.kill(self._pid, signal.SIGKILL)
                 raise AssertionError(f"it does not end; the terminal shows {self.text!r}")

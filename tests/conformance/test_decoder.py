@@ -11,6 +11,7 @@ from forerun.testing import check_target
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("kv_slots", [None, 6000])
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "mistral", "qwen2_moe", "smollm3"])
 def test_decoder_is_a_target(name: str, kv_slots: int | None, tmp_path: Path) -> None:

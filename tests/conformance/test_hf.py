@@ -51,6 +51,7 @@ def small(family: str) -> Any:
     return getattr(transformers, model_class)(getattr(transformers, config_class)(**settings))
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract(family: str) -> None:
     model = small(family)

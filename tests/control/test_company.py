@@ -81,7 +81,7 @@ def write(contenders: Sequence[Sequence[str]], right: float = RIGHT) -> list[lis
 others_in_turn = pytest.mark.parametrize("others", [[NGRAM], [SUFFIX], [NONE], [NGRAM, SUFFIX], [SUFFIX, NONE, NGRAM]])
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @others_in_turn
 @pytest.mark.parametrize("contender", [HEAD, BOTH])
 def test_a_contender_drafts_in_company_as_it_does_alone(contender: str, others: list[str]) -> None:
@@ -93,6 +93,7 @@ def test_a_contender_drafts_in_company_as_it_does_alone(contender: str, others: 
         assert [text[names.index(contender)] for text in write([names] * 8)] == alone
 
 
+@pytest.mark.slow(keep=1)
 @others_in_turn
 def test_a_head_that_is_never_right_loses_one_wait_a_text_in_company(others: list[str]) -> None:
     """Alone, its plain rounds go on from text to text; behind another's text the first one is read."""

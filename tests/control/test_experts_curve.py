@@ -31,6 +31,7 @@ def test_woken_experts_by_chance() -> None:
     assert chance(128, 8, 10_000) == pytest.approx(128.0)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("cost", CURVES.values(), ids=CURVES)
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("make", [Make(0.1), Make(0.1, chosen=False, stops=False)], ids=["head", "model"])
@@ -55,6 +56,7 @@ def on_card(trace: Trace, seed: int) -> MenuSimulation:
     return MenuSimulation(CARD, HEAD, [trace], host=HOST, gap=GAP, seed=seed)
 
 
+@pytest.mark.slow
 def test_what_caution_costs_where_trees_are_dear() -> None:
     """A tree that is all missed loses a plain round: two, and what 200 rounds may lose is used up, though trees pay."""
     simulations = [on_card(lambda now: 0.574, seed) for seed in range(24)]

@@ -57,6 +57,7 @@ def _slow_first_gap(simulation: FollowSimulation, slow: float) -> None:
     simulation._seconds = seconds  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_one_slow_round_does_not_end_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the negative control: with the slowest gap in the median's place next to nothing is drafted."""
     even, slow = first_texts(passages()), first_texts(passages(), SLOW)

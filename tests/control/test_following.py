@@ -43,6 +43,7 @@ def best_fixed(cost: CostModel, make: Make, kind: TextKind, shapes: list[Budget]
     return max(Simulation(cost, still).speed(kind, 250, Always(shape)) for shape in shapes)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.7, 0.9, 0.97])
 @pytest.mark.parametrize("cost", [STEEP, FLAT, CPU])
 @pytest.mark.parametrize("level", [0.05, 0.2])
@@ -60,7 +61,7 @@ def test_chains_never_settle_far_below_plain_and_find_most_of_the_gain(
     assert speed >= 0.85 * best
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("acceptance", [0.3, 0.65, 0.9])
 @pytest.mark.parametrize(
     ("cost", "make"), [(CPU, HEAD), (CPU, Make(0.2)), (GPU, Make(0.1)), (GPU, Make(0.1, stops=False))]
@@ -77,6 +78,7 @@ def test_a_head_gets_what_the_best_fixed_tree_would(cost: CostModel, make: Make,
     assert speed >= 0.95 * best_fixed(cost, make, kind, shapes)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", [1, 2, 6])
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.65])
 @pytest.mark.parametrize("stops", [True, False])
@@ -118,6 +120,7 @@ def test_a_head_that_boasts_is_scaled(kind: TextKind) -> None:
     assert overclaiming.controller.planner._latest.trust < 0.85 < honest.controller.planner._latest.trust
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [CHAIN, Make(0.05), Make(0.05, stops=False)])
 def test_follows_a_text_that_becomes_easy_within_20_rounds(seed: int, make: Make) -> None:
@@ -128,6 +131,7 @@ def test_follows_a_text_that_becomes_easy_within_20_rounds(seed: int, make: Make
     assert simulation.speed(easy, 20) > 1.8
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [Make(0.2, chosen=False, stops=False), Make(0.2), Make(0.2, stops=False)])
 def test_follows_a_text_that_becomes_hard_within_20_rounds(seed: int, make: Make) -> None:
@@ -139,6 +143,7 @@ def test_follows_a_text_that_becomes_hard_within_20_rounds(seed: int, make: Make
     assert simulation.speed(hard, 100) > 0.93
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("cost", [STEEP, FLAT, CPU])
 @pytest.mark.parametrize("make", [Make(0.05, chosen=False, stops=False), Make(0.4, stops=False), Make(0.1)])
 @pytest.mark.parametrize("length", [10, 40, 200])
@@ -243,6 +248,7 @@ def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
         assert controller.planner.rate > 2.0
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
 @pytest.mark.parametrize("cost", [CPU, FLAT, GPU])
 @pytest.mark.parametrize("batch", [1, 3])

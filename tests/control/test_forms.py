@@ -50,7 +50,7 @@ def best_speed(cost: CostModel, batch: int, rate: float) -> float:
     return max(1.0, *each)
 
 
-@pytest.mark.slow(keep=32)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("batch", [1, 8, 64, 128])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
@@ -59,6 +59,7 @@ def test_never_far_below_plain_over_any_200_rounds(cost: CostModel, batch: int, 
     assert history.worst_window() >= LEAST
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("trace", ["low", "nothing", "every 60", "falls", "rises"])
 @pytest.mark.parametrize("batch", [8, 64])
 def test_nor_where_plain_rounds_follow_each_other(batch: int, trace: str) -> None:
@@ -114,6 +115,7 @@ def against_adversary(cost: CostModel, batch: int, patience: int) -> MenuSimulat
     return adversary.simulation
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("patience", [1, 4, 20])
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
@@ -149,7 +151,7 @@ def test_a_curve_that_was_measured_badly_is_put_right(batch: int, factor: float)
     assert history.worst_window() >= LEAST
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
 @pytest.mark.parametrize("batch", [1, 8, 32, 64])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])

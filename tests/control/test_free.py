@@ -69,6 +69,7 @@ class Lookups:
         return accepted
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("cost", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("batch", [2, 8, 64])
 def test_matches_that_claim_too_much_do_not_cost_much(cost: CostModel, batch: int) -> None:
@@ -131,6 +132,7 @@ def recorded_rates() -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])
 def test_acceptance_as_it_was_in_real_texts(cost: CostModel, batch: int) -> None:

@@ -63,7 +63,7 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     return target.spent, engine.stats.drafted
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 16])
 def test_a_loaded_server_is_not_slower_for_drafting(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, none = seconds_under_load("none", batch, monkeypatch)
@@ -73,6 +73,7 @@ def test_a_loaded_server_is_not_slower_for_drafting(batch: int, monkeypatch: pyt
     assert plain / drafted >= 0.97
 
 
+@pytest.mark.slow
 def test_negative_control_with_prompts_counted_as_saved_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done before: rows beyond 16 were taken to cost as those before, and a pass to save its prompts too."""
     plain, _ = seconds_under_load("none", 16, monkeypatch)

@@ -30,6 +30,7 @@ def simulated(world: str, texts: dict[str, list[Text]], noise: float = 0.0) -> R
     return RunSimulation(cost, host, texts, told=told, noise=noise).run()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("noise", [0.0, 0.15])
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_task_is_slower_than_plain_decoding(world: str, noise: float) -> None:
@@ -38,11 +39,13 @@ def test_no_task_is_slower_than_plain_decoding(world: str, noise: float) -> None
     assert found.groups["code_edit"].speed > 1.2
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_texts_in_which_nothing_is_copied_lose_little(world: str) -> None:
     assert simulated(world, WRONG).least_speed() > 0.975
 
 
+@pytest.mark.slow
 def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a slow host takes is what keeps weak matches from being drafted."""
     with_price = simulated("x86, slow Python", WRONG | BY_TASK)
@@ -53,6 +56,7 @@ def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.Mon
     assert with_price.groups["wrong matches"].speed > without.groups["wrong matches"].speed
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_hardly_a_pass_is_run_in_vain(world: str) -> None:
     found = simulated(world, BY_TASK)
@@ -79,13 +83,14 @@ def behind_pauses(texts: dict[str, list[Text]], pause: float = PAUSE, seed: int 
     return RunSimulation(X86, MEASURED, texts, noise=0.1, seed=seed, pause=pause).run()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [BY_TASK, REVERSED, WRONG], ids=["tasks", "reversed", "wrong"])
 def test_passes_behind_a_pause_are_part_of_what_drafts_cost(texts: dict[str, list[Text]]) -> None:
     found = [behind_pauses(texts, seed=seed) for seed in range(1, 5)]
     assert min(one.least_speed() for one in found) > 0.98
 
 
+@pytest.mark.slow
 def test_a_controller_that_does_not_see_pauses_would_be_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a pass for each call, and what rounds take is not learnt: weak matches seem to pay."""
     seen, rounds = behind_pauses(WRONG | BY_TASK, pause=0.5), round_seconds.RoundSeconds

@@ -31,6 +31,7 @@ def simulate(texts: list[Text], batch: int, host: HostSeconds = HOST, **settings
     return LookupSimulation(H200, host, drafter, texts, batch, **settings)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("batch", [16, 32, 64])
 @pytest.mark.parametrize("host", [HOST, SLOW, SUFFIX], ids=["n-gram", "slow host", "suffix"])
@@ -39,6 +40,7 @@ def test_never_far_below_plain_in_a_batch(host: HostSeconds, batch: int, texts: 
     assert history.worst_window() >= LEAST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "lost"), [(32, 0.8), (64, 0.6)])
 def test_a_controller_that_asks_everybody_every_round_loses(batch: int, lost: float) -> None:
     """The negative control: what was measured on a GPU, 0.67 to 0.74 of plain."""
@@ -46,6 +48,7 @@ def test_a_controller_that_asks_everybody_every_round_loses(batch: int, lost: fl
     assert history.speed() < lost
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("texts", ["recorded", "no matches"])
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])
 def test_small_batches_are_asked_and_lose_nothing_by_it(batch: int, texts: str) -> None:
@@ -57,6 +60,7 @@ def test_small_batches_are_asked_and_lose_nothing_by_it(batch: int, texts: str) 
     assert history.speed() > (1.05 if texts == "recorded" else 0.98)
 
 
+@pytest.mark.slow
 def test_small_batches_are_as_quick_as_if_nothing_were_decided_for_the_batch() -> None:
     for batch in (1, 4, 8):
         gated, always = (simulate(RECORDED, batch, gated=gated).run(600) for gated in (True, False))
@@ -69,6 +73,7 @@ def test_texts_that_copy_are_found_and_drafted_for() -> None:
     assert history.worst_window() > 1.0
 
 
+@pytest.mark.slow
 def test_they_are_found_later_too_and_left_again() -> None:
     """A third of the way nothing matches, then all is copied, then nothing matches again."""
     simulation = simulate(TEXTS["no matches"] * 4, 32)

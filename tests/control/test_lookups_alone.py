@@ -32,6 +32,7 @@ def run(
     return both, FollowSimulation(cost, None, texts, HOST, looks_up=False).run(both.tokens[-1] + 1)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("make", LOOKUPS)
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["1.5B", "8B"])
@@ -52,6 +53,7 @@ def test_whoever_reads_every_round_first_is_slower(monkeypatch: pytest.MonkeyPat
     assert both.least_speed(plain, 200) < 0.95
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("make", LOOKUPS)
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["1.5B", "8B"])
 def test_what_is_copied_is_drafted_round_after_round(cost: CostModel, make: type[LookupDrafter]) -> None:
@@ -66,6 +68,7 @@ def test_look_ups_return_after_they_were_wrong_for_long() -> None:
     assert both.speed(plain, first=96 * 17, last=96 * 30) > 4.0
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("patience", [1, 2, 4])
 def test_what_an_adversary_can_take_is_bounded(patience: int) -> None:
     """Text that is copied until a few rounds in a row were looked up, and then is another."""

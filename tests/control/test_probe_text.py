@@ -21,6 +21,7 @@ def _target(name: str, folder: Path) -> NativeDecoder:
     return NativeDecoder(DecoderConfig.from_hf(config), weights, mode="float32", kv_slots=None)
 
 
+@pytest.mark.slow
 @needs_native
 def test_only_experts_ask_for_text(tmp_path: Path) -> None:
     dense, routed = _target("llama2", tmp_path / "dense"), _target("qwen3_moe", tmp_path / "routed")

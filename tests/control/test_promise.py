@@ -25,7 +25,7 @@ def test_look_ups_make_no_request_and_no_twenty_much_slower(name: str) -> None:
     assert found["worst_20"] >= WINDOW
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(NGRAM, SUFFIX), (NONE, HEAD)], ids=["look-ups", "a head"])
 def test_a_drafter_is_as_fast_in_company_as_alone(others: tuple[str, ...]) -> None:
     """Requests of other drafters come in turn with its own."""

@@ -112,6 +112,7 @@ def served(drafts: bool, clients: int) -> tuple[Answered, SimulatedServer]:
     return found, server
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("clients", [8, 32])
 def test_first_tokens_come_as_soon_as_without_drafts_and_more_follow(clients: int) -> None:
     (plain, _), (drafted, _) = served(False, clients), served(True, clients)
@@ -119,6 +120,7 @@ def test_first_tokens_come_as_soon_as_without_drafts_and_more_follow(clients: in
     assert drafted.first_at(0.99) <= 1.06 * plain.first_at(0.99)
 
 
+@pytest.mark.slow
 def test_negative_control_without_patience_first_tokens_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     patient, _ = served(True, 32)
     have_no_patience(monkeypatch)

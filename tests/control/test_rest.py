@@ -56,6 +56,7 @@ def test_rounds_in_which_nothing_can_pay_are_not_planned(make: Make) -> None:
     assert tokens / passes > 0.97
 
 
+@pytest.mark.slow(keep=1)
 @each_make
 def test_nothing_is_missed_by_resting(make: Make) -> None:
     """As fast as with a plan in every round, in a mixture of texts."""

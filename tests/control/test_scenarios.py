@@ -15,6 +15,7 @@ QUICK = ["CPU head", "CPU draft model", "CPU hybrid", "CPU n-gram, x86", "n-gram
 LEAST = 0.98  # of the recorded speed
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_scenario_is_as_fast_as_it_was(name: str) -> None:
     recorded = json.loads(FILE.read_text(encoding="utf-8"))

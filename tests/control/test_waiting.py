@@ -35,6 +35,7 @@ def run(
     return FollowSimulation(cost, menu, texts, Host(gap), lambda text, at: rate, looks_up=looks_up).run(rounds)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("rate", [0.6, 0.8])
 @pytest.mark.parametrize("gap", [3e-4, 1e-3])
@@ -56,6 +57,7 @@ def test_whoever_waits_for_any_match_is_slower(cost: CostModel, monkeypatch: pyt
     assert both.speed(alone) < 0.985
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rate", [0.6, 0.8])
 @pytest.mark.parametrize("gap", [3e-4, 1e-3])
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["1.5B", "8B"])

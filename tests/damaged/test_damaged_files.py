@@ -53,6 +53,7 @@ def check(name: str, cases: list[Case], count: int) -> None:
         assert refused > count // 8, "the damage is too mild to say anything"
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sample_of_damage(name: str, sample: dict[str, list[Case]]) -> None:
     check(name, sample[name], SAMPLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,10 +29,15 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+@cache
+def command_line() -> Any:
+    return typer.main.get_command(app.app)
+
+
 def parse(command: str) -> None:
     """What the real command line makes of it, without running it; raises where it takes no such flag."""
     words = shlex.split(command, comments=True)[1:]
-    group: Any = typer.main.get_command(app.app)
+    group: Any = command_line()
     while words and hasattr(group, "commands") and words[0] in group.commands:
         group = group.commands[words.pop(0)]
     group.make_context("forerun", words, resilient_parsing=False)

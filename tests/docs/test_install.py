@@ -22,6 +22,8 @@ def variables(table: str) -> set[str]:
 
 def read_variables(source: str) -> Iterator[str]:
     """What a module asks of its environment: os.environ[...], .get(...), `in`, and os.getenv(...)."""
+    if not re.search("environ|getenv|envvar", source):
+        return
     for node in ast.walk(ast.parse(source)):
         key: ast.expr | None = None
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):

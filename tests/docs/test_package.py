@@ -70,6 +70,7 @@ def run(code: list[str], *folders: Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_its_drafter_along(installed: Path) -> None:
     listed = json.loads(run(["-m", "forerun", "drafters", "--json", "-"], installed))["drafters"]
     assert [row["where"] for row in listed if row["name"] == "follower"] == [

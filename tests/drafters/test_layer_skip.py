@@ -36,6 +36,7 @@ def engine_on(target: Decoder, drafter: str = "layer_skip", **settings: Any) -> 
     return make_engine(target, frozenset({0}), speculative, EngineConfig(max_batch=3), Letters())
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("drafter", "width"), [("layer_skip", 1), ("layer_skip", 2), ("ngram>layer_skip", 1), ("ngram+layer_skip", 1)]

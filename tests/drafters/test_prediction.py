@@ -116,6 +116,7 @@ def predictions(right: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(p) for p in (right, near, right[4:], wrong, tempting, [0] * 9, (), every[:1000])]
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prediction_changes_no_text(drafter: str, verifier: str) -> None:

@@ -44,7 +44,7 @@ def test_rewinding_forgets_the_output_and_keeps_the_source() -> None:
     assert drafted(drafter, seq) == [11, 12, 13, 1]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.05, "seed": 5}], ids=["greedy", "sampled"])
 def test_a_second_encoder_decoder_drafts_and_the_text_stays_the_targets(name: str, params: dict[str, float]) -> None:

@@ -118,6 +118,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             MarianTokenizer(folder, {})
 
 
+@pytest.mark.slow
 def test_a_server_completes_and_refuses_chats(llm: LLM) -> None:
     pytest.importorskip("fastapi")
     from fastapi.testclient import TestClient

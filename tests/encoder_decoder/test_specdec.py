@@ -53,7 +53,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_head(tmp_path_factory.mktemp("head"))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @pytest.mark.parametrize("in_torch", [False, True])
 def test_texts_are_those_of_transformers_in_a_batch(name: str, head: Path, in_torch: bool) -> None:
@@ -70,6 +70,7 @@ def test_texts_are_those_of_transformers_in_a_batch(name: str, head: Path, in_to
     assert not drafter._sequences
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_those_of_the_seed(head: Path) -> None:
     prompts, params = sources(5, seed=4), SamplingParams(max_tokens=TOKENS, temperature=0.6, seed=11)
     engine = engine_for("marian", head)
@@ -98,6 +99,7 @@ def test_requests_with_other_drafters_share_its_batch(head: Path) -> None:
     assert lengths == {seqs[i]: len(prompts[i]) for i in mine}
 
 
+@pytest.mark.slow
 def test_a_full_cache_sends_sequences_back_and_they_are_read_again(head: Path) -> None:
     prompts = sources(5, seed=6)
     engine = engine_for("t5", head, kv_slots=2 * TOKENS)
@@ -211,6 +213,18 @@ def test_what_is_trained_is_what_drafts(folder: Path, texts: Path, tmp_path: Pat
     assert compared > 10
 
 
+def test_no_block_has_a_root_before_its_output(folder: Path, texts: Path, tmp_path: Path) -> None:
+    teacher = load_source_teacher(open_checkpoint(str(folder)), torch.device("cpu"))
+    recipe = SpecDecRecipe(options_for(folder, texts, tmp_path), teacher, Corpus(texts, max_length=56, holdout=0.2))
+    batch = Batch(
+        torch.tensor([[5, 0, 7, 8]]), torch.tensor([[False, False, True, True]])
+    )  # fewer roots than asked for
+    roots = [out.at for out in recipe.outputs(batch, recipe.read(batch), None)]
+    assert len(roots) > 1
+    assert all(root >= 1 for at in roots if at is not None for root in at.tolist())
+
+
+@pytest.mark.slow
 def test_it_learns_and_what_it_writes_drafts_better(folder: Path, texts: Path, tmp_path: Path) -> None:
     options = options_for(folder, texts, tmp_path / "head", steps=50)
     before = train(replace(options, out=str(tmp_path / "untrained"), steps=1)).tokens_per_round

@@ -62,7 +62,7 @@ def cuda_target(folder: Path) -> Target:
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "torch": torch_target, "native": native_target, "hf": hf_target, "cuda": cuda_target,
 }  # fmt: skip
-KINDS = [pytest.param("native", marks=needs_native), "torch", "hf", "cuda"]
+KINDS = ["torch", pytest.param("native", marks=needs_native), "hf", "cuda"]
 
 
 def in_chunks(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def alone(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [texts(play(engine, [request]))[0] for request in requests]
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_do_not_depend_on_chunks_or_company(

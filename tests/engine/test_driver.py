@@ -20,7 +20,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.driver import Driver
 from forerun.testing import Fault, TableLM
-from tests.test_llm import Letters
+from tests.test_llm import Letters, until
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -153,7 +153,9 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(round_: int, monkey
     assert not llm.engine.busy
 
 
-def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("first", range(8))
+def test_an_interrupt_anywhere_in_the_driver_leaves_it_right(first: int) -> None:
     """While a stream is open, another call is interrupted at every point of the driver and of the LLM around it."""
     llm, modules = (make(), ("forerun.engine.driver", "forerun.api.llm", "forerun.api.calls", "forerun.api.calls"))
     params = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -171,7 +173,7 @@ def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
 
     points = streamed(None)[1].seen
     assert points > 100
-    for at in range(points):
+    for at in range(first, points, 8):
         text, fault = streamed(at)
         assert text == alone["xyz"], fault.fired
         assert not llm.driver._leading, fault.fired
@@ -229,10 +231,10 @@ def test_coroutines_get_the_texts_written_alone() -> None:
 def test_a_cancelled_coroutine_drops_its_request() -> None:
     async def main() -> None:
         async with AsyncLLM(make(), max_requests=2, refuse=True) as llm:
-            endless = SamplingParams(max_tokens=5000, ignore_eos=True)
+            endless = SamplingParams(max_tokens=1 << 19, ignore_eos=True)
             tasks = [asyncio.create_task(llm.generate("abc", endless)) for _ in range(2)]
             stream = llm.stream("x", PARAMS)
-            await asyncio.sleep(0.05)
+            await until(lambda: llm.requests == 2)
             with pytest.raises(Overloaded, match="2 requests"):
                 await anext(stream)
             tasks[0].cancel()
@@ -244,7 +246,7 @@ def test_a_cancelled_coroutine_drops_its_request() -> None:
                 await llm.generate("", PARAMS)
             assert llm.requests == 1
             named = asyncio.create_task(llm.generate("abc", endless, request_id="seven"))
-            await asyncio.sleep(0.05)
+            await until(lambda: llm.requests == 2)
             llm.abort("seven")
             assert (await named).finish_reason == "aborted"
         with pytest.raises(ForerunError, match="closed"):
@@ -260,7 +262,7 @@ def test_a_cancelled_coroutine_drops_its_request() -> None:
 def test_a_stream_left_half_way_frees_its_place() -> None:
     async def main() -> None:
         async with AsyncLLM(make()) as llm:
-            stream = llm.stream("abc", SamplingParams(max_tokens=5000, ignore_eos=True))
+            stream = llm.stream("abc", SamplingParams(max_tokens=1 << 19, ignore_eos=True))
             await anext(stream)
             await stream.close()
             assert llm.requests == 0

@@ -275,6 +275,7 @@ def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path:
     assert fired > 100
 
 
+@pytest.mark.slow
 def test_the_walk_notices_a_store_that_is_not_made_sound_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: pages are taken first and booked afterwards, so that a fault between loses them."""
     monkeypatch.setattr(PagePool, "_check", lambda _: None)

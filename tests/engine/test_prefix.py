@@ -110,6 +110,7 @@ def same(kind: str, got: Sequence[Any], wanted: Sequence[Any]) -> bool:
     return all(a.shape == b.shape and bool(((a - b).abs() < 2e-4).all()) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("rows", [1, 7, 64, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_hidden_rows_are_those_of_reading_it_all(kind: str, rows: int | None, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def written(seqs: Sequence[SequenceState]) -> list[list[int]]:
     return [seq.tokens[seq.prompt_length :] for seq in seqs]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_do_not_depend_on_what_is_shared(kind: str, params: SamplingParams, tmp_path: Path) -> None:
@@ -203,6 +205,7 @@ def test_salts_do_not_share(kind: str, tmp_path: Path) -> None:
     assert len({tuple(seq.tokens) for seq in seqs}) == 1
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_sent_back_at_any_point_continues_with_the_same_text(
@@ -226,7 +229,7 @@ def test_a_sequence_sent_back_at_any_point_continues_with_the_same_text(
             assert engine.target.used_slots == 0
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "table"])
 def test_many_run_where_their_longest_would_not_fit_and_the_youngest_wait(kind: str, tmp_path: Path) -> None:
     """Eight of up to 162 tokens in 768 slots: reserved for life, four would fit."""

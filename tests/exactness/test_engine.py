@@ -44,6 +44,7 @@ GREEDY = [(*case, "greedy") for case in PRODUCT] + [
 ]
 
 
+@pytest.mark.slow(keep=64)
 @pytest.mark.parametrize(("drafter", "verifier", "shape", "setting"), GREEDY)
 def test_greedy_text_is_the_oracles(drafter: str, verifier: str, shape: str, setting: str) -> None:
     engine = engine_for(drafter, verifier, shape, VOCAB)
@@ -57,6 +58,7 @@ def plain_texts(verifier: str, setting: str) -> tuple[list[list[int]], list[str]
     return run(engine_for("none", verifier, "chain", VOCAB), [Request(prompt, SETTINGS[setting]) for prompt in PROMPTS])
 
 
+@pytest.mark.slow(keep=48)
 @pytest.mark.parametrize(("drafter", "verifier", "shape"), [p for p in PRODUCT if p[1] == "coupled"])
 @pytest.mark.parametrize("setting", [name for name in SETTINGS if not name.startswith("greedy")])
 def test_a_seed_fixes_the_text_whatever_drafts(drafter: str, verifier: str, shape: str, setting: str) -> None:
@@ -175,6 +177,7 @@ def test_a_mixed_batch_writes_what_each_request_would_write_alone(names: list[st
         assert run(engine_for("ngram", "auto", "tree", VOCAB), [request]) == ([tokens], [text])
 
 
+@pytest.mark.slow
 def test_stop_strings_end_the_text_where_they_would_without_drafting() -> None:
     params = replace(SETTINGS["stop-strings"], stop=("f g", "c"), max_tokens=60, min_tokens=0)
     requests = [Request(prompt, replace(params, seed=seed)) for prompt in PROMPTS for seed in range(6)]

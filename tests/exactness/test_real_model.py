@@ -1,9 +1,15 @@
-"""The real default model in fp32 against transformers' own generate, token for token."""
+"""The real default model in fp32 against transformers' own generate, token for token.
+
+What transformers writes is in transformers_texts.json, which takes it half a minute; a slow test writes it again. After
+a change of the questions: python -m tests.exactness.test_real_model
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +28,8 @@ from tests.exactness.harness import run
 pytestmark = pytest.mark.model
 
 TOKENS = 20
+RECORDED = Path(__file__).parent / "transformers_texts.json"
+FAST = ("eagle3", "ngram", "prediction")  # the others are in the long tier
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about autumn.",
@@ -41,6 +49,10 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def prompts(checkpoint: Any) -> list[tuple[int, ...]]:
+    return _prompts(checkpoint)
+
+
+def _prompts(checkpoint: Any) -> list[tuple[int, ...]]:
     tokenizer = checkpoint.tokenizer()
     return [tuple(tokenizer.chat_ids([{"role": "user", "content": question}])) for question in QUESTIONS]
 
@@ -65,8 +77,15 @@ def _decoder(checkpoint: Any, layers: int | None) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """What transformers writes, greedily, from the same weights."""
+def oracle(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """What transformers wrote."""
+    recorded = json.loads(RECORDED.read_text())
+    assert [one["prompt"] for one in recorded] == [list(prompt) for prompt in prompts]
+    return [one["text"] for one in recorded]
+
+
+def written_by_transformers(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """Greedily, from the same weights."""
     from forerun.measure.peers.transformers import load_transformers_model
 
     model = load_transformers_model(checkpoint, checkpoint.tokenizer().eos_ids, torch.float32)
@@ -110,8 +129,16 @@ def test_every_prompt_has_several_drafters() -> None:
     assert min(counts[i] for i in range(len(QUESTIONS))) >= 3  # none is one of them
 
 
-@pytest.mark.slow(keep=6)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.slow
+def test_what_was_recorded_is_what_transformers_writes(
+    checkpoint: Any, prompts: list[tuple[int, ...]], oracle: list[list[int]]
+) -> None:
+    assert written_by_transformers(checkpoint, prompts) == oracle
+
+
+@pytest.mark.parametrize(
+    "drafter", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
+)
 def test_greedy_text_equals_transformers(
     drafter: str,
     target: Decoder,
@@ -164,3 +191,17 @@ def test_a_seed_fixes_the_text_on_the_real_model(
         engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
         texts.append(run(engine, requests)[0])
     assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def record() -> None:
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint("smollm2")
+    prompts = _prompts(checkpoint)
+    texts = written_by_transformers(checkpoint, prompts)
+    lines = [json.dumps({"prompt": prompt, "text": text}) for prompt, text in zip(prompts, texts, strict=True)]
+    RECORDED.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+if __name__ == "__main__":
+    record()

@@ -8,7 +8,7 @@ import torch
 from forerun import LLM, Completion
 from forerun.core.types import Needs, PlainSeq, TreeBatch
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PROMPTS = ["Write a short note about rivers, and then write it again.", "List five colours.", "Why is the sky blue?"]
 TOKENS = 16
@@ -43,7 +43,6 @@ def logits_after(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
 def test_texts_are_those_of_one_rank(one: LLM, two: LLM, texts_of_one: list[Completion], drafter: str) -> None:
     chats, wanted = _chats(), texts_of_one

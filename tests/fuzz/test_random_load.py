@@ -78,6 +78,7 @@ def test_every_text_is_too_where_forms_change_behind_unread_rounds(seed: int) ->
     assert counts.accepted > 10
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
     assert play(make_scenario(seed)).tokens > 0
@@ -120,6 +121,7 @@ CONTROLS: list[tuple[Damage, Scenario]] = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("damage", dict.fromkeys(damage for damage, _ in CONTROLS))
 def test_negative_control_a_mistake_is_found(damage: Damage) -> None:
     """By one of its scenarios: which rounds are captured moves with everything that a plan weighs."""

@@ -52,7 +52,7 @@ def captures(target: CudaDecoder, engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("verifier", "draw", "forms"),
     [

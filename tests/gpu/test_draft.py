@@ -28,6 +28,7 @@ from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 BUDGETS = [Budget(5, 5), Budget(7, 3, 2), Budget(14, 4, 3), Budget(1, 1), Budget(40, 3, 4)]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("more", VARIANTS)
 def test_trees_are_those_of_the_head_as_everywhere(
@@ -218,7 +219,7 @@ def test_rows_reach_the_head_however_a_round_is_observed(device: str) -> None:
         seq.tokens += [*(as_lists(plain)[0][0][node] for node in path), bonus]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("budget", [Budget(5, 5), Budget(24, 5, 4)])
 def test_a_text_is_the_same_with_and_without_drafts(device: str, budget: Budget) -> None:

@@ -73,6 +73,7 @@ def _write(engine: Engine, requests: Sequence[Request], rng: random.Random) -> l
     return [texts[key] for key in sorted(texts)]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_texts_do_not_depend_on_who_joins_leaves_or_idles(
@@ -257,6 +258,7 @@ def test_rows_that_wait_are_read_before_many_that_come(layers: int, monkeypatch:
     batch.round(Budget(5, 5))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_prompt_of_several_passes_is_read_in_order(layers: int) -> None:
     """What is cut into passes attends to what was read before; others begin in the middle of a pass."""
@@ -361,6 +363,7 @@ def test_more_sequences_than_there_are_places_are_written_without_drafts() -> No
     assert batch.ours.draft.rows.held == 2
 
 
+@pytest.mark.slow
 def test_a_head_takes_pages_as_texts_grow() -> None:
     """Texts that may become long hold few pages while they are short; where none is left, others are drafted for."""
     batch = Batch()
@@ -404,6 +407,7 @@ def test_a_rehearsal_changes_nothing(layers: int) -> None:
     batch.round(Budget(8, 3, 3))
 
 
+@pytest.mark.slow
 def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where passes cost the same whatever their rows, it drafts; what it asks for is what is drafted."""
     target = make_target("llama", "cpu")
@@ -439,6 +443,7 @@ def test_a_composition_keeps_the_batch_on_the_device() -> None:
     assert both.propose(batch.seqs, [budget, NOTHING, NOTHING, NOTHING, NOTHING]).sizes() == [5, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside greedy ones; with one seed a text is the same whatever was drafted, because drafts are chosen tokens."""
@@ -462,6 +467,7 @@ def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: p
     assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]
 
 
+@pytest.mark.slow
 def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller may ask for a form of the menu that is too large for so many sequences; others are insisted on."""
     batch = Batch()

@@ -127,6 +127,7 @@ def _engine(target: CudaDecoder, drafter: Drafter | None, controller: str = "fix
     return engine
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -143,6 +144,7 @@ def test_texts_are_those_without_drafts(device: str, controller: str, temperatur
     assert target.used_slots == draft.used_slots == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
 def test_beside_look_ups_texts_are_the_same_and_nothing_is_held(device: str, controller: str) -> None:
@@ -166,6 +168,7 @@ class Again:
         work()
 
 
+@pytest.mark.slow
 def test_all_that_drafts_need_is_captured_when_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, other = _targets("cpu", 1, 2, 2)
     wanted = _texts(_engine(target, None), SamplingParams(max_tokens=24, ignore_eos=True))

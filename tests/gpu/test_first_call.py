@@ -142,7 +142,7 @@ def _write(engine: Engine, requests: Sequence[Request], batch: int) -> list[list
     return [texts[key] for key in sorted(texts)]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_captured_in_first_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = Captures()

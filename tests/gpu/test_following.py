@@ -127,6 +127,7 @@ def dtype_on(device: str) -> torch.dtype:
 CHAIN, TREE, WIDE = Form(3, 3, 1), Form(8, 3, 3), Form(20, 4, 6)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, WIDE, None]])
 def test_texts_are_those_of_plain_decoding(
@@ -139,7 +140,7 @@ def test_texts_are_those_of_plain_decoding(
     assert 10 < watched.followed < watched.asked
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "layers"), [(CHAIN, 1), (WIDE, 1), (CHAIN, 2), (WIDE, 2)])
 def test_drafts_are_those_of_rounds_that_were_read(form: Form, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
@@ -156,7 +157,7 @@ def test_drafts_are_those_of_rounds_that_were_read(form: Form, layers: int, monk
     assert sum(map(sum, found[0][1])) > 20, "something is accepted"
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
 def test_trees_of_another_draft_than_the_last_are_followed(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft was made for more than have stayed, or first for some and then for those who joined."""
@@ -193,7 +194,7 @@ def test_trees_of_another_draft_than_the_last_are_followed(form: Form, monkeypat
     assert behind.total() == behind[True, True] + behind[False, True]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = willing_target(), requests(10, 4, temperature=heat, seed=3)
@@ -202,6 +203,7 @@ def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.M
     assert watched.followed > 10
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "more", [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}]
 )
@@ -228,7 +230,7 @@ def sampled(count: int, draw: int, verifier: str) -> list[Request]:
     return made
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("verifier", "forms"), [("coupled", [WIDE]), *((name, [CHAIN, TREE, WIDE, None]) for name in ("coupled", "exact"))]
@@ -250,7 +252,7 @@ def test_sampled_texts_are_those_of_the_host(
     assert write(make(target, Forms(forms, 6), follows=True), other, 5)[0] != wanted[:2]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [CHAIN, WIDE])
 def test_sampled_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise of positions that the host does not know yet: else less would be accepted."""
@@ -264,6 +266,7 @@ def test_sampled_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypat
     assert apart[0] == apart[1]
 
 
+@pytest.mark.slow
 def test_whoever_the_host_decides_about_ends_it_for_sampled_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
     target = willing_target()
     typical = [replace(one, verifier="typical") for one in requests(1, 5, temperature=0.5, seed=1)]
@@ -276,7 +279,7 @@ def test_whoever_the_host_decides_about_ends_it_for_sampled_ones_too(monkeypatch
     assert 0 < watched.followed < watched.asked
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("place", ["draft", "score", "verdict", "observe"])
 def test_a_failure_leaves_sampled_texts_as_they_are(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = willing_target(), sampled(5, 8, "coupled")
@@ -304,7 +307,7 @@ def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < watched.followed < watched.asked
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [True, False])
 def test_whoever_is_about_to_end_counts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last round is not the device's to decide, though the round behind it would be."""
@@ -355,6 +358,7 @@ def short_texts() -> list[list[int]]:
     return plain_texts(willing_target(), short_requests())
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failure_anywhere_leaves_texts_as_they_are(
@@ -404,6 +408,7 @@ def write_through(engine: Engine, some: Sequence[Request]) -> list[list[int]]:
     return [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
 
 
+@pytest.mark.slow
 def test_whoever_is_aborted_leaves_a_round_that_follows() -> None:
     target, some = willing_target(), requests(6, 8)
     wanted = plain_texts(target, some)
@@ -421,6 +426,7 @@ def test_whoever_is_aborted_leaves_a_round_that_follows() -> None:
         assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_a_store_that_is_full_is_no_reason_to_write_over_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages are short, sequences are sent back and read again; no round follows into pages that are not there."""
     some = requests(9, 11)
@@ -431,7 +437,7 @@ def test_a_store_that_is_full_is_no_reason_to_write_over_others(monkeypatch: pyt
     assert watched.followed > 0
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [600, MAX_ROWS - 9, MAX_ROWS + 300])
 def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
     size: int, monkeypatch: pytest.MonkeyPatch
@@ -465,6 +471,7 @@ def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
     assert watched.followed > 5
 
 
+@pytest.mark.slow
 def test_trees_too_large_to_lie_behind_each_other_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """And others follow afterwards: such a tree, which any request may ask for, is no failure."""
     target, rng = willing_target(), random.Random(4)

@@ -157,6 +157,7 @@ def test_text_that_repeats_itself_is_looked_up_all_the_same() -> None:
     assert len(engine.controller.sources) < 0.6 * len(alone.controller.sources)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7])
 def test_nothing_follows_a_text_that_ends_surely(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where it ends likely, little does: a round in vain keeps the next prompt waiting."""

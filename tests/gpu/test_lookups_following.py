@@ -89,6 +89,7 @@ def misleading(count: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("lookup", LOOKUPS)
 def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(lookup: type[LookupDrafter], at_once: int) -> None:
@@ -114,6 +115,7 @@ def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.controller.followed < 0.2 * ahead
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_k": 2}], ids=["T=0", "T=1"])
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -133,7 +135,7 @@ def test_copied_text_is_drafted(lookup: type[LookupDrafter], at_once: int, param
         assert controller.drafted >= 4 / at_once
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(seed: int, temperature: float) -> None:

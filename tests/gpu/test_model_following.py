@@ -74,6 +74,7 @@ def _is_clean(drafter: OnDevice[ModelDraft]) -> bool:
     return model.model.used_slots == 0 and not model._proposed and not drafter._failed
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verifier", [None, "coupled", "exact"])
 @pytest.mark.parametrize("forms", [[LONG], [SHORT, LONG, None]])

@@ -88,6 +88,7 @@ def _text(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_plain_steps_make_a_target(name: str) -> None:
     needs, make = Needs((-1, 0, 1)), partial(make_target, name, "cpu")
@@ -148,6 +149,7 @@ def test_experts_that_a_pass_reads_are_counted(device: str) -> None:
     assert make_target("mixtral", device, dtype).passes.steps.active_experts() == [0, 0, 0]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_texts_are_those_of_generate(name: str) -> None:
     model, target, rng = make_reference(name), make_target(name, "cpu"), random.Random(5)

@@ -34,6 +34,7 @@ def save_head(name: str, target: CudaDecoder, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_is_the_same_with_and_without(name: str, device: str, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def play_sent_back(engine: Engine, requests: list[Request]) -> list[SequenceStat
     return seqs
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_texts_of_heads_after_hits_and_preemption(device: str, seeded: bool) -> None:

@@ -102,6 +102,7 @@ class Beside:
         return followed / sum(self.counts.values())
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("apart", [0, 1, 3, 9])
 def test_texts_are_those_of_one_pass_after_the_other(device: str, apart: int) -> None:
@@ -116,7 +117,7 @@ def test_texts_are_those_of_one_pass_after_the_other(device: str, apart: int) ->
     assert beside.counts[True, True] > 2, "with prompts in the same pass, too"
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9}], ids=["T=0", "T=1"])
 def test_prompts_in_nearly_every_round_keep_no_round_from_following(device: str, params: dict[str, Any]) -> None:
@@ -138,6 +139,7 @@ def test_prompts_in_nearly_every_round_keep_no_round_from_following(device: str,
     assert beside.counts[True, True] > 2 * beside.counts.get((True, False), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_stop_token_ends_a_text_that_was_ahead(device: str) -> None:
     target = _target(device)
@@ -172,6 +174,7 @@ def test_whoever_is_sent_back_for_want_of_room_writes_the_same(device: str) -> N
     assert target.plain.followed > 100
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("when", [1, 2, 3, 5, 8])
 def test_whoever_is_aborted_leaves_the_others_as_they_are(device: str, when: int) -> None:
@@ -208,6 +211,7 @@ def test_a_wrong_root_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _write(_engine(target), _requests(), 1) != wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_turn_finds_the_pages_of_a_first_that_was_ahead(device: str) -> None:
     """What a pass ahead wrote behind the end of a text is not part of what others find."""
@@ -246,7 +250,7 @@ def _mixed(verifier: str) -> list[Request]:
     return made
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verifier", ["coupled", "exact"])
 def test_sampled_texts_are_the_hosts_and_go_ahead_too(device: str, verifier: str) -> None:
@@ -332,6 +336,7 @@ def test_rounds_that_may_draft_are_read_first() -> None:
     assert target.plain.followed == 0
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("at", range(2, 12))
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_round_that_fails_with_a_pass_under_way(
@@ -362,6 +367,7 @@ def test_a_round_that_fails_with_a_pass_under_way(
 PLACES = ["roots", "run", "send", "next", "read", "commit", "observe", "outcome", "prompts"]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failure_leaves_texts_as_they_are(

@@ -148,6 +148,7 @@ def starts_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return started
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("follows", [False, True])
 def test_texts_are_those_of_requests_that_are_read_first(

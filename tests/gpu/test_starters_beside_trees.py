@@ -128,7 +128,7 @@ def test_negative_control_trees_that_do_not_lie_behind_their_prompts(monkeypatch
     assert not torch.allclose(roots_of(trees, scores.required_logits), apart(seqs)[0], atol=1e-2)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, None]])
 @pytest.mark.parametrize("coupled", [False, True])
@@ -250,6 +250,7 @@ def test_negative_control_a_head_that_does_not_read_short_prompts(monkeypatch: p
     assert {key: right[1][key] for key in both} != {key: wrong[1][key] for key in both}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("case", ["", "full", "other drafter", "logprobs", "a draft that follows its own alone"])
 def test_whoever_cannot_start_waits_a_round(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a form has no padding, or the round behind could not follow for it."""

@@ -55,6 +55,7 @@ def test_texts_without_copies_are_drafted_too() -> None:
     assert controller.rounds < 0.7 * sum(map(len, texts))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_plain_decoding(at_once: int, temperature: float) -> None:

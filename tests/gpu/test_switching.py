@@ -101,6 +101,7 @@ def long_texts(count: int = 6, tokens: int = 60, heat: float = 0.0) -> list[Requ
     return made
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_texts_are_those_of_plain_decoding_and_every_kind_of_switch_is_made(device: str, seed: int) -> None:
@@ -113,7 +114,7 @@ def test_texts_are_those_of_plain_decoding_and_every_kind_of_switch_is_made(devi
     assert kinds["read first"] < 0.15 * kinds.total()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["coupled", "exact"])
 def test_sampled_texts_are_those_of_the_host(verifier: str) -> None:
     some, kinds = sampled(12, 3, verifier), Counter[str]()
@@ -140,7 +141,7 @@ def accepted_of(
     return texts, [one[:-2] for one in accepted], kinds
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "heat"), [(1, 0.0), (2, 0.0), (1, 1.0)])
 def test_drafts_are_those_of_rounds_that_were_read(layers: int, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has read the same rows: of deeper trees than it drafts now, of plain rounds, of prompts."""
@@ -178,6 +179,7 @@ def test_negative_control_rows_that_a_head_has_not_read(
     assert found[1] != accepted
 
 
+@pytest.mark.slow
 def test_negative_control_roots_at_the_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
     some = long_texts()
     texts = accepted_of(False, some, monkeypatch)[0]
@@ -193,6 +195,7 @@ def test_negative_control_roots_at_the_wrong_place(monkeypatch: pytest.MonkeyPat
     assert accepted_of(True, some, monkeypatch)[0] != texts
 
 
+@pytest.mark.slow
 def test_negative_control_what_a_plain_pass_does_not_hand_on(monkeypatch: pytest.MonkeyPatch) -> None:
     some = long_texts()
     texts = accepted_of(False, some, monkeypatch)[0]

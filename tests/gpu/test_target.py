@@ -14,6 +14,7 @@ ON_A_CPU = [(name, "cpu") for name in SMALL]
 ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SHAPES if name != "large"]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", SMALL)
 def test_plain_steps_make_a_target(name: str) -> None:
     check_target(lambda: make_target(name, "cpu"), vocab_size=VOCAB, needs=Needs((-1, 0, 1)), seed=len(name))

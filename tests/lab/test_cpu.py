@@ -95,6 +95,7 @@ def test_the_last_line_is_the_document(
     assert "32 of 32" in printed
 
 
+@pytest.mark.slow
 @in_this_process
 def test_formats_are_measured_and_what_is_absent_is_null(capsys: pytest.CaptureFixture[str], suite: str) -> None:
     words = ["--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--threads", "1"]
@@ -188,6 +189,7 @@ def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == dict.fromkeys(found, wanted)
 
 
+@pytest.mark.slow
 @in_this_process
 def test_a_wrong_text_turns_the_exit_code(
     capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +219,7 @@ def test_later_turns_are_asked_when_wanted(suite: str) -> None:
     assert len(second) > len(first) + len("tell me more")
 
 
+@pytest.mark.slow
 @in_this_process
 def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -227,6 +230,7 @@ def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], suite: str, tmp_pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow(keep=1)
 @in_this_process
 @pytest.mark.parametrize(
     ("words", "complaint"),
@@ -264,6 +268,7 @@ class Dies:
             return process.call("tests.measure.peers.dying:load", names=["x"], how="SIGILL")
 
 
+@pytest.mark.slow
 @in_this_process
 def test_a_llama_cpp_that_dies_is_left_out_and_the_benchmark_goes_on(
     capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch
@@ -279,6 +284,7 @@ def test_a_llama_cpp_that_dies_is_left_out_and_the_benchmark_goes_on(
     assert "SIGILL" in cpu.llama_cpp_curve(Path("x.gguf"), 1)["why_not"]
 
 
+@pytest.mark.slow
 @in_this_process
 def test_a_peer_that_dies_in_mid_run_is_left_out_of_all_figures(
     capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_ratios_are_of_medians() -> None:
     assert over_off(rows[3:]) == []
 
 
+@pytest.mark.slow
 def test_an_unknown_mode_is_said(served: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--url", served.url, "--modes", "of"]) == 2
     assert "unknown mode 'of'" in capsys.readouterr().err

@@ -116,6 +116,7 @@ def test_the_table_puts_another_engine_beside_ours(capsys: pytest.CaptureFixture
     assert "2.50x plain" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for rival in ([], [RivalRow(8, 400.0, None)]):

@@ -46,6 +46,7 @@ def test_all_experts_are_picked_about_equally_often(tmp_path: Path) -> None:
     assert len(make_routers(config, weights, texts, experts=6)) == 3
 
 
+@pytest.mark.slow
 def test_what_cannot_be_upcycled_is_said(tmp_path: Path) -> None:
     config, _ = save(make_reference("llama2"), tmp_path)
     with pytest.raises(InvalidInput, match="3 of 2 experts"):

@@ -32,6 +32,7 @@ def test_what_follows_the_equals_sign_is_what_the_drafter_runs(tiny_folder: str,
         contenders.build_head(llm, DrafterSetup("ngram=x", "ngram", None, "x"), {})
 
 
+@pytest.mark.slow
 def test_two_contenders_of_one_kind_decide_alike_whoever_writes_beside_them() -> None:
     """By a counted clock: a round's drafts are what its controller decided, so they are compared one by one."""
     assert drafts_beside(apart=True) == drafts_beside(apart=True, others=())

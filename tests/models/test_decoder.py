@@ -45,6 +45,7 @@ def test_chains_equal_transformers(pair: tuple[Any, Decoder], cached: int) -> No
     torch.testing.assert_close(got, reference_logits(model, text)[cached:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow(keep=8)
 def test_every_node_of_a_ragged_batch_equals_its_path(pair: tuple[Any, Decoder]) -> None:
     model, decoder = pair
     rng = random.Random(2)

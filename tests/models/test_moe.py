@@ -43,7 +43,7 @@ def _written(model: Any, prompt: tuple[int, ...]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("where", ["torch", "native"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_are_those_of_generate(name: str, where: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ STRUCTURES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("family", STRUCTURES)
 def test_two_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Trees, commits, prompts that share a pass and pages that are shared, against the decoder on one rank."""

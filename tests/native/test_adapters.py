@@ -96,6 +96,7 @@ def logits_of(target: NativeDecoder, tokens: list[int], adapter: Any, cached: in
     return logits
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("family", LAW)
 def test_the_law_of_an_adapter_is_that_of_merged_weights(family: str, tmp_path: Path) -> None:
     made, tokens = Tiny(family, tmp_path), [5, 9, 2, 33, 7, 1, 8, 60, 12]
@@ -199,6 +200,7 @@ def write(engine: Engine, asked: list[tuple[list[int], str | None]], **options: 
     return [texts[one] for one in ids]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "layer_skip", "ngram>layer_skip"])
 def test_texts_of_a_mixed_batch_are_those_of_each_adapter_alone(tiny: Tiny, drafter: str, options: Any) -> None:

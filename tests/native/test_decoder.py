@@ -225,6 +225,7 @@ def test_it_lends_its_tables(mode: Mode, tmp_path: Path) -> None:
         assert 0 < target.weight_bytes <= 4 * sum(weight.numel() for weight in checkpoint[1].values())
 
 
+@pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("mode", ["float32", "q8"])
 def test_rows_that_threads_share_have_the_same_bits(checkpoint: Checkpoint, mode: Mode) -> None:
     """Norms, rotations and cache writes of 492 rows, enough to be shared out, and of chains behind them."""

@@ -47,6 +47,7 @@ def test_drafting_does_not_change_the_text(loaded: tuple[Checkpoint, NativeDecod
     assert target.used_slots == 0
 
 
+@pytest.mark.slow
 def test_its_logits_are_near_float32(loaded: tuple[Checkpoint, NativeDecoder]) -> None:
     opened, target = loaded
     tokens = opened.tokenizer().encode("The capital of France is Paris, and the capital of Italy is Rome.")

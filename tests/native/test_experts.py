@@ -74,6 +74,7 @@ def _root(target: NativeDecoder, tokens: list[int]) -> str:
     return _hash(logits[0])
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
 def test_a_row_has_its_bits_in_any_company(folder: Path, mode: Mode) -> None:
     """Alone; in trees of a few and of many nodes, in a batch; beside chunks of a prompt."""

@@ -101,6 +101,7 @@ def _same(made: tuple[Recorded, Scores, Scores, list[FakeSeq]], wanted: Any) -> 
             yield torch.equal(mine[layer], others[layer])
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_prompts_read_with_and_without_have_the_same_bits(
     make: Make, chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_prompts_read_with_and_without_have_the_same_bits(
         assert all(_same(made, wanted))
 
 
+@pytest.mark.slow(keep=3)
 def test_negative_control_hidden_rows_of_the_last_layer_would_be_wrong(make: Make) -> None:
     """A decoder that saves where the last rows are asked for: keys, values and logits are right and these are not."""
     for layers in FORBID:
@@ -127,6 +129,7 @@ def test_negative_control_hidden_rows_of_the_last_layer_would_be_wrong(make: Mak
         assert (found[:3], found.count(False)) == ([True] * 3, behind)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("pieces", [(7, 11), (18,)])
 def test_prompts_beside_trees(make: Make, pieces: tuple[int, ...]) -> None:
     """Trees come first in such a pass; the prompts behind them are read in two passes, or in one."""

@@ -128,13 +128,17 @@ def test_idle_workers_sleep() -> None:
         torch.set_num_threads(2)
         wanted = apply(packed, x)
         sleep(0.1)
-        spent = process_time()
-        sleep(0.5)
-        spent = process_time() - spent
+        spent = min(_spent_asleep() for _ in range(3))  # other threads of this process may work in one of them
         assert torch.equal(apply(packed, x), wanted)  # and wakes
     finally:
         torch.set_num_threads(before)
-    assert spent < 0.1  # CPU seconds: one that goes on watching uses its share of a core
+    assert spent < 0.05  # CPU seconds: one that goes on watching uses its share of a core
+
+
+def _spent_asleep() -> float:
+    before = process_time()
+    sleep(0.25)
+    return process_time() - before
 
 
 def _in_child(answers: "Queue[bool]", packed: PackedWeight, x: torch.Tensor, wanted: torch.Tensor) -> None:

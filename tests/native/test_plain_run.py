@@ -88,6 +88,7 @@ def written(engine: Engine, prompts: Sequence[tuple[int, ...]], params: Sampling
     return found
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.parametrize("mode", ["float32", "q8"])
 @pytest.mark.parametrize(

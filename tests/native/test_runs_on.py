@@ -89,6 +89,7 @@ def told(found: list[tuple[list, list, list]]) -> list[tuple]:  # type: ignore[t
     ]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("drafter", ["eagle3", "ngram+eagle3"])
 @pytest.mark.parametrize(
     "params",

@@ -105,6 +105,7 @@ def committed(nano: dict[str, Any], p: Tensor, q: Tensor | None, texts: int = 30
     return came / texts
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", ["sampled", "chosen"])
 def test_what_is_committed_has_the_targets_law(nano: dict[str, Any], how: str) -> None:
     p = torch.tensor([0.5, 0.1, 0.25, 0.15], dtype=torch.float64)
@@ -112,6 +113,7 @@ def test_what_is_committed_has_the_targets_law(nano: dict[str, Any], how: str) -
     assert (committed(nano, p, q if how == "sampled" else None) - p).abs().sum() / 2 < 0.025
 
 
+@pytest.mark.slow
 def test_negative_control_the_law_instead_of_the_residual_is_caught(nano: dict[str, Any]) -> None:
     p = torch.tensor([0.5, 0.1, 0.25, 0.15], dtype=torch.float64)
     q = torch.tensor([0.1, 0.6, 0.1, 0.2], dtype=torch.float64)

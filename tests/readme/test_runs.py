@@ -60,7 +60,7 @@ def _without_marks(text: str) -> str:
     return text.translate({ord(mark): None for mark in "[]"})  # with which an example marks drafted tokens
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("path", STREAMING, ids=name_of)
 def test_a_text_that_is_streamed_is_printed_once(
@@ -99,6 +99,7 @@ def test_the_python_blocks_of_a_page_run(page: Path) -> None:
     run_blocks(page)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("example", [marked(path, path.read_text()) for path in EXAMPLES if path.stem != "nano"])
 def test_an_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")

@@ -44,12 +44,12 @@ class Running:
     llm: LLM
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/stats").json()
+        found: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=90).json()
         return found
 
     def metric(self, name: str) -> float:
         """One that has no labels beside the model's name."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=90).text.splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}{{"))
 
 
@@ -74,13 +74,15 @@ def start(llm: LLM, settings: ServerSettings) -> Started:
     return start_with(lambda: LocalBackend(AsyncLLM(llm)), settings)
 
 
-def start_process(loader: Loader, settings: ServerSettings) -> Started:
-    """A server whose engine is a process of its own."""
+def start_process(loader: Loader, settings: ServerSettings, patience: float = 60.0) -> Started:
+    """A server whose engine is a process of its own; its figures are waited for, however busy the machine is."""
 
     def backend() -> Backend:
         engine = EngineProcess(loader)
         facts = engine.wait_until_ready()
-        return ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
+        made = ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
+        made.patience = patience
+        return made
 
     return start_with(backend, settings)
 
@@ -121,7 +123,7 @@ def served(llm: LLM) -> Iterator[Running]:
 
 @pytest.fixture
 def http(served: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx.Client(base_url=served.url, timeout=120) as client:
         yield client
 
 

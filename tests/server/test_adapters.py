@@ -21,7 +21,7 @@ from forerun.models.load.adapter import Adapter
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server.backends.start import LOAD_LLM, Loader
 from forerun.server.settings import ServerSettings
-from tests.server.conftest import ENGINE, MODEL, Running, children_of, start_process
+from tests.server.conftest import ENGINE, MODEL, Running, children_of, start, start_process
 
 pytestmark = pytest.mark.model
 OWN: list[int] = []  # the engine's process of this module's server
@@ -62,6 +62,18 @@ def adapted(llm: LLM, folders: dict[str, str]) -> Iterator[Running]:
     thread.join(10)
 
 
+@pytest.fixture
+def administered(llm: LLM, folders: dict[str, str]) -> Iterator[Running]:
+    """The same on a thread of this process, which needs no second model."""
+    llm.load_adapter("one", folders["one"])
+    settings = ServerSettings(("smollm2",), adapters={"one": folders["one"]}, admin_key="secret")
+    server, thread, url = start(llm, settings)
+    yield Running(url, llm)
+    server.should_exit = True
+    thread.join(10)
+    llm.unload_adapter("one")
+
+
 def ask(served: Running, model: str, **more: Any) -> httpx.Response:
     return httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "model": model, **more}, timeout=60)
 
@@ -76,10 +88,11 @@ def admin(served: Running, what: str, body: dict[str, Any], **headers: str) -> h
     return httpx.post(f"{served.url}/v1/{what}_lora_adapter", json=body, headers=headers or ADMIN, timeout=60)
 
 
+@pytest.mark.slow
 def test_adapters_are_models_that_are_loaded_and_unloaded_while_others_write(
     adapted: Running, folders: dict[str, str]
 ) -> None:
-    names = [model["id"] for model in httpx.get(f"{adapted.url}/v1/models").json()["data"]]
+    names = [model["id"] for model in httpx.get(f"{adapted.url}/v1/models", timeout=60).json()["data"]]
     assert names == ["smollm2", "one"]
     first = text_of(adapted, "one")
     assert ask(adapted, "two").status_code == 404
@@ -95,24 +108,36 @@ def test_adapters_are_models_that_are_loaded_and_unloaded_while_others_write(
     own = llm.chat(CHAT["messages"], max_tokens=16, temperature=0, adapter="one").text  # type: ignore[arg-type]
     llm.unload_adapter("one")
     assert (own, llm.adapters) == (alone["one"], [])
-    counted = httpx.get(f"{adapted.url}/metrics").text
+    counted = httpx.get(f"{adapted.url}/metrics", timeout=60).text
     assert 'forerun:adapter_generation_tokens_total{adapter="two",model_name="smollm2"} 48.0' in counted
     assert admin(adapted, "unload", {"lora_name": "two"}).status_code == 200
     assert ask(adapted, "two").status_code == 404
     assert admin(adapted, "unload", {"lora_name": "two"}).status_code == 404
 
 
-def test_who_may_change_adapters_and_what_cannot_be_loaded(adapted: Running, tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_and_writes_its_own_text(administered: Running, folders: dict[str, str]) -> None:
+    assert admin(administered, "load", {"lora_name": "two", "lora_path": folders["two"]}).json()["status"] == "loaded"
+    assert len({text_of(administered, name, max_tokens=4) for name in ("smollm2", "one", "two")}) == 3
+    assert admin(administered, "unload", {"lora_name": "two"}).status_code == 200
+    assert ask(administered, "two").status_code == 404
+
+
+def test_who_may_change_adapters_and_what_cannot_be_loaded(administered: Running, tmp_path: Path) -> None:
     body = {"lora_name": "x", "lora_path": str(tmp_path)}
-    assert admin(adapted, "load", body, Authorization="Bearer wrong").status_code == 401
-    assert httpx.post(f"{adapted.url}/v1/load_lora_adapter", content=b"[" * 9999, headers=ADMIN).status_code == 400
+    assert admin(administered, "load", body, Authorization="Bearer wrong").status_code == 401
+    assert (
+        httpx.post(
+            f"{administered.url}/v1/load_lora_adapter", content=b"[" * 9999, headers=ADMIN, timeout=60
+        ).status_code
+        == 400
+    )
     for wrong, said in (
         (body, "holds no adapter"),
         ({**body, "lora_name": "one"}, "served already"),
         ({**body, "lora_name": "smollm2"}, "served already"),
         ({"lora_name": "x"}, "lora_path"),
     ):
-        refused = admin(adapted, "load", wrong)
+        refused = admin(administered, "load", wrong)
         assert refused.status_code == 400
         assert said in refused.json()["error"]["message"]
     with pytest.raises(InvalidInput, match="has the model's name"):

@@ -45,6 +45,7 @@ def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(thinkin
         assert parts == [thought, answer.message.content]
 
 
+@pytest.mark.slow
 def test_effort_limits_thinking(thinking: Running) -> None:
     with client_of(thinking) as client:
         asked: dict[str, Any] = {"model": "smollm2", "messages": SAYS, "temperature": 0, "max_tokens": 40}
@@ -65,6 +66,7 @@ def test_a_model_that_does_not_think_says_so(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json={**body, "max_thinking_tokens": -1}).status_code == 400
 
 
+@pytest.mark.slow
 def test_calls_are_streamed(served: Running) -> None:
     with client_of(served) as client:
         asked: dict[str, Any] = {

@@ -82,7 +82,7 @@ def run(work: Callable[[ProcessBackend, Idle], Awaitable[None]], engine: Idle | 
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
         backend = ProcessBackend(engine, facts_of(make()), Letters())  # type: ignore[arg-type]
         try:
-            await asyncio.wait_for(work(backend, engine), 20)
+            await asyncio.wait_for(work(backend, engine), 60)
         finally:
             backend._engine.kill()
             await backend.close()
@@ -133,7 +133,7 @@ def test_an_engine_that_is_lost_ends_all_calls_that_wait_for_it_and_refuses_new_
         later = [read_all(backend), backend.swap_head(Path("head"))]
         for call in (*waiting, *later):
             with pytest.raises(EngineLost, match="ended by SIGKILL"):
-                await asyncio.wait_for(call, 5)
+                await asyncio.wait_for(call, 60)
         assert backend.problem == "the engine ended: its process was ended by SIGKILL"
 
     run(work)
@@ -375,7 +375,7 @@ def test_a_new_engine_thread_has_nothing_of_what_the_old_one_left() -> None:
         assert len([item async for item in backend.stream((1, 2), max_tokens=1)]) == 2
         await backend.close()
 
-    asyncio.run(asyncio.wait_for(work(), 20))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_server_takes_as_many_texts_as_batch_and_queue_hold_until_it_drains() -> None:
@@ -396,4 +396,4 @@ def test_a_server_takes_as_many_texts_as_batch_and_queue_hold_until_it_drains() 
             pass
         await backend.close()
 
-    asyncio.run(asyncio.wait_for(work(), 20))
+    asyncio.run(asyncio.wait_for(work(), 60))

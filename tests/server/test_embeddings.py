@@ -35,6 +35,7 @@ def embed(http: httpx.Client, **body: Any) -> list[list[float]]:
     return [each["embedding"] for each in answer.json()["data"]]
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_company_or_cache(http: httpx.Client, client: Any) -> None:
     for how in ("mean", "last"):
         together = embed(http, input=TEXTS, pooling=how)
@@ -81,7 +82,7 @@ def test_many_texts_wait_for_their_turn_and_no_text_is_harmed(http: httpx.Client
     assert embed(http, input=many)[::13] == [embed(http, input=text)[0] for text in many[::13]]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gemma2", "mixtral"])
 def test_rows_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """Both compute in float32, in another order: 2e-5 of the largest number in a row. Prompts of 1 to 50 tokens."""

@@ -34,7 +34,7 @@ FAULTY = "tests.server.faulty_engines"
 def serving(loader: Loader, **settings: Any) -> Iterator[tuple[str, int]]:
     """A server in this process, its address and its engine's process, which has ended afterwards."""
     others = {*children_of(os.getpid())}
-    server, thread, url = start_process(loader, ServerSettings(("m",), **settings))
+    server, thread, url = start_process(loader, ServerSettings(("m",), **settings), patience=1.0)
     (engine,) = {*children_of(os.getpid())} - others
     try:
         yield url, engine
@@ -45,7 +45,7 @@ def serving(loader: Loader, **settings: Any) -> Iterator[tuple[str, int]]:
 
 
 def is_healthy(url: str) -> bool:
-    return httpx.get(f"{url}/health").status_code == 200
+    return httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
             rest = "".join(lines)
         assert "its process was ended by SIGKILL" in rest, "its requests end with an error"
         assert rest.endswith("data: [DONE]")
-        health = httpx.get(f"{url}/health")
+        health = httpx.get(f"{url}/health", timeout=60)
         assert health.status_code == 503
         assert "SIGKILL" in health.json()["reason"]
         wait_for(lambda: is_healthy(url), "there is a new engine", 60)
@@ -106,12 +106,12 @@ def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
     with serving(loader) as (url, engine):
         _, reason, error = stream(url, "Once", max_tokens=200)
         assert (reason, error and error["message"]) == (None, "the server failed: SystemError")
-        health = httpx.get(f"{url}/health")
+        health = httpx.get(f"{url}/health", timeout=60)
         assert (health.status_code, health.json()["reason"]) == (503, "the engine ended: SystemError")
-        assert httpx.get(f"{url}/ready").status_code == 503
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
+        assert httpx.get(f"{url}/ready", timeout=60).status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=60).status_code == 500
         for path in ("/metrics", "/stats", "/v1/models", "/version"):
-            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, timeout=60).status_code == 200
         wait_for(lambda: not is_there(engine), "its process has ended")
 
 
@@ -123,7 +123,7 @@ def test_an_engine_that_hangs_and_keeps_its_interpreter_is_killed(tmp_path: Path
         error = stream(url, "Once", max_tokens=200)[2]
         assert error is not None
         assert "no progress" in error["message"]
-        assert httpx.get(f"{url}/metrics").status_code == 200
+        assert httpx.get(f"{url}/metrics", timeout=60).status_code == 200
         assert not is_there(engine)
 
 
@@ -232,8 +232,8 @@ def test_a_signal_to_both_processes_drains(tmp_path: Path) -> None:
             next(lines)
             os.kill(engine, signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, "it drains")
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
+            wait_for(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503, "it drains")
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=60).status_code == 503
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
@@ -249,7 +249,7 @@ def test_a_second_signal_ends_at_once_and_without_a_traceback() -> None:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, "it drains")
+            wait_for(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503, "it drains")
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert "the server is shutting down" in rest[-2]
@@ -257,9 +257,10 @@ def test_a_second_signal_ends_at_once_and_without_a_traceback() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_figures_of_both_processes_are_there(served: Running) -> None:
     def read() -> dict[str, float]:
-        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{served.url}/metrics", timeout=60).text.splitlines()
         found = [line.split('thread="')[1] for line in lines if line.startswith("forerun:cpu_seconds_total{")]
         return {line.split('"')[0]: float(line.split()[-1]) for line in found}
 

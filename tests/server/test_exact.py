@@ -87,6 +87,7 @@ def tokens_of(entries: list[Any]) -> list[tuple[str, list[str]]]:
     return [(entry.token, [top.token for top in entry.top_logprobs]) for entry in entries]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_change_nothing(name: str, served: Running) -> None:
     if "schema" in name or "JSON" in name or "must" in name or "this" in name:
@@ -121,6 +122,7 @@ def test_a_tool_that_is_not_there_cannot_be_called(served: Running, choice: Any)
             client.chat.completions.create(**asked({"tool_choice": choice, **tools}, "on"))
 
 
+@pytest.mark.slow
 def test_what_was_drafted_does_not_depend_on_the_load(llm: LLM, served: Running) -> None:
     """The same request, alone and beside others: the same bytes."""
     case = CASES["sampled, two texts"]

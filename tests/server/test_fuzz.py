@@ -63,7 +63,7 @@ def check(http: httpx.Client, sent: Sent) -> int:
 
 
 def send_all(served: Running, path: str, count: int, seed: int) -> Counter[int]:
-    document = httpx.get(f"{served.url}/openapi.json").json()
+    document = httpx.get(f"{served.url}/openapi.json", timeout=60).json()
     with neighbour(served), httpx.Client(base_url=served.url, timeout=120) as http:
         return Counter(check(http, sent) for sent in requests_of(document, path, count, seed))
 
@@ -71,9 +71,9 @@ def send_all(served: Running, path: str, count: int, seed: int) -> Counter[int]:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("path", POSTS)
 def test_no_body_gives_a_5xx(served: Running, path: str) -> None:
-    statuses = send_all(served, path, 160, seed=14)
-    assert statuses[200] >= 14, f"too few bodies were valid: {statuses}"
-    assert statuses[400] >= 60, f"too few bodies were damaged: {statuses}"
+    statuses = send_all(served, path, 60, seed=14)
+    assert statuses[200] >= 5, f"too few bodies were valid: {statuses}"
+    assert statuses[400] >= 20, f"too few bodies were damaged: {statuses}"
 
 
 @pytest.mark.parametrize("path", [path for path in POSTS if path.startswith(("/v1/r", "/v1/m", "/v1/e"))])

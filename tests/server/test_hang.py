@@ -51,15 +51,15 @@ def test_requests_end_with_an_error_and_sigterm_still_ends_it(front: str, tmp_pa
     with hanging(front, "stays", tmp_path) as (process, said, url):
         engines = children_of(process.pid)
         assert len(engines) == (front == "process")
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         text, reason, error = stream(url, "Once", max_tokens=100)
         assert text
         assert (reason, error and error["type"]) == (None, "server_error")
         assert error is not None
         assert "no progress" in error["message"]
-        health = httpx.get(f"{url}/health")
+        health = httpx.get(f"{url}/health", timeout=60)
         assert (health.status_code, "no progress" in health.text) == (503, True)
-        assert httpx.get(f"{url}/ready").status_code == 503
+        assert httpx.get(f"{url}/ready", timeout=60).status_code == 503
         again = stream(url, "Once", max_tokens=100)[2]
         assert again is not None, "nobody waits for an engine that hangs"
         assert not any(map(is_there, engines)), "it was killed"

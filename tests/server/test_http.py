@@ -163,7 +163,7 @@ def test_a_client_that_leaves_frees_its_slots(http: httpx.Client, served: Runnin
     body["stream"] = False
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/chat/completions", json=body, timeout=0.3)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while served.stats()["used_slots"] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (served.stats()["used_slots"], served.stats()["running"]) == (0, 0)

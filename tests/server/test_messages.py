@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("llguidance")
 
-from forerun.server.backends.start import LOAD_LLM, Loader  # noqa: E402
-from forerun.server.settings import ServerSettings  # noqa: E402
-from tests.server.conftest import MODEL, Running, start_process  # noqa: E402
+from forerun.server.backends.start import LOAD_LLM, Loader
+from forerun.server.settings import ServerSettings
+from tests.server.conftest import MODEL, Running, start_process
 
 SAYS = "one two three four one two three four one two"
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {
@@ -23,6 +22,16 @@ ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {
     "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}}}}  # fmt: skip
 SHORT = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
 ASKED: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": SAYS}], "max_tokens": 16}
+
+
+anthropic: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_the_client() -> None:
+    """Here and not above: it takes seconds, and whoever collects the tests need not wait for it."""
+    global anthropic
+    anthropic = pytest.importorskip("anthropic")
 
 
 @pytest.fixture
@@ -108,6 +117,7 @@ def test_a_stop_sequence_is_named(client: Any) -> None:
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
 
 
+@pytest.mark.slow
 def test_tools_are_used_and_their_results_are_read(client: Any, http: httpx.Client) -> None:
     asked: dict[str, Any] = {
         "model": "smollm2", "messages": [{"role": "user", "content": "What is 1 + 2?"}], "max_tokens": 60,
@@ -141,7 +151,7 @@ def test_tools_are_used_and_their_results_are_read(client: Any, http: httpx.Clie
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == wanted["usage"]["prompt_tokens"]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", ["off", "on"])
 def test_thinking_is_a_block_of_its_own_within_its_budget(thinking: Running, speculative: str) -> None:
     with client_of(thinking) as client:
@@ -209,6 +219,7 @@ def test_errors_are_of_the_apis_kinds(client: Any, http: httpx.Client) -> None:
         assert (other.status_code, other.json()["type"]) == (405, "error")
 
 
+@pytest.mark.slow
 def test_either_header_brings_the_key() -> None:
     settings = ServerSettings(model_names=("smollm2",), api_keys=("secret",))
     server, thread, url = start_process(Loader(LOAD_LLM, MODEL), settings)  # the engine of `llm` may have a thread
@@ -223,7 +234,10 @@ def test_either_header_brings_the_key() -> None:
         ):
             client.messages.create(**asked)
         chat = {"messages": ASKED["messages"], "max_tokens": 1}
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat, headers={"x-api-key": "secret"}).status_code == 401
+        assert (
+            httpx.post(f"{url}/v1/chat/completions", json=chat, headers={"x-api-key": "secret"}, timeout=60).status_code
+            == 401
+        )
     finally:
         server.should_exit = True
         thread.join(30)

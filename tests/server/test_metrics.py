@@ -96,6 +96,7 @@ def test_every_text_is_in_every_histogram(http: httpx.Client) -> None:
     assert change.of("request_queue_time_seconds_sum") < first < whole
 
 
+@pytest.mark.slow
 def test_who_waits_is_seen_and_counted(http: httpx.Client, served: Running) -> None:
     """Four fit the batch; the others wait, and their wait is in the histogram."""
     body = {**ASKED, "max_tokens": 80, "n": 8, "stream": True}

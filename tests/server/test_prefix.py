@@ -31,7 +31,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}"))
 
 

@@ -161,7 +161,7 @@ def threaded(llm: LLM) -> Iterator[str]:
     thread.join(10)
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("path", "body", "in_place"),
     [
@@ -215,13 +215,14 @@ def with_process(llm: LLM, facts: ReaderFacts, work: Callable[[ReaderProcess], C
     async def run() -> None:
         process = ReaderProcess(llm.tokenizer, facts)
         try:
-            await asyncio.wait_for(work(process), 30)
+            await asyncio.wait_for(work(process), 120)
         finally:
             process.close()
 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_process_reads_as_the_front_does(llm: LLM, facts: ReaderFacts, reader: RequestReader) -> None:
     async def work(process: ReaderProcess) -> None:
         for what, body in BODIES:
@@ -258,6 +259,7 @@ def test_a_process_that_was_killed_is_started_again(llm: LLM, facts: ReaderFacts
     with_process(llm, facts, work)
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_given_up(llm: LLM, facts: ReaderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(process: ReaderProcess) -> None:
         before = await process.read("tokenize", RAW, CONTEXT)

@@ -207,10 +207,10 @@ def test_a_head_is_swapped_in_another_process(heads: HeadVersions) -> None:
 
 def test_a_server_follows_the_link(drafting: LLM, heads: HeadVersions) -> None:
     server, thread, url = start(drafting, ServerSettings(("m",), heads=heads.folder))
-    assert httpx.get(f"{url}/stats").json()["head"] == "v0001"
+    assert httpx.get(f"{url}/stats", timeout=60).json()["head"] == "v0001"
     heads.publish("v0002")
-    for _ in range(100):
-        if (found := httpx.get(f"{url}/stats").json()["head"]) == "v0002":
+    for _ in range(1200):
+        if (found := httpx.get(f"{url}/stats", timeout=60).json()["head"]) == "v0002":
             break
         asyncio.run(asyncio.sleep(0.05))
     assert found == "v0002"

@@ -36,7 +36,7 @@ def kinds(events: list[Any]) -> list[str]:
     return [kind for i, kind in enumerate(found) if not i or found[i - 1] != kind]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("speculative", ["off", {"drafter": "ngram", "budget": 4}])
 @pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}])
 def test_the_text_is_the_chats(client: Any, law: dict[str, Any], speculative: Any) -> None:
@@ -94,6 +94,7 @@ def test_the_clients_own_stream_adds_up(client: Any) -> None:
     assert final.output_text in ("yes it is", "no it is not")
 
 
+@pytest.mark.slow
 def test_functions_are_called_and_what_they_return_is_read(client: Any) -> None:
     asked: dict[str, Any] = {"model": "smollm2", "input": "What is 1 + 2?", "temperature": 0, "max_output_tokens": 60}
     for choice in ("required", {"type": "function", "name": "add"}):

@@ -148,12 +148,12 @@ def test_an_engine_that_died_is_reported(restart: bool, monkeypatch: pytest.Monk
         assert reason is None
         assert error is not None, "its requests end with an error"
         if not restart:
-            assert httpx.get(f"{url}/health").status_code == 503
-            assert httpx.get(f"{url}/ready").status_code == 503
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+            assert httpx.get(f"{url}/ready", timeout=60).status_code == 503
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=60).status_code == 500
             return
-        deadline = time.monotonic() + 10
-        while httpx.get(f"{url}/health").status_code != 200 and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert stream(url, "Once", max_tokens=8) == before
         assert llm.engine.target.used_slots == 0
@@ -164,7 +164,9 @@ def test_deadlines_end_streams_and_whole_answers(llm: LLM) -> None:
     with serving(llm, deadline=0.5) as url:
         _, reason, error = stream(url, "Once", max_tokens=900)
         assert (reason, error and error["code"]) == (None, "timeout")
-        whole = httpx.post(f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 900, "ignore_eos": True})
+        whole = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 900, "ignore_eos": True}, timeout=60
+        )
         assert (whole.status_code, whole.json()["error"]["code"]) == (504, "timeout")
         assert stream(url, "Once", max_tokens=2)[1] == "length", "the next one is served"
 
@@ -184,9 +186,9 @@ def test_keys_from_a_file_and_their_rates(llm: LLM, tmp_path: Path) -> None:
         assert ask("second").status_code == 200, "another key has a rate of its own"
         assert int(ask("first").headers["retry-after"]) >= 1
         for path in ("/v1/models", "/tokenize", "/detokenize"):
-            assert httpx.request("GET" if "v1" in path else "POST", url + path, json={}).status_code == 401
+            assert httpx.request("GET" if "v1" in path else "POST", url + path, json={}, timeout=60).status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version"):
-            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, timeout=60).status_code == 200
 
 
 def test_prompts_are_logged_only_where_asked(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

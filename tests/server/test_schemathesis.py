@@ -80,14 +80,14 @@ def served_here(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "model": "smollm2"} if isinstance(body.get("model"), str) else body
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_bodies_that_keep_to_the_schema(served: Running, path: str) -> None:
     statuses = ask(served, "POST", path, GenerationMode.POSITIVE, COUNT)
     assert statuses[200] >= COUNT // 20, statuses
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", POSTS)
 def test_bodies_that_break_the_schema(served: Running, path: str) -> None:
     statuses = ask(served, "POST", path, GenerationMode.NEGATIVE, COUNT)

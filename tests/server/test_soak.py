@@ -106,7 +106,7 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serving(llm) as url:
         clients, sizes = asyncio.run(watched(url))
-        stats = httpx.get(f"{url}/stats").json()
+        stats = httpx.get(f"{url}/stats", timeout=60).json()
         deadline = time.monotonic() + 10
         while llm.engine.target.used_slots and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -80,6 +80,7 @@ def test_a_pattern_that_explodes_is_written_or_says_why_not(http: httpx.Client) 
     assert len(choice["message"]["content"]) > 100
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_later_is_an_error_of_its_text(served: Running, http: httpx.Client) -> None:
     failing, fine = for_schema(FAILS_LATER), for_schema(ANSWER)
     alone = chat(http, response_format=fine).json()["choices"][0]
@@ -110,6 +111,7 @@ def test_a_grammar_that_fails_later_is_an_error_of_its_text(served: Running, htt
     assert text == both.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_a_completion_and_a_tool_that_fail(http: httpx.Client) -> None:
     body = {"prompt": "x", "response_format": for_schema(FAILS_LATER), "max_tokens": 60, "temperature": 0}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]

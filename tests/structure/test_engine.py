@@ -49,7 +49,6 @@ def is_person(text: str) -> bool:
     return list(found) == ["name", "age"] and isinstance(found["age"], int)
 
 
-@pytest.mark.slow(keep=1)
 def test_all_ways_to_ask_give_the_same_text(llm: LLM) -> None:
     wanted = for_schema(PERSON)
     first = llm.chat(ASKED, json_schema=PERSON, max_tokens=60)
@@ -127,7 +126,6 @@ def alone(llm: LLM) -> dict[bool, list[Completion]]:
     }
 
 
-@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("heat", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
 def test_a_grammar_that_fails_ends_its_own_text_alone(
@@ -150,7 +148,6 @@ def test_a_grammar_that_fails_ends_its_own_text_alone(
     assert not llm.engine.busy
 
 
-@pytest.mark.slow(keep=1)
 def test_streams_tell_why(llm: LLM) -> None:
     stream = llm.stream(ASKED, json_schema=FAILS_LATER, max_tokens=40)
     *events, last = stream

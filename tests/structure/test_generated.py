@@ -77,6 +77,7 @@ def check(text: str, schema: dict[str, Any]) -> None:
     assert list(found) == [name for name in known if name in found], "in the order of the schema"
 
 
+@pytest.mark.slow(keep=15)
 @pytest.mark.parametrize("seed", range(40))
 def test_texts_drawn_from_a_generated_schema_validate(
     seed: int, grammars: Grammars, drawn: Callable[[GrammarLaw, int], str]

@@ -77,6 +77,7 @@ def test_a_model_without_an_end_or_a_tokenizer_is_refused(tokenizer: Tokenizer) 
             law_of(wrong, {"type": "object"})
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("how", [{}, {"disable_any_whitespace": True}, {"disable_any_whitespace": False}])
 def test_whatever_is_drawn_validates(name: str, how: Any, grammars: Grammars, drawn: Draw) -> None:

@@ -48,6 +48,7 @@ def written(name: str, drafter: str, temperature: float) -> list[list[int]]:
     return run(engine_of("plain", drafter), asked(name, temperature))[0]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", SOME)
 def test_every_text_matches_and_drafting_changes_none(drafter: str, temperature: float) -> None:

@@ -103,7 +103,7 @@ def check(kind: str, request: Request, tokens: list[int]) -> None:
         assert json.loads(answer) in ANSWERS, text
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_no_text_breaks_its_budget_or_its_schema(drafter: str, temperature: float) -> None:

@@ -39,6 +39,7 @@ def test_a_log_is_read_line_by_line(tmp_path: Path) -> None:
     assert [row["tokens_per_round"] for row in rows] == [None, None, 1.5]
 
 
+@pytest.mark.slow
 def test_lines_are_where_the_numbers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot

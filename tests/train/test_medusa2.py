@@ -58,6 +58,7 @@ def test_a_lora_begins_as_its_base_and_is_written_as_it_computes(tiny: Checkpoin
     assert float((again - net(tokens)[1]).abs().max()) > 0.05
 
 
+@pytest.mark.slow
 def test_the_target_learns_with_its_heads_and_is_marked_as_another(
     trained: Path, tiny: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from forerun.train.teacher import NetTeacher
 from tests.train.test_recipes import FOR_DECODERS, options_for
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("method", FOR_DECODERS)
 def test_every_recipe_steps_under_autocast(method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     more = {"vocab": 40} if method == "eagle3" else {}

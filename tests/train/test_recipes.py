@@ -96,7 +96,7 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
     assert len(record["data_hash"]) == 64
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark"])
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
@@ -131,6 +131,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tiny: Checkpoint, texts: Pat
         train(replace(options, lr=0.5, steps=3))
 
 
+@pytest.mark.slow
 def test_an_exit_adapter_starts_as_the_targets_own_exit(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """A step that learns nothing writes a plan that drafts as the bare exit does; a deeper exit drafts better."""
     found = {}

@@ -83,6 +83,7 @@ def test_one_text_does_not_decide() -> None:
     assert not _weigh("v2", "v1", before[:1], after[:1]).published
 
 
+@pytest.mark.slow
 def test_medusa_heads_keep_their_shape(
     tiny: Checkpoint, texts: Path, target: str, traffic: Path, tmp_path: Path
 ) -> None:

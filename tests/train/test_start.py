@@ -64,6 +64,7 @@ def teacher(tiny: Checkpoint) -> Teacher:
     return load_teacher(tiny, torch.device("cpu"))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("method", HEADS)
 def test_a_run_starts_as_the_head_it_is_given(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher

@@ -96,6 +96,7 @@ def test_what_is_walked_is_what_decoding_counts(
     assert all_rounds < 0.95 * 55 * len(PROMPTS)  # some drafts were accepted
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_run_is_written_as_json_and_survives_resumption(
     tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ def test_the_largest_values_overflow_nowhere(extreme: dict[str, Any]) -> None:
         assert laws.log_weights.softmax(-1).sum(-1).allclose(torch.ones(trees.nodes))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("extreme", EXTREMES, ids=str)
 def test_texts_at_the_largest_values_do_not_depend_on_the_drafter(extreme: dict[str, Any]) -> None:
     requests = [

@@ -104,6 +104,7 @@ def digits(prefix: Prefix, logits: Tensor) -> Tensor:
     return keep_allowed(logits, [last % 9, (last + 1) % 9, (last + 4) % 9])
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_texts_do_not_depend_on_the_drafter(drafter: str) -> None:
     heats: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 5}]

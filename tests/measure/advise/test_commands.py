@@ -66,6 +66,7 @@ def parsed_group(command: str) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("drafter", [name for name in registry.drafters.names() if name != "none"])
 def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafter: str) -> None:
     setup = Setup("my model.gguf", "ngram", "a folder", flags=("--dtype", "q8"))

@@ -90,7 +90,7 @@ def test_what_loses_is_not_recommended_at_all() -> None:
     assert found == {"do not draft": SEEDS}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("middle", [0.2, 0.25, 0.3, 0.35, 0.4])
 def test_two_runs_do_not_contradict_each_other(middle: float) -> None:
     """Wherever the truth lies: with other noise and other prompts it may be too close to tell, not the opposite."""
@@ -147,6 +147,7 @@ def test_a_drafter_that_is_clearly_faster_than_the_default_is_named() -> None:
         assert made.equals == ()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_recommended_against_its_own_prediction(seed: int) -> None:
     """In the answer, in its words, and in what vLLM is given."""

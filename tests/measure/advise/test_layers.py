@@ -63,6 +63,7 @@ def judge_of(target: Decoder) -> Judge:
     return Judge(target, cut_windows(target, texts_of(target), 40), FLAT)
 
 
+@pytest.mark.slow
 def test_windows_count_what_a_round_would_accept(target: Decoder) -> None:
     """Against real rounds, one for each window, by the engine."""
     windows = cut_windows(target, texts_of(target), 12)

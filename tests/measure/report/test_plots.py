@@ -60,6 +60,7 @@ def test_curves_are_those_of_the_formats_or_of_the_one_that_ran(axes: Any) -> No
     assert list(line.get_ydata()) == pytest.approx([4.0, 6.0])
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("result", [clear_gain(), one_prompt()], ids=["intervals", "none"])
 def test_the_whole_picture_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:
     plots.plot(result, tmp_path / "all.png")

@@ -21,7 +21,6 @@ from forerun.server.backends.start import EngineLost, EngineProcess
 from forerun.server.backends.wire import Facts, Packed, Report, pack_request, unpack_ended, unpack_error, unpack_event
 
 log = logging.getLogger(__name__)
-PATIENCE = 1.0  # seconds for an answer about how the engine is
 LONGEST_HOLD = 0.002  # seconds that orders are kept back so that others go with them
 LONGEST_PAUSE = 60.0  # seconds between two attempts to start an engine that cannot be loaded
 
@@ -54,6 +53,8 @@ class _Text:
 
 class ProcessBackend(Backend):
     """An engine whose process was started and has loaded its model. Made inside the event loop that uses it."""
+
+    patience = 1.0  # seconds for an answer about how the engine is
 
     def __init__(self, engine: EngineProcess, facts: Facts, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, facts.vocab_size, facts.max_length, facts.has_encoder)
@@ -112,7 +113,7 @@ class ProcessBackend(Backend):
         if self._asked is None or self._asked.done():
             self._asked = self._ask("report")
         try:
-            packed = await asyncio.wait_for(asyncio.shield(self._asked), PATIENCE)
+            packed = await asyncio.wait_for(asyncio.shield(self._asked), self.patience)
         except (TimeoutError, ForerunError):
             return
         self._report = Report.unpacked(packed)
