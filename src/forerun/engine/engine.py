@@ -393,7 +393,7 @@ class Engine:
         rows, scheduler = self.target.pass_rows, self.scheduler
         seqs = scheduler.next_readers(rows)
         if not seqs:
-            self.timeline.end(no_room_for(self.waiting[0]))
+            self.timeline.end(no_room_for(next(scheduler.in_turn())))
             return
         clock = self.stats.clock()
         self.timeline.open(seqs)
@@ -516,9 +516,7 @@ class Engine:
         return seq
 
     def enqueue(self, seq: SequenceState) -> None:
-        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
-        if not self.waiting or self.waiting[-1] is not seq:
-            self.waiting.append(seq)
+        self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
@@ -530,6 +528,7 @@ class Engine:
             self.timeline.end(seq.ended("aborted"))
 
     def _preempt(self, seq: SequenceState) -> None:
+        seq.note_preemption()
         self.timeline.send_back(seq)
         self.stats.preemptions += 1
 
