@@ -215,7 +215,7 @@ class Engine:
         scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
         if scores.read is not None:
             self._observe_prompts(readers, *scores.read)
-        return scores
+        return self.verifiers.send_logprobs(seqs, trees, scores) if scores.greedy is not None else scores
 
     def _needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs = self.drafters.needs(seqs)
@@ -381,7 +381,7 @@ class Engine:
         if len({seq.drafting for seq in seqs}) > 1:
             return False
         traits = traits_of(seqs)
-        if any(one.wants_logprobs or not self.verifiers.is_exact(one.verifier) for one in traits):
+        if not all(self.verifiers.is_exact(one.verifier) for one in traits):
             return False
         greedy = all(one.is_plain_greedy for one in traits)
         return greedy or (sampled and self.verifiers.device_decides(seqs))

@@ -26,7 +26,7 @@ from torch import Tensor
 from forerun.core.errors import CannotSample
 from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules
-from forerun.core.types import Laws, Seq, TokenLogprob, TreeBatch
+from forerun.core.types import Laws, Seq, TreeBatch
 from forerun.verify.processors import process_block
 
 _BANNED = -math.inf
@@ -98,21 +98,6 @@ def argmax_rows(rows: Tensor) -> list[int]:
     """The first argmax of each row [N, V]; by numpy on a CPU, where it is ten times faster than torch."""
     found: list[int] = (rows.numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
     return found
-
-
-def token_logprobs(laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Of tokens[i] under the law after nodes[i] (of the M of the batch); and of the `top` likeliest there.
-
-    Greedy rows were not truncated: theirs are plain log-probabilities after penalties and bans.
-    """
-    logprobs = laws.log_weights[list(nodes)].log_softmax(-1)  # [n, V]
-    likeliest = logprobs.topk(min(top, logprobs.shape[-1]))
-    entries = []
-    for row, token in enumerate(tokens):
-        pairs = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
-        possible = tuple(TokenLogprob(other, value) for other, value in pairs if value > _BANNED)
-        entries.append(TokenLogprob(token, float(logprobs[row, token]), possible))
-    return tuple(entries)
 
 
 def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
