@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.types import Laws, Seq, TokenLogprob, TreeBatch
-from forerun.verify.warp import warp_rows
+from forerun.verify.warp import truncation_key, warp_rows
 
 ROWS = 128  # at once: the logits of more take much memory
 
@@ -74,8 +74,7 @@ def send(seqs: Sequence[Seq], trees: TreeBatch, logits: Tensor, tokens: Tensor) 
     for b, seq in enumerate(seqs):
         params = seq.params
         if params.logprobs is not None:
-            law = () if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
-            groups.setdefault((params.logprobs, law), []).append(b)
+            groups.setdefault((params.logprobs, truncation_key(params)), []).append(b)
     for which in groups.values():
         some, sizes = [seqs[b] for b in which], [trees.starts[b + 1] - trees.starts[b] for b in which]
         rows = [slice(trees.starts[b], trees.starts[b + 1]) for b in which]  # row numbers would have to be sent

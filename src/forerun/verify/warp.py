@@ -66,9 +66,8 @@ def warp_rows(
     logits = _adjust(logits, seqs, paths, {} if failures is None else failures)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, seq in enumerate(seqs):
-        given = seq.params
-        key = (given.temperature, given.top_k, given.top_p, given.min_p)
-        if not given.is_greedy and key != _AS_IS:
+        key = truncation_key(seq.params)
+        if key != _AS_IS:
             groups.setdefault(key, []).append(row)
     for key, rows in groups.items():
         if len(rows) == len(seqs):
@@ -78,6 +77,11 @@ def warp_rows(
     for key, rows in groups.items():
         logits[rows] = _truncate(logits[rows], *key)
     return logits
+
+
+def truncation_key(params: SamplingParams) -> tuple[float, int, float, float]:
+    """Temperature, top-k, top-p and min-p: rows that agree in it are scaled and truncated alike."""
+    return _AS_IS if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
