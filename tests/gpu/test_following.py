@@ -377,7 +377,13 @@ def test_negative_control_logits_that_were_overwritten_give_other_values(monkeyp
     some = [replace(one, params=replace(one.params, logprobs=3)) for one in requests(6, 4)]
     wanted = entries_of(make(target, Forms([None], 0), follows=False, batch=1), some)
     monkeypatch.setattr(VerifierPool, "send_logprobs", lambda pool, seqs, trees, scores: scores)
+    watched = Watched(monkeypatch)
     found = entries_of(make(target, Forms([CHAIN], 6), follows=True), some)
+    assert all(map(are_alike, found, wanted)), "rounds whose log-probabilities were not sent are read first"
+    assert watched.followed == 0
+    monkeypatch.setattr(LaunchedRound, "loses_logprobs", False)
+    found = entries_of(make(target, Forms([CHAIN], 6), follows=True), some)
+    assert watched.followed > 0
     assert not all(map(are_alike, found, wanted))
 
 

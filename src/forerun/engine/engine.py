@@ -243,7 +243,7 @@ class Engine:
         Whatever interrupts it undoes the last round too: the timeline holds both meanwhile.
         """
         known, scheduler = last.scores.greedy, self.scheduler
-        if known is None or (known.next_roots is None and last.trees.form is None):
+        if known is None or (known.next_roots is None and last.trees.form is None) or last.loses_logprobs:
             return None
         scheduler.start_those_read()  # whose prompts the last pass has completed
         seats = _seats(last, self.running)
