@@ -114,7 +114,7 @@ def test_starters_take_the_place_of_padding_where_there_is_room_and_the_device_d
 
     assert started(seqs[1:]) == seqs[1:3], "two trees of the form are padding"
     assert rooms == [(21 + 4, 31 + 4)]
-    other = engine.prepare(Request(TEXTS[0][0], SamplingParams(logprobs=1)))
+    other = engine.prepare(Request(TEXTS[0][0], SamplingParams(presence_penalty=0.1)))
     assert started([other]) == [], "the host decides about it"
     assert started([]) == []
     room = False
@@ -170,6 +170,6 @@ def test_whoever_the_host_decides_about_does_not_start_in_a_round_behind_an_unre
     while engine.busy:
         engine.step()
         if other is None and rounds[-1][0]:
-            other = engine.submit(Request(TEXTS[1][0], SamplingParams(max_tokens=2, logprobs=1)))
+            other = engine.submit(Request(TEXTS[1][0], SamplingParams(max_tokens=2, presence_penalty=0.1)))
     assert other is not None
     assert {follows for follows, ids in rounds if other in ids} == {False}

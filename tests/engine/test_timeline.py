@@ -233,7 +233,7 @@ def test_a_round_follows_only_where_the_device_decides_about_all() -> None:
     assert engine._device_decides(seqs, sampled=False)
     others = {
         "another drafter": {"drafter": "ngram"},
-        "log-probabilities": {"params": SamplingParams(logprobs=1)},
+        "a penalty": {"params": SamplingParams(presence_penalty=0.1)},
         "a verifier that is not exact": {"verifier": "typical"},
         "a temperature": {"params": SamplingParams(temperature=1.0)},
     }

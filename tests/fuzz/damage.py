@@ -9,7 +9,7 @@ import pytest
 
 from forerun.core.types import first_rows
 from forerun.engine.engine import Engine
-from forerun.engine.round import Timeline
+from forerun.engine.round import LaunchedRound, Timeline
 from forerun.engine.routing import DrafterPool
 from forerun.models.cuda import target as target_module
 from forerun.models.cuda.after_pass import AfterPass
@@ -84,6 +84,7 @@ def only_those_who_go_on_are_asked(patch: pytest.MonkeyPatch) -> None:
         return real(engine, [seq for seq in seqs if len(seq.tokens) + 1 < seq.max_length], sampled)
 
     patch.setattr(Engine, "_device_decides", may)
+    patch.setattr(LaunchedRound, "loses_logprobs", False)
 
 
 def shared_pages_that_are_written(patch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,10 @@ def even(seed: int, ends: bool = False, **setting: Any) -> Scenario:
         for one in made.requests
     ]
     if ends:
-        short, long = SamplingParams(max_tokens=1, logprobs=2), SamplingParams(max_tokens=20, ignore_eos=True)
+        short, long = (
+            SamplingParams(max_tokens=1, logprobs=2, presence_penalty=0.5),
+            SamplingParams(max_tokens=20, ignore_eos=True),
+        )
         requests = [replace(one, params=short if i % 2 else long) for i, one in enumerate(requests)]
     if len(names["drafters"]) > 1:
         requests[-1] = replace(requests[-1], drafter=names["drafters"][1])

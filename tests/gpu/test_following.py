@@ -15,7 +15,7 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeBatch
+from forerun.core.types import Budget, Request, Round, Seq, TokenLogprob, TreeBatch
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device import drafter as device_drafter
 from forerun.drafters.device.eagle import HeadDraft
@@ -28,6 +28,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.models.base import ON_CPU
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
+from forerun.verify.decide import VerifierPool
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
@@ -205,7 +206,7 @@ def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.M
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    "more", [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}]
+    "more", [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"min_tokens": 1}, {"logit_bias": {5: 1.0}}]
 )
 def test_what_the_device_does_not_decide_is_read_first(
     more: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -301,7 +302,7 @@ def test_a_failure_leaves_sampled_texts_as_they_are(place: str, monkeypatch: pyt
 
 def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target = willing_target()
-    some = [*requests(4, 4), *requests(2, 5, logprobs=2), *requests(4, 6)]
+    some = [*requests(4, 4), *requests(2, 5, presence_penalty=0.1), *requests(4, 6)]
     wanted, watched = plain_texts(target, some), Watched(monkeypatch)
     assert write(make(target, Forms([TREE], 9), follows=True), some, 5)[0] == wanted
     assert 0 < watched.followed < watched.asked
@@ -311,7 +312,7 @@ def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_whoever_is_about_to_end_counts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last round is not the device's to decide, though the round behind it would be."""
-    target, more = willing_target(), {"temperature": 1.0} if sampled else {"logprobs": 2}
+    target, more = willing_target(), {"temperature": 1.0} if sampled else {"logprobs": 2, "presence_penalty": 0.1}
     rng, long = (
         random.Random(3),
         [one for one in requests(40, 9) if one.params.max_tokens > 20 and len(one.prompt) > 1][:5],
@@ -335,6 +336,58 @@ def test_whoever_is_about_to_end_counts_too(sampled: bool, monkeypatch: pytest.M
     assert texts[0][:5] == texts[1][:5]
     assert sampled or texts[0] == texts[1]
     assert watched.followed > 0
+
+
+def entries_of(engine: Engine, some: Sequence[Request]) -> list[list[TokenLogprob]]:
+    seqs = [engine.find(engine.submit(one)) for one in some]
+    while engine.busy:
+        engine.step()
+    return [[one for event in seq.events for one in event.logprobs] for seq in seqs if seq is not None]
+
+
+def are_alike(some: Sequence[TokenLogprob], others: Sequence[TokenLogprob], within: float = 1e-3) -> bool:
+    """The same tokens, with the same log-probabilities and as likely rivals: passes of other widths may round."""
+    if [one.token for one in some] != [one.token for one in others]:
+        return False
+    values, wanted = ([value for one in each for value in (one, *one.top)] for each in (some, others))
+    pairs = [(one.logprob, other.logprob) for one, other in zip(values, wanted, strict=True)]
+    return all(abs(one - other) < within for one, other in pairs)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, WIDE, None]])
+@pytest.mark.parametrize("law", ["greedy", "coupled", "exact"])
+def test_log_probabilities_come_with_the_round_and_none_is_read_first(
+    law: str, forms: list[Form | None], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of up to 20 likeliest tokens, beside texts that want none: those of plain rounds that are read one by one."""
+    need_cuda(device)
+    target = willing_target(device, dtype=dtype_on(device))
+    plain = requests(9, 4) if law == "greedy" else sampled(9, 4, law)
+    some = [replace(one, params=replace(one.params, logprobs=(0, None, 5, 20)[i % 4])) for i, one in enumerate(plain)]
+    wanted = entries_of(make(target, Forms([None], 0), follows=False, batch=1), some)
+    watched = Watched(monkeypatch)
+    found = entries_of(make(target, Forms(forms, 6), follows=True), some)
+    within = 1e-3 if device == "cpu" else 0.1  # bfloat16
+    assert all(are_alike(one, other, within) for one, other in zip(found, wanted, strict=True))
+    assert [len(entries) for entries in found][1] == 0
+    assert watched.followed > 10
+
+
+def test_negative_control_logits_that_were_overwritten_give_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = willing_target()
+    some = [replace(one, params=replace(one.params, logprobs=3)) for one in requests(6, 4)]
+    wanted = entries_of(make(target, Forms([None], 0), follows=False, batch=1), some)
+    monkeypatch.setattr(VerifierPool, "send_logprobs", lambda pool, seqs, trees, scores: scores)
+    watched = Watched(monkeypatch)
+    found = entries_of(make(target, Forms([CHAIN], 6), follows=True), some)
+    assert all(map(are_alike, found, wanted)), "rounds whose log-probabilities were not sent are read first"
+    assert watched.followed == 0
+    monkeypatch.setattr(LaunchedRound, "loses_logprobs", False)
+    found = entries_of(make(target, Forms([CHAIN], 6), follows=True), some)
+    assert watched.followed > 0
+    assert not all(map(are_alike, found, wanted))
 
 
 def _logprobs(seq: SequenceState) -> list[list[tuple[int, float]]]:

@@ -280,7 +280,7 @@ def test_logprobs_of_sampled_texts_are_the_hosts() -> None:
 
 
 def test_log_probabilities_are_those_of_their_own_pass() -> None:
-    """Whoever wants them is read first, and so are those beside it: logits stay for one pass only."""
+    """They are computed behind it, and nobody is read first: logits stay for one pass only."""
     target, found = _target("cpu"), []
     some = [
         replace(one, params=replace(one.params, logprobs=2 if i == 1 else None)) for i, one in enumerate(_requests())
@@ -291,7 +291,7 @@ def test_log_probabilities_are_those_of_their_own_pass() -> None:
         while engine.busy:
             engine.step()
         found.append([(seq.tokens, [one for e in seq.events for one in e.logprobs]) for seq in seqs if seq])
-    assert target.plain.followed > 5
+    assert target.plain.followed > 20
     for (tokens, plain), (same, ahead) in zip(*found, strict=True):
         assert tokens == same
         assert [one.logprob for one in plain] == pytest.approx([one.logprob for one in ahead], abs=1e-5)

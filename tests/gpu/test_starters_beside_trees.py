@@ -251,7 +251,7 @@ def test_negative_control_a_head_that_does_not_read_short_prompts(monkeypatch: p
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("case", ["", "full", "other drafter", "logprobs", "a draft that follows its own alone"])
+@pytest.mark.parametrize("case", ["", "full", "other drafter", "bias", "a draft that follows its own alone"])
 def test_whoever_cannot_start_waits_a_round(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a form has no padding, or the round behind could not follow for it."""
     target, started = willing_target(), Started(monkeypatch)
@@ -267,8 +267,8 @@ def test_whoever_cannot_start_waits_a_round(case: str, monkeypatch: pytest.Monke
     one = request(30, 4)
     if case == "other drafter":
         one = replace(one, drafter="none")
-    elif case == "logprobs":
-        one = replace(one, params=replace(one.params, logprobs=1))
+    elif case == "bias":
+        one = replace(one, params=replace(one.params, logit_bias={1: -9.0}))
     late = engine.find(engine.submit(one))
     while engine.busy:
         engine.step()

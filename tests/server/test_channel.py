@@ -134,6 +134,7 @@ REQUESTS = [
     Request((4,), SamplingParams(repetition_penalty=1.2, presence_penalty=-1, frequency_penalty=0.3)),
     Request((9, 9), drafter="ngram", verifier="coupled", shows_rejected=True, cache_salt=None),
     Request((9,), budget=Budget(8, 4, 2, price=(0.1, 0.2), level=0.5, source="free", repeats=3), cache_salt="k"),
+    Request((9,), prediction=(1, 2), adapter="a", pooling="mean", priority=-(2**40)),
 ]
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
+from forerun.core.request import Request
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT = ChatRequest.model_json_schema()["properties"]
@@ -18,6 +19,9 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def takes(name: str, value: float) -> bool:
     try:
+        if name == "priority":  # of a request, not of its law
+            Request((1,), priority=int(value))
+            return True
         SamplingParams.from_dict({name: value} | ({} if "max" in name else {"max_tokens": 10**20}))
     except InvalidInput:
         return False

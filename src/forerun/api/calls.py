@@ -250,6 +250,7 @@ class Options(SamplingOptions, total=False):
     prediction: str | Sequence[int] | Sequence[str] | None  # what the text should be; of several prompts a list
     adapter: str | None  # the name of a LoRA adapter; None = the base model
     pooling: Pooling | None  # Completion.embedding: the mean of the prompt's rows, or the last one
+    priority: int  # smaller = admitted sooner, where requests wait; 0 is the default
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -282,7 +283,8 @@ def make_request(prompt: Prompt, params: Params | None, options: Mapping[str, An
     variables, predicted = options.get("chat_template_kwargs"), options.get("prediction")
     ids = encode(prompt) if variables is None else encode(prompt, variables)
     predicted, pooling = as_token_ids("prediction", predicted), options.get("pooling")
-    return Request(ids, merged, drafter, verifier, budget, *rest, predicted, adapter, pooling)
+    more = adapter, pooling, options.get("priority", 0)
+    return Request(ids, merged, drafter, verifier, budget, *rest, predicted, *more)
 
 
 class Call(NamedTuple):

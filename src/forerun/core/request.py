@@ -21,6 +21,7 @@ Source = Literal["free", "costly", "any"]
 Pooling = Literal["mean", "last"]  # of the rows that leave the last norm, one per token
 Bytes = bytes  # under a name that a field called `bytes` does not hide
 ALWAYS = 1 << 30  # rounds under one plan
+MOST_URGENT = 1 << 53  # of priorities, either way: what JSON's numbers hold exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,12 @@ class Request:
     prediction: tuple[int, ...] = ()  # what the output is expected to be: it is drafted
     adapter: str | None = None  # the name of a LoRA adapter; None = the base model
     pooling: Pooling | None = None  # how the rows of the prompt become its embedding; None = they do not
+    priority: int = 0  # smaller = admitted sooner, where requests wait
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
         object.__setattr__(self, "prediction", as_token_ids("Request.prediction", self.prediction))
+        object.__setattr__(self, "priority", as_whole("priority", self.priority, -MOST_URGENT, MOST_URGENT))
         if self.pooling not in (None, *get_args(Pooling)):
             raise refuse("Request.pooling", self.pooling, "'mean', 'last' or None")
         for name, kind in (

@@ -163,6 +163,16 @@ class Greedy:
     sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.core.verdict.DeviceSampling`
     next_roots: NextRoots | None = None  # makes a plain round behind this one before it is read
     hand_on: Callable[[], None] | None = None  # of a plain pass: its tokens to what grows trees behind it
+    # [M] on the device, before the next pass: the target's token after the root and the accepted nodes of every tree
+    tokens: Callable[[], Tensor] | None = None
+
+
+class KnownLogprobs(Protocol):
+    """Log-probabilities that were computed behind a pass (forerun.verify.logprobs)."""
+
+    def of(self, seq_id: int, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        """Of the tokens after these nodes of its tree, and of the likeliest there."""
+        ...
 
 
 class GreedyWalk(Protocol):
@@ -198,6 +208,7 @@ class Scores:
     # Passes of later rounds that the same call has run; -1 = this pass was run by an earlier call.
     ahead: int = 0
     own: float = 1.0  # the share of the call's time that this pass took
+    logprobs: KnownLogprobs | None = None  # where the logits may be overwritten before the round is read
 
     @property
     def required_logits(self) -> Tensor:
@@ -216,6 +227,7 @@ class Laws:
     greedy: tuple[bool, ...]  # [B]
     plain_greedy: bool = False  # all are greedy, and the log-weights are the target's unchanged logits
     impossible: Mapping[int, CannotSample] = field(default_factory=dict)  # node -> why no token can follow it
+    known: KnownLogprobs | None = None  # what the log-weights would give, where another pass may have written there
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]

@@ -215,7 +215,7 @@ class Engine:
         scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
         if scores.read is not None:
             self._observe_prompts(readers, *scores.read)
-        return scores
+        return self.verifiers.send_logprobs(seqs, trees, scores) if scores.greedy is not None else scores
 
     def _needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs = self.drafters.needs(seqs)
@@ -243,7 +243,7 @@ class Engine:
         Whatever interrupts it undoes the last round too: the timeline holds both meanwhile.
         """
         known, scheduler = last.scores.greedy, self.scheduler
-        if known is None or (known.next_roots is None and last.trees.form is None):
+        if known is None or (known.next_roots is None and last.trees.form is None) or last.loses_logprobs:
             return None
         scheduler.start_those_read()  # whose prompts the last pass has completed
         seats = _seats(last, self.running)
@@ -381,7 +381,7 @@ class Engine:
         if len({seq.drafting for seq in seqs}) > 1:
             return False
         traits = traits_of(seqs)
-        if any(one.wants_logprobs or not self.verifiers.is_exact(one.verifier) for one in traits):
+        if not all(self.verifiers.is_exact(one.verifier) for one in traits):
             return False
         greedy = all(one.is_plain_greedy for one in traits)
         return greedy or (sampled and self.verifiers.device_decides(seqs))
@@ -393,7 +393,7 @@ class Engine:
         rows, scheduler = self.target.pass_rows, self.scheduler
         seqs = scheduler.next_readers(rows)
         if not seqs:
-            self.timeline.end(no_room_for(self.waiting[0]))
+            self.timeline.end(no_room_for(next(scheduler.in_turn())))
             return
         clock = self.stats.clock()
         self.timeline.open(seqs)
@@ -516,9 +516,7 @@ class Engine:
         return seq
 
     def enqueue(self, seq: SequenceState) -> None:
-        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
-        if not self.waiting or self.waiting[-1] is not seq:
-            self.waiting.append(seq)
+        self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
@@ -530,6 +528,7 @@ class Engine:
             self.timeline.end(seq.ended("aborted"))
 
     def _preempt(self, seq: SequenceState) -> None:
+        seq.note_preemption()
         self.timeline.send_back(seq)
         self.stats.preemptions += 1
 

@@ -12,7 +12,8 @@ from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.engine.stats import RoundCounts
 
-LogprobsOf = Callable[[Laws, Sequence[int], Sequence[int], int], tuple[TokenLogprob, ...]]  # Verifiers.logprobs
+# Verifiers.logprobs
+LogprobsOf = Callable[[Laws, SequenceState, int, Sequence[int], Sequence[int]], tuple[TokenLogprob, ...]]
 
 
 def outcome_of(
@@ -62,7 +63,7 @@ def outcome_of(
             counts = counted[alike] = RoundCounts(*alike, seconds)
         logprobs: tuple[TokenLogprob, ...] = ()
         if seq.params.logprobs is not None:
-            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of)
+            logprobs = logprobs_of(laws, seq, first, [0, *path][: len(fresh)], fresh) if fresh else ()
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1 and b < drafted_for:
             own = slice(first, first + size)
@@ -93,8 +94,7 @@ def _plain_advances(
             detokenizer, text = usual
         else:
             _, detokenizer, text, finished = _extended(seq, fresh)
-        wanted = seq.params.logprobs is not None
-        logprobs = _logprobs(seq, fresh, [b], laws, logprobs_of) if wanted else ()
+        logprobs = logprobs_of(laws, seq, b, (0,), fresh) if seq.params.logprobs is not None else ()
         event = Event(seq.id, (token,), 0, text, logprobs, finished)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, length, fresh, detokenizer, *places, event, finished))
@@ -119,16 +119,6 @@ def _up_to_impossible(
         if node in impossible:
             return fresh[:i], impossible[node]
     return fresh, None
-
-
-def _logprobs(
-    seq: SequenceState, fresh: list[int], nodes: list[int], laws: Laws, logprobs_of: LogprobsOf
-) -> tuple[TokenLogprob, ...]:
-    """Of the tokens of a round, where they are asked for; nodes[i] is the node whose law token i was drawn from."""
-    wanted = seq.params.logprobs
-    if wanted is None or not fresh:
-        return ()
-    return logprobs_of(laws, nodes[: len(fresh)], fresh, wanted)
 
 
 def rejected_branches(

@@ -24,6 +24,7 @@ from torch import Tensor
 from forerun.core.types import Event, Scores, TreeBatch, TreeForm, Verdict
 from forerun.engine.clock import RoundClock
 from forerun.engine.sequence import Advance, SequenceState
+from forerun.verify.base import traits_of
 
 if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
@@ -73,6 +74,11 @@ class LaunchedRound(NamedTuple):
         kept = [b for b, seq in enumerate(self.seqs) if seq.finished is None]
         seqs, trees = [self.seqs[b] for b in kept], self.trees.kept(kept)
         return seqs, trees, self._scores_of(kept), verdict.kept(kept)
+
+    @property
+    def loses_logprobs(self) -> bool:
+        """Would a pass behind it overwrite what its log-probabilities are yet to be computed from?"""
+        return self.scores.logprobs is None and any([one.wants_logprobs for one in traits_of(self.seqs)])  # noqa: C419
 
     def starters(self, seqs: Sequence[SequenceState]) -> int:
         """How many of these start with this round: its pass completes their prompts. They are the last ones."""

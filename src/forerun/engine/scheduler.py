@@ -9,16 +9,20 @@ serve the prompts too. The cost of rows is learnt from the rounds themselves. Wh
 rounds take two or four times as many rows (`PrefillPace.more`): a batch that fills slowly costs more than the longer
 rounds.
 
-`find_room` preempts: where the KV cache is full, the youngest sequences give their slots to the others. A preempted
-sequence keeps its tokens and its events and continues with the same text: the engine prefills it again like a prompt,
-of which the prefix cache may still have the start.
+Requests wait in the order of their priority, then of their arrival. So that none waits for ever, every `TURN`-th
+admission that passes over an older request goes to the oldest one instead. That request has aged: from then on no
+priority is above its own.
+
+`find_room` preempts: where the KV cache is full, the least urgent and then the youngest sequences give their slots to
+the others. A preempted sequence keeps its tokens and its events and continues with the same text: the engine prefills
+it again like a prompt, of which the prefix cache may still have the start.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -27,7 +31,7 @@ from typing import TypeGuard
 from forerun.control.base import WaitingPrompts
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget
-from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.sequence import TURN, Advance, SequenceState
 from forerun.models.base import PrefillPace, StartsWithPrompts, Target
 
 log = logging.getLogger(__name__)
@@ -40,11 +44,13 @@ NONE_WAIT = WaitingPrompts()
 
 
 class Scheduler:
-    """First come, first served: what fits the batch and the KV cache."""
+    """By priority, then first come, first served: what fits the batch and the KV cache."""
 
     def __init__(self, target: Target, max_batch: int) -> None:
         self.target, self.max_batch = target, max_batch
-        self.waiting: deque[SequenceState] = deque()
+        self.waiting: deque[SequenceState] = deque()  # sorted by `_rank`
+        self.passes = 0  # admissions in a row that passed over an older request
+        self.aged = 0  # requests that were admitted because they had waited longest
         # prompts that are partly cached, or wholly and no place is free
         self.reading: list[SequenceState] = []
         self.running: list[SequenceState] = []
@@ -75,6 +81,29 @@ class Scheduler:
         """What the controller is told of requests that wait while the coming pass prefills up to `rows` rows."""
         return WaitingPrompts(self.could_start, self.unread_rows(), rows, self.target.pass_rows)
 
+    def enqueue(self, seq: SequenceState) -> None:
+        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
+        if seq in self.waiting:
+            return
+        place, own = len(self.waiting), _rank(seq)
+        while place and _rank(self.waiting[place - 1]) > own:
+            place -= 1
+        self.waiting.insert(place, seq)
+
+    def in_turn(self) -> Iterator[SequenceState]:
+        """The waiting requests in the order of admission: every `TURN`-th that would be passed over goes first."""
+        if not self.waiting or self.waiting[0].rank == self.waiting[-1].rank:  # the usual case
+            yield from self.waiting
+            return
+        left, old, passes = dict.fromkeys(self.waiting), deque(sorted(self.waiting, key=_arrival)), self.passes
+        while left:
+            while old[0] not in left:
+                old.popleft()
+            seq = next(iter(left)) if passes + 1 < TURN else old[0]
+            passes = 0 if seq is old[0] else passes + 1
+            del left[seq]
+            yield seq
+
     def find(self, seq_id: int) -> SequenceState | None:
         every = (*self.running, *self.reading, *self.waiting)
         return next((seq for seq in every if seq.id == seq_id), None)
@@ -85,7 +114,7 @@ class Scheduler:
         most = self.limit or self.max_batch + (self.max_batch // EARLY if self.reads_early else 0)
         most -= len(self.running) + len(self.reading)
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
-        for seq in islice(self.waiting, max(0, most)):
+        for seq in islice(self.in_turn(), max(0, most)):
             lengths = [len(each.tokens) for each in (*new, seq)]
             if rows <= 0 or not self.target.has_room(*lengths):
                 break
@@ -99,9 +128,23 @@ class Scheduler:
             return
         known = {seq.id for seq in self.reading}
         new = [seq for seq in readers if seq.id not in known]
-        for _ in new:
-            self.waiting.popleft()
+        for seq in new:
+            self._note_turn(seq)
+            self.waiting.remove(seq)
         self.reading = [*self.reading, *new]
+
+    def _note_turn(self, seq: SequenceState) -> None:
+        """A waiting request is admitted: does it pass over an older one, or is it its turn, for it waited longest?"""
+        first, last = self.waiting[0], self.waiting[-1]
+        if first.rank == last.rank:
+            self.passes = 0
+        elif any(other.id < seq.id for other in self.waiting):
+            self.passes += 1
+        else:
+            if seq is not first:
+                seq.note_aged()
+                self.aged += 1
+            self.passes = 0
 
     def start_those_read(self) -> None:
         """Sequences whose prompts are cached run from now on, as far as there are places."""
@@ -143,12 +186,21 @@ class Scheduler:
             self.limit = self.limit + 1 if self.limit < self.max_batch else None
 
     def queue_again(self, seqs: Sequence[SequenceState]) -> None:
-        """Back to the front of the queue; those that failed most come first."""
+        """Back into the queue; those that failed most come first."""
         hit = {seq.id for seq in seqs}
-        again = sorted(seqs, key=lambda seq: -seq.failures)
         self.running = [seq for seq in self.running if seq.id not in hit]
         self.reading = [seq for seq in self.reading if seq.id not in hit]
-        self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
+        others = [seq for seq in self.waiting if seq.id not in hit]
+        self.waiting = deque(sorted([*seqs, *others], key=_rank))
+
+
+def _rank(seq: SequenceState) -> tuple[int, float, int]:
+    """Smaller = sooner."""
+    return -seq.failures, seq.rank, seq.id
+
+
+def _arrival(seq: SequenceState) -> int:
+    return seq.id
 
 
 def _starts_with_prompts(target: Target) -> TypeGuard[StartsWithPrompts]:
@@ -206,18 +258,19 @@ def find_room(
     readers: Sequence[SequenceState],
     send_back: Callable[[SequenceState], None],
 ) -> tuple[list[SequenceState], list[Budget]]:
-    """Room for a round of as many sequences as fit, the oldest first; prompts under way are given up first.
+    """Room for a round of as many sequences as fit, the most urgent and then the oldest first.
 
-    The last sequence does without a draft if it must.
+    Of equally urgent ones, prompts under way are given up first. The last sequence does without a draft if it must.
     """
     left, others = dict(zip(seqs, budgets, strict=True)), list(readers)
     while not target.make_room(list(left), [1 + budget.nodes for budget in left.values()]):
         if others or len(left) > 1:
-            youngest = max(others or left, key=lambda seq: seq.id)
-            others = [seq for seq in others if seq is not youngest]
-            left.pop(youngest, None)
-            send_back(youngest)
-            log.info("the KV cache is full: sequence %d is preempted", youngest.id)
+            among = [*others, *left] if len(left) > 1 else others
+            victim = max(among, key=lambda seq: (seq.rank, seq not in left, seq.id))
+            others = [seq for seq in others if seq is not victim]
+            left.pop(victim, None)
+            send_back(victim)
+            log.info("the KV cache is full: sequence %d is preempted", victim.id)
         elif any(budget.nodes for budget in left.values()):
             left = {seq: replace(budget, nodes=0, depth=0) for seq, budget in left.items()}
         else:

@@ -10,6 +10,7 @@ a fault leaves a sequence as it was before a round or as it is after it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,6 +23,7 @@ from forerun.engine.stats import RoundCounts, SequenceStats
 from forerun.verify.base import Traits
 
 SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
+TURN = 8  # admissions, or preemptions, after which a request that was passed over has aged
 
 
 class Tokens(list[int]):
@@ -64,6 +66,7 @@ class SequenceState:
     finished: FinishReason | None = None
     error: Exception | None = None
     failures: int = 0  # rounds that failed since one succeeded
+    passed_over: int = 0  # times it gave its slots to others; TURN = it has aged
     embedding: list[float] | None = None  # of its prompt
     # what every round asks for, kept: a property is a call
     params: SamplingParams = field(init=False)
@@ -87,6 +90,11 @@ class SequenceState:
     @property
     def pooling(self) -> Pooling | None:
         return self.request.pooling
+
+    @property
+    def rank(self) -> float:
+        """Its priority; one that has aged is as urgent as can be."""
+        return self.request.priority if self.passed_over < TURN else -inf
 
     @property
     def stats(self) -> SequenceStats:
@@ -146,6 +154,14 @@ class SequenceState:
     def note_failure(self) -> None:
         """A round that it was in failed."""
         _set(self, "failures", self.failures + 1)
+
+    def note_preemption(self) -> None:
+        """It gave its slots to others."""
+        _set(self, "passed_over", self.passed_over + 1)
+
+    def note_aged(self) -> None:
+        """It waited longest, and no priority is above its own from now on."""
+        _set(self, "passed_over", TURN)
 
     def note_prompt(self, seconds: float) -> None:
         """Its prompt, or a part of it, was read in so many seconds."""

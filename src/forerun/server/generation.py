@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",
-             "max_thinking_tokens")  # fmt: skip
+             "max_thinking_tokens", "priority")  # fmt: skip
 
 
 _GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's older names of structured_outputs, with guided_ before

@@ -39,7 +39,7 @@ from forerun.server.errors import ApiError, as_api_error, from_validation
 from forerun.server.generation import Job, check_number, make_jobs, sampling_of
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from forerun.server.settings import LOG_FORMAT
-from forerun.server.tools import must_call, schema_of_calls
+from forerun.server.tools import must_call, schema_of_calls, strict_calls
 
 What = Literal["chat", "completion", "responses", "messages", "count", "embeddings", "tokenize", "detokenize"]
 BODIES: dict[str, type[BaseModel]] = {
@@ -109,7 +109,7 @@ class RequestReader:
         body, ids = self._prompt_of(body, context)
         forced = must_call(body)
         if not forced:
-            return self._jobs(body, [ids], context)
+            return self._jobs(body, [ids], context, strict_calls(body, self.tokenizer.chat_template))
         if body.response_format is not None and body.response_format.type != "text":
             raise ApiError(400, "a text cannot both call a tool and have a response_format", param="tool_choice")
         return self._jobs(body, [ids], context, for_schema(schema_of_calls(forced)))

@@ -14,11 +14,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from forerun.core.checks import unknown
 from forerun.core.params import LARGEST_BIAS, LARGEST_PENALTY
+from forerun.core.request import MOST_URGENT
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key",
             "prompt_cache_retention", "safety_identifier", "verbosity",
-            "include_obfuscation", "request_id", "priority")  # fmt: skip
+            "include_obfuscation", "request_id")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
@@ -80,6 +81,9 @@ def between(low: float, high: float | None = None, **more: Any) -> Any:
     """A field that may be left out, and the range that the schema says."""
     limits = {"minimum": low} | ({} if high is None else {"maximum": high})
     return Field(None, json_schema_extra=limits | more)
+
+
+PRIORITY = between(-MOST_URGENT, MOST_URGENT, description="smaller = admitted sooner where requests wait; default 0")
 
 
 class Body(BaseModel):
@@ -222,6 +226,7 @@ class Sampling(Body):
     prediction: Prediction | None = None
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     cache_salt: Name | None = None
+    priority: Whole | None = PRIORITY
     record: bool | None = Field(
         None, description="may prompt and answer be kept to train drafters? Only where the server records"
     )

@@ -219,6 +219,8 @@ class Service:
             "drafter": done.drafter, "tokens_per_round": round(done.tokens_per_round, 2),
             "finished": done.finish_reason,
         }  # fmt: skip
+        if answer.body.priority:
+            facts["priority"] = answer.body.priority
         if done.error is not None:
             facts["error"] = done.error
         if self.settings.log_prompts:

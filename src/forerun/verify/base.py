@@ -10,6 +10,8 @@ from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules, Request
 from forerun.core.types import Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 
+Logprobs = tuple[TokenLogprob, ...]
+
 
 class Verifier(Protocol):
     """Decides which drafted tokens are accepted. Tensors in, verdict out: no model, no clock, no I/O, no state.
@@ -82,8 +84,12 @@ class Verifiers(Protocol):
         """Do their laws depend on the largest logit alone, and on what the model's own rules force or ban?"""
         ...
 
-    def logprobs(self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-        """Of tokens[i] under the law after nodes[i], and of the `top` likeliest there."""
+    def send_logprobs(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> Scores:
+        """The scores with log-probabilities on their way, where a device has decided and a sequence wants them."""
+        ...
+
+    def logprobs(self, laws: Laws, seq: Seq, first: int, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
+        """Of tokens[i] under the law after nodes[i] of its tree, which starts at `first`; and of the likeliest."""
         ...
 
 

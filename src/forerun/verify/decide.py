@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from forerun.core.noise import Noise
 from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules
-from forerun.core.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
-from forerun.verify.base import DecidedSeq, Traits, Verifier, traits_of
+from forerun.core.types import Greedy, Laws, Scores, Seq, TreeBatch, Verdict
+from forerun.verify.base import DecidedSeq, Logprobs, Traits, Verifier, traits_of
 from forerun.verify.greedy import greedy_verdict
+from forerun.verify.logprobs import send, token_logprobs
 from forerun.verify.sampled import decides_alike, kinds_of
-from forerun.verify.warp import keeps_argmax, reads_largest_only, token_logprobs, warp
+from forerun.verify.warp import keeps_argmax, reads_largest_only, warp
 
 
 class VerifierPool:
@@ -28,22 +30,21 @@ class VerifierPool:
         return self._made[name]
 
     def decide(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> tuple[Laws, Verdict]:
-        """Laws and verdict of a round; where the device has decided about samples, laws are made for logprobs only."""
+        """Laws and verdict of a round; where the device has decided about samples, no laws are made."""
         known = scores.greedy
         if known is not None and known.sampled and trees.drawn_from is None and self.decide_alike(seqs):
             greedy = tuple(seq.params.is_greedy for seq in seqs)
-            wanted = any(seq.params.logprobs is not None for seq in seqs)
-            laws = warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
+            return Laws(scores.required_logits, greedy, known=scores.logprobs), greedy_verdict(trees, known)
+        if known is not None and self._all_greedy(seqs):
+            laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True, known=scores.logprobs)
             return laws, greedy_verdict(trees, known)
-        if known is not None:
-            for one in traits_of(seqs):  # a loop, and no list: every round asks
-                if not (one.is_plain_greedy and self.is_exact(one.verifier)):
-                    break
-            else:
-                laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True)
-                return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
         return laws, self.verify(seqs, trees, laws, known)
+
+    def _all_greedy(self, seqs: Sequence[DecidedSeq]) -> bool:
+        """Is the law of all of these the argmax, and every verifier exact?"""
+        # a list is quicker than a generator: every round asks
+        return all([one.is_plain_greedy and self.is_exact(one.verifier) for one in traits_of(seqs)])  # noqa: C419
 
     def decide_alike(self, seqs: Sequence[DecidedSeq]) -> bool:
         """Do the verifiers of these sequences come to the device's verdict on samples?"""
@@ -82,8 +83,18 @@ class VerifierPool:
     def reads_largest_only(self, seqs: Sequence[Seq]) -> bool:
         return all(map(reads_largest_only, seqs))
 
-    def logprobs(self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-        return token_logprobs(laws, nodes, tokens, top)
+    def send_logprobs(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> Scores:
+        known = scores.greedy
+        if known is None or known.tokens is None or not any([one.wants_logprobs for one in traits_of(seqs)]):  # noqa: C419
+            return scores
+        if not (known.sampled and trees.drawn_from is None and self.decide_alike(seqs)) and not self._all_greedy(seqs):
+            return scores  # the host decides, before another pass is launched
+        return replace(scores, logprobs=send(seqs, trees, scores.required_logits, known.tokens()))
+
+    def logprobs(self, laws: Laws, seq: Seq, first: int, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
+        if laws.known is not None:
+            return laws.known.of(seq.id, nodes, tokens)
+        return token_logprobs(laws, [first + node for node in nodes], tokens, seq.params.logprobs or 0)
 
 
 _traits = lru_cache(maxsize=1024)(Traits)

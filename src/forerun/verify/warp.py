@@ -26,7 +26,7 @@ from torch import Tensor
 from forerun.core.errors import CannotSample
 from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules
-from forerun.core.types import Laws, Seq, TokenLogprob, TreeBatch
+from forerun.core.types import Laws, Seq, TreeBatch
 from forerun.verify.processors import process_block
 
 _BANNED = -math.inf
@@ -66,9 +66,8 @@ def warp_rows(
     logits = _adjust(logits, seqs, paths, {} if failures is None else failures)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, seq in enumerate(seqs):
-        given = seq.params
-        key = (given.temperature, given.top_k, given.top_p, given.min_p)
-        if not given.is_greedy and key != _AS_IS:
+        key = truncation_key(seq.params)
+        if key != _AS_IS:
             groups.setdefault(key, []).append(row)
     for key, rows in groups.items():
         if len(rows) == len(seqs):
@@ -78,6 +77,11 @@ def warp_rows(
     for key, rows in groups.items():
         logits[rows] = _truncate(logits[rows], *key)
     return logits
+
+
+def truncation_key(params: SamplingParams) -> tuple[float, int, float, float]:
+    """Temperature, top-k, top-p and min-p: rows that agree in it are scaled and truncated alike."""
+    return _AS_IS if params.is_greedy else (params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
@@ -98,21 +102,6 @@ def argmax_rows(rows: Tensor) -> list[int]:
     """The first argmax of each row [N, V]; by numpy on a CPU, where it is ten times faster than torch."""
     found: list[int] = (rows.numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
     return found
-
-
-def token_logprobs(laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Of tokens[i] under the law after nodes[i] (of the M of the batch); and of the `top` likeliest there.
-
-    Greedy rows were not truncated: theirs are plain log-probabilities after penalties and bans.
-    """
-    logprobs = laws.log_weights[list(nodes)].log_softmax(-1)  # [n, V]
-    likeliest = logprobs.topk(min(top, logprobs.shape[-1]))
-    entries = []
-    for row, token in enumerate(tokens):
-        pairs = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
-        possible = tuple(TokenLogprob(other, value) for other, value in pairs if value > _BANNED)
-        entries.append(TokenLogprob(token, float(logprobs[row, token]), possible))
-    return tuple(entries)
 
 
 def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

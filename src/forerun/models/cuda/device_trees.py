@@ -219,6 +219,14 @@ class GrownBuffers:
         paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
         return Verdict(paths, accepted, bonus, Outcome(self, number, range(len(trees))))
 
+    def committed(self, form: TreeForm) -> Tensor:
+        """[rows] of the last pass: the token that is written after the root and after every accepted node."""
+        (tokens, parents), (paths, _, bonus) = self._trees(form), self._decided(form)
+        found = bonus[:, None].repeat(1, form.nodes + 1)  # the last column is for what was not accepted
+        nodes = paths.clamp(min=0)
+        found.scatter_(1, torch.where(paths < 0, form.nodes, parents.gather(1, nodes)), tokens.gather(1, nodes))
+        return found[:, : form.nodes].flatten()
+
     def moves_of(self, form: TreeForm) -> tuple[Tensor, Tensor]:
         """Two of [B depth]: the KV slots of the last paths, and where they belong; those that stay move nowhere."""
         sources, places = self.moves[:, : form.trees * form.depth]

@@ -143,6 +143,7 @@ class PlainRounds:
             sampled=this.sampled,
             next_roots=lambda going: self.next_roots(this, going),
             hand_on=lambda: self._decided.note_roots(self.results.tops[into, :rows]),
+            tokens=lambda: self.results.tops[into, :rows],
         )
         return Scores(self.buffers.logits[:rows], hidden, known), behind
 

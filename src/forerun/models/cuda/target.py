@@ -229,7 +229,10 @@ class CudaDecoder(SlotTarget):
         logits = self.buffers.logits[: trees.nodes]
         this = self.placing.last = TreesPass(form, lambda: self.grown.read(trees, form, number))
         known = Greedy(
-            verdict=this.decided, sampled=sampled, next_roots=lambda going: self.plain.next_roots(this, going)
+            verdict=this.decided,
+            sampled=sampled,
+            next_roots=lambda going: self.plain.next_roots(this, going),
+            tokens=lambda: self.grown.committed(form)[: trees.nodes],
         )
         return Scores(logits, hidden, known), behind
 

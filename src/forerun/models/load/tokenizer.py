@@ -86,6 +86,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        return self._template
+
     def save(self, folder: Path) -> None:
         """Write it as a Hugging Face folder has it: tokenizer.json and tokenizer_config.json."""
         self._backend.save(str(folder / "tokenizer.json"))

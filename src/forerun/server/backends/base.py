@@ -48,6 +48,7 @@ class Load:
     reached: Sequence[int]  # rounds of sequences whose draft reached depth 1, 2, ...
     kept: Sequence[int]  # of these, those whose accepted path did
     seconds: Mapping[str, float]  # by part of a round
+    aged: int = 0  # requests admitted before more urgent ones, for they had waited longest
 
     @property
     def sequence_rounds(self) -> int:

@@ -32,14 +32,14 @@ def pack_request(request: Request) -> Packed:
         raise InvalidInput("processors cannot leave this process; serve from a thread (--front thread)")
     budget = None if request.budget is None else astuple(request.budget)
     rest = request.drafter, request.verifier, budget, request.shows_rejected, request.cache_salt
-    return (request.prompt, params, *rest, request.prediction, request.adapter, request.pooling)
+    return (request.prompt, params, *rest, request.prediction, request.adapter, request.pooling, request.priority)
 
 
 def unpack_request(packed: Packed) -> Request:
-    prompt, params, drafter, verifier, budget, shows_rejected, cache_salt, prediction, adapter, pooling = packed
+    prompt, params, drafter, verifier, budget, shows_rejected, cache_salt, *others = packed
     own = None if budget is None else Budget(*budget)
     rest = drafter, verifier, own, shows_rejected, cache_salt
-    return Request(prompt, SamplingParams(**params), *rest, None, prediction, adapter, pooling)
+    return Request(prompt, SamplingParams(**params), *rest, None, *others)
 
 
 def takes_preparing(packed: Packed) -> bool:

@@ -43,6 +43,7 @@ def added(first: Load, second: Load) -> Load:
         first.rounds + second.rounds, first.tokens + second.tokens, first.drafted + second.drafted,
         first.accepted + second.accepted, dict(Counter(first.forms) + Counter(second.forms)),
         _each(first.reached, second.reached), _each(first.kept, second.kept), _parts(first.seconds, second.seconds),
+        first.aged + second.aged,
     )  # fmt: skip
 
 

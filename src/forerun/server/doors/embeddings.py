@@ -17,7 +17,7 @@ from forerun.core.request import Pooling
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
 from forerun.server.parsers.pieces import Found
-from forerun.server.schemas import Body, CompletionRequest, Name, TokenIds, Whole, between
+from forerun.server.schemas import PRIORITY, Body, CompletionRequest, Name, TokenIds, Whole, between
 
 MOST_INPUTS = 2048  # as the OpenAI API has it
 
@@ -32,6 +32,7 @@ class EmbeddingsRequest(Body):
     pooling: Pooling = Field("mean", description="of the rows of all tokens, or the last token's")
     normalize: bool = Field(True, description="to a length of 1")
     cache_salt: Name | None = None
+    priority: Whole | None = PRIORITY
 
     def prompts(self) -> list[Any]:
         """Each text, or list of token ids."""
@@ -47,7 +48,7 @@ class EmbeddingsRequest(Body):
 
     def as_completion(self) -> Embedded:
         asked = self.model_copy(update={"input": ""})
-        shared = {"prompt": self.input, "model": self.model, "cache_salt": self.cache_salt}
+        shared = {"prompt": self.input, "model": self.model, "cache_salt": self.cache_salt, "priority": self.priority}
         return Embedded.model_validate({**shared, "max_tokens": 1, "temperature": 0, "asked": asked})
 
 

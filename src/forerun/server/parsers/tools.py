@@ -7,7 +7,8 @@
 | Qwen-Coder | `<tool_call><function=name><parameter=k>v</parameter></function></tool_call>` |
 | Mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, newer `[TOOL_CALLS]name[ARGS]{...}` |
 | Llama 3 | `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or alone; several by `;` |
-| DeepSeek | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and JSON in a fence, newer `name<｜tool▁sep｜>{...}` |
+| DeepSeek | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and JSON in a fence, in V3.1 `name<｜tool▁sep｜>{...}` |
+| DeepSeek V3.2 | `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>` |
 
 A text may hold several calls. What is no call of a function that was offered stays text.
 """
@@ -34,6 +35,7 @@ class _Block(NamedTuple):
 _BLOCKS = (
     _Block("<tool_call>", ("</tool_call>",)),
     _Block("<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>",)),
+    _Block("<｜DSML｜function_calls>", ("</｜DSML｜function_calls>",)),
     _Block("[TOOL_CALLS]", ("[TOOL_CALLS]",)),
     _Block("<|python_tag|>", ()),
 )
@@ -49,6 +51,10 @@ _HEADS = (
 _GLM = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _CODER = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_DSML = re.compile(r'<｜DSML｜invoke name="([^"]+)">(.*?)(?:</｜DSML｜invoke>|\Z)', re.DOTALL)
+_DSML_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)</｜DSML｜parameter>', re.DOTALL
+)
 
 
 class ToolParser:
@@ -212,7 +218,12 @@ class _JsonEnd:
 
 def calls_in(body: str, tools: Types) -> list[ToolCall]:
     """The calls of a whole block; none where it holds anything else."""
-    readers: tuple[Callable[[str, Types], list[ToolCall | None]], ...] = (_from_json, _from_tags, _from_coder)
+    readers: tuple[Callable[[str, Types], list[ToolCall | None]], ...] = (
+        _from_json,
+        _from_tags,
+        _from_coder,
+        _from_dsml,
+    )
     for read in readers:
         calls = read(body, tools)
         known = [call for call in calls if call is not None]
@@ -261,6 +272,17 @@ def _from_coder(body: str, tools: Types) -> list[ToolCall | None]:
         _typed(name, dict(_PARAMETER.findall(inner)), tools) if name in tools else None
         for name, inner in _CODER.findall(body)
     ]
+
+
+def _from_dsml(body: str, tools: Types) -> list[ToolCall | None]:
+    """Each value says whether it is text or JSON."""
+    found = list[ToolCall | None]()
+    for name, inner in _DSML.findall(body):
+        values = {
+            key: text if is_text == "true" else _loaded(text) for key, is_text, text in _DSML_PARAMETER.findall(inner)
+        }
+        found.append(ToolCall(name, json.dumps(values, ensure_ascii=False)) if name in tools else None)
+    return found
 
 
 def _typed(name: str, texts: Mapping[str, str], tools: Types) -> ToolCall:
