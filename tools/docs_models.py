@@ -6,11 +6,12 @@ Every cell is asked of the code that decides it; docs_supported.py has the singl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from forerun.core.errors import UnsupportedModel
 from forerun.models.config import FAMILIES, DecoderConfig
 from forerun.models.cuda.network import check_supported
-from forerun.models.cuda.weights import _LARGEST
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native.target import NativeDecoder
 from forerun.train.network import is_plain
@@ -46,8 +47,8 @@ def file_formats() -> str:
     read = [layout.name for kind, layout in LAYOUTS.items() if supported._is_read(kind)]
     own = [name for name in read if name in packed]
     other = [name for name in read if name not in packed]
-    bytes_ = " or ".join(f"`{kind}`" for kind in _LARGEST)
-    gpu = f"bfloat16; {bytes_} on request"
+    kinds = [f"`{kind}`" for kind in get_args(WeightKind) if kind != "plain"]
+    gpu = f"bfloat16; {', '.join(kinds[:-1])} or {kinds[-1]} on request"
     rows = [
         ("safetensors (a folder, or a hub id)", "float32; `bfloat16`, `q8` on request", gpu),
         (f"GGUF: {_names(own)}", "as the file has it", gpu),
