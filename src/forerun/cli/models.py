@@ -96,8 +96,8 @@ class Format(StrEnum):
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id.", metavar="MODEL")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.", metavar="OUT")],
     to: Annotated[Format, typer.Option(help="Format of the layers' matrices; the rest is copied.", show_default=False)],
     prompts: Annotated[
         Path | None, typer.Option(help="Measure on your prompts: a JSONL file with 'prompt' or 'messages'.")
