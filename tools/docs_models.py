@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from forerun.core.errors import UnsupportedModel
 from forerun.models.config import FAMILIES, DecoderConfig
 from forerun.models.cuda.network import check_supported
-from forerun.models.cuda.weights import _LARGEST
+from forerun.models.load.quantized.rounding import LARGEST
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native.target import NativeDecoder
 from forerun.train.network import is_plain
@@ -46,7 +46,7 @@ def file_formats() -> str:
     read = [layout.name for kind, layout in LAYOUTS.items() if supported._is_read(kind)]
     own = [name for name in read if name in packed]
     other = [name for name in read if name not in packed]
-    bytes_ = " or ".join(f"`{kind}`" for kind in _LARGEST)
+    bytes_ = " or ".join(f"`{kind}`" for kind in LARGEST)
     gpu = f"bfloat16; {bytes_} on request"
     rows = [
         ("safetensors (a folder, or a hub id)", "float32; `bfloat16`, `q8` on request", gpu),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (128, 64, 32)  # columns that share a scale of four bits: the largest that divides the width
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+LARGEST = {"int8": 127.0, "fp8": 448.0}
 _SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's largest number: what scales of four bits are tried with
 
 
@@ -15,7 +15,7 @@ def in_bytes(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32
 
     Each output's largest number becomes the largest there is.
     """
-    largest = _LARGEST[kind]
+    largest = LARGEST[kind]
     scales = (weight.float().abs().amax(1).clamp(min=1e-12) / largest).to(scale_dtype).float()
     scaled = (weight.float() / scales[:, None]).clamp_(-largest, largest)
     data = scaled.round_().to(torch.int8) if kind == "int8" else scaled.to(torch.float8_e4m3fn)
