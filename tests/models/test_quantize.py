@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli import app
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quantized import writing
 from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
@@ -27,8 +29,8 @@ from forerun.models.load.quantized.scheme import describe
 from forerun.models.load.quantized.writing import Rounding, write_rounded
 from forerun.models.load.weights import SafetensorsWeights
 from tests.models import quantized_folders as made
-from tests.models.tiny_checkpoints import _BASE
-from tests.models.tiny_folder import LETTERS, add_tokenizer
+from tests.models.tiny_checkpoints import _BASE, reference_logits, score_chain
+from tests.models.tiny_folder import LETTERS, add_tokenizer, make_tiny_folder
 
 KINDS: list[Rounding] = ["fp8", "int8", "w4"]
 MODULE = "model.layers.1.mlp.down_proj"
@@ -124,6 +126,20 @@ def test_transformers_loads_the_folder_and_writes_our_text(kind: Rounding, famil
     with LLM(str(out), device="cpu", dtype="float32", drafter="ngram") as llm:
         found = llm.generate([TEXT], SamplingParams(max_tokens=24, temperature=0.0))[0].token_ids
     assert found == expected.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "smollm2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_logits_of_every_shape_of_family_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Biases, tied embeddings, norms of queries, sandwich norms, and fused matrices."""
+    make_tiny_folder(tmp_path / "plain", family)
+    write_rounded(open_checkpoint(str(tmp_path / "plain")), tmp_path / "out", "int8")
+    checkpoint = open_checkpoint(str(tmp_path / "out"))
+    decoder = Decoder(
+        DecoderConfig.from_hf(checkpoint.config), checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=64
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    expected = reference_logits(model, TEXT)[1:]
+    torch.testing.assert_close(score_chain(decoder, TEXT, 1, 64), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_groups_are_the_largest_that_divide_every_width(tmp_path: Path) -> None:
