@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
 from forerun.models.load.quantized.scheme import describe
 from forerun.models.load.quantized.writing import Rounding, write_rounded
 from forerun.models.load.weights import SafetensorsWeights
+from forerun.referee.checkpoint import make_model
+from forerun.referee.tables import make_pair
 from tests.models import quantized_folders as made
 from tests.models.tiny_checkpoints import _BASE, reference_logits, score_chain
 from tests.models.tiny_folder import LETTERS, add_tokenizer, make_tiny_folder
@@ -218,6 +221,15 @@ def test_what_cannot_be_rounded_is_one_line(tmp_path: Path) -> None:
         return str(found.value)
 
     assert "is quantised already (FP8" in refusal(quantise(tmp_path / "a", "fp8"))
+    make_model(tmp_path / "referee", make_pair(0), "float32", gguf=True)
+    assert "is a GGUF file; quantize reads safetensors" in refusal(tmp_path / "referee" / "target.gguf")
+    adapted = replace(open_checkpoint(str(tmp_path / "a" / "plain")), adapted_from="its-base")
+    with pytest.raises(UnsupportedModel, match="is an adapter of its-base; merge them"):
+        write_rounded(adapted, tmp_path / "out", "w4")
+    seeing = plain(tmp_path / "seeing")
+    tensors = load_file(seeing / "model.safetensors")
+    save_file({**tensors, "vision_tower.a.weight": torch.ones(4, 4)}, seeing / "model.safetensors")
+    assert "has more than a language model ('vision_tower.a.weight')" in refusal(seeing)
     other = plain(tmp_path / "other")
     change(other, model_type="mamba")
     assert "model_type='mamba' is not one of ours" in refusal(other)
