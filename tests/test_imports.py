@@ -13,7 +13,7 @@ HELP = """
 import contextlib, io, sys
 from forerun.cli.app import main
 for words in ("--version", "--help", "generate --help", "chat --help", "models --help", "models pull --help",
-              "models path --help", "drafters --help", "doctor --help", "drafters", "models"):
+              "models path --help", "quantize --help", "drafters --help", "doctor --help", "drafters", "models"):
     sys.argv = ["forerun", *words.split()]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:

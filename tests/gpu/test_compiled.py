@@ -15,7 +15,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda import pool
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import Strips, WeightKind, _in_bytes, _in_four_bits, pack_strips
+from forerun.models.cuda.weights import Strips, WeightKind, pack_strips
+from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
 from forerun.testing import FakeSeq, path_to, random_tree
 from tests.gpu.test_bits import WIDTHS
 from tests.gpu.tiny import VOCAB, make_reference, make_target, need_cuda, weights_of
@@ -27,9 +28,9 @@ NAMES = ["large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"]
 def rounded(weight: Tensor, kind: WeightKind, head: bool = False) -> Tensor:
     """The numbers that a weight of this kind stands for."""
     if kind == "w4" and not head:
-        numbers, scales = _in_four_bits(weight)
+        numbers, scales = in_four_bits(weight)
         return ((numbers.float() - 8).unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)
-    data, by_output = _in_bytes(weight, "int8" if kind == "w4" else kind)
+    data, by_output = in_bytes(weight, "int8" if kind == "w4" else kind)
     return data.float() * by_output[:, None]
 
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "generate": "generate", "chat": "chat", "serve": "serve", "demo": "generate", "models": "models",
     "drafters": "drafters", "train": "train", "data": "train", "corpus": "drafters", "layers": "drafters",
     "bench": "bench", "compare": "bench", "verify": "verify", "advise": "advise", "diagnose": "advise",
-    "quality": "bench", "plan": "advise", "doctor": "doctor",
+    "quality": "bench", "quantize": "models", "plan": "advise", "doctor": "doctor",
 }  # fmt: skip
 _WITHOUT_TORCH = ("models", "drafters", "compare", "verify", "doctor")  # the last says what is wrong with torch
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
@@ -61,9 +61,9 @@ class Commands(TyperGroup):
             raise SystemExit(_INTERRUPTED) from None
         except _UsageError as error:
             said = error.format_message()
-            if "\n" in said or not said:  # a whole help page, because no command was named
+            if ("\n" in said and not said.startswith("Missing")) or not said:  # a help page: no command was named
                 raise
-            said = said.removesuffix(".")
+            said = " ".join(said.split()).removesuffix(".")
             end = "" if said.endswith("?") else "."
             path = f"forerun {ctx.invoked_subcommand}" if error.ctx is None else error.ctx.command_path
             print(f"forerun: {said}{end} Try `{path} --help`.", file=sys.stderr)

@@ -1,22 +1,24 @@
-"""`forerun models`: lists models; `pull` downloads one, `path` prints its file."""
+"""`forerun models`: lists models; `pull` downloads one, `path` prints its file. `forerun quantize` rounds one."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forerun.cli.flags import JsonFile, write_document
+from forerun.cli.flags import STDOUT, JsonFile, write_document
 from forerun.cli.show import table_console
-from forerun.core.errors import UnknownName
+from forerun.core.errors import ForerunError, InvalidInput, UnknownName
+from forerun.measure.report.tables import figure_table, print_table
 from forerun.models.load.catalog import cache_folder, find_known, known_models
 from forerun.models.load.catalog import pull as pull_model
 from forerun.models.load.quantized.scheme import describe
@@ -83,6 +85,75 @@ def path(name: Annotated[str, typer.Argument(help="A known model's name.")]) -> 
         known = ", ".join(model.name for model in known_models())
         raise UnknownName(f"unknown model {name!r}; known: {known}")
     print(found)
+
+
+class Format(StrEnum):
+    """What `quantize` rounds to."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+    w4 = "w4"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub id.", metavar="MODEL")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist, or be empty.", metavar="OUT")],
+    to: Annotated[Format, typer.Option(help="Format of the layers' matrices; the rest is copied.", show_default=False)],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Measure on your prompts: a JSONL file with 'prompt' or 'messages'.")
+    ] = None,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Do not measure the quality of what was written.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a checkpoint with rounded weights (compressed-tensors), and measure what that costs in quality."""
+    from forerun.models.load.checkpoint import open_checkpoint
+    from forerun.models.load.quantized.writing import check_out, write_rounded
+
+    check_out(out)
+    texts = None if no_report else _texts(prompts)
+    with _bar(hidden=False) as bar:
+        task = bar.add_task(f"writing {out.name}", total=None)
+        write_rounded(
+            open_checkpoint(model), out, to.value, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    size = sum(file.stat().st_size for file in out.iterdir())
+    if json_file != STDOUT:
+        print(f"{out}: {in_units(size)}, {_format(out)}")
+    document: dict[str, Any] = {"model": model, "out": str(out), "to": to.value, "bytes": size}
+    if texts is not None:
+        document["quality"] = _measured(model, out, texts)
+    if not write_document(json_file, document) and texts is not None:
+        _show_quality(document["quality"], to.value)
+
+
+def _texts(prompts: Path | None) -> list[str]:
+    """What the quality is measured on; a file that cannot be read is reported before anything is written."""
+    from forerun.measure.bench.suites import load_suite
+    from forerun.measure.quality import read_text
+
+    if prompts is None:
+        return [read_text()]
+    return ["\n\n".join(message["content"] for message in item.messages) for item in load_suite(prompts)]
+
+
+def _measured(model: str, out: Path, texts: list[str]) -> dict[str, Any]:
+    from forerun.measure.quality import measure_rounded
+
+    with Console(stderr=True).status("measuring the quality, in float32 on the CPU"):
+        try:
+            return measure_rounded(model, str(out), texts)
+        except (ForerunError, MemoryError) as error:
+            raise InvalidInput(f"{out} is complete, but its quality cannot be measured: {error}") from None
+
+
+def _show_quality(found: Mapping[str, Any], to: str) -> None:
+    title = f"{found['tokens']} tokens, {found['window']} at a time, against the original"
+    table = figure_table(title, "", "perplexity", "same likeliest token", "mean KL, nats")
+    for name, figures in (("original", found["original"]), (to, found["rounded"])):
+        table.add_row(name, f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}")
+    print_table(table_console(), table)
 
 
 def in_units(size: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Quality of each number format against float32: perplexity, agreement and KL divergence on one text.
+"""Quality of each number format against float32, and of rounded weights: perplexity, agreement and KL on one text.
 
 The text is given to both, window by window. Perplexity says how well a format predicts the text; agreement says how
 often its likeliest token is float32's; the mean divergence KL(float32 || format), in nats, says how far the whole law
@@ -79,27 +79,52 @@ def measure_quality(
 ) -> dict[str, Any]:
     """Perplexity, agreement and divergence of each format; a format that cannot be loaded says why not."""
     checkpoint = loading.open_checkpoint(model)
-    ids = list(checkpoint.tokenizer().encode(read_text() if text is None else text))
-    windows = list(cut(ids, window))
-    if not windows:
-        raise InvalidInput(f"the text has {len(ids)} tokens, and quality needs 2 or more; give a longer one")
-    reference = load_mode(checkpoint, REFERENCE)
-    if reference.target is None:
-        raise InvalidInput(reference.why_not)
+    windows = _windows(checkpoint, [read_text() if text is None else text], window)
+    reference = _reference(checkpoint)
     found: dict[str, Any] = {}
     for name in names:
         report(name)
-        mode = reference if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
-        if mode.target is None:
-            found[name] = {"why_not": mode.why_not}
-            continue
-        sums = _Sums()
-        for piece in windows:
-            theirs = laws_of(reference.target, piece)
-            ours = theirs if mode is reference else laws_of(mode.target, piece)
-            sums.add(ours, theirs, torch.tensor(piece[1:]))
-        found[name] = sums.figures()
+        mode = Mode(name, reference) if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
+        found[name] = {"why_not": mode.why_not} if mode.target is None else _figures(mode.target, reference, windows)
     return {"modes": found, "tokens": sum(len(piece) - 1 for piece in windows), "window": window}
+
+
+def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:
+    """The same figures of a checkpoint with rounded weights against its original, both computed in float32."""
+    checkpoint = loading.open_checkpoint(original)
+    windows = _windows(checkpoint, texts, window)
+    reference, other = _reference(checkpoint), _reference(loading.open_checkpoint(rounded))
+    return {
+        "original": _figures(reference, reference, windows),
+        "rounded": _figures(other, reference, windows),
+        "tokens": sum(len(piece) - 1 for piece in windows),
+        "window": window,
+    }
+
+
+def _windows(checkpoint: Checkpoint, texts: Sequence[str], window: int) -> list[list[int]]:
+    ids = [list(checkpoint.tokenizer().encode(text)) for text in texts]
+    windows = [piece for each in ids for piece in cut(each, window)]
+    if not windows:
+        count = sum(map(len, ids))
+        raise InvalidInput(f"the text has {count} tokens, and quality needs 2 or more; give a longer one")
+    return windows
+
+
+def _reference(checkpoint: Checkpoint) -> Target:
+    mode = load_mode(checkpoint, REFERENCE)
+    if mode.target is None:
+        raise InvalidInput(mode.why_not)
+    return mode.target
+
+
+def _figures(target: Target, reference: Target, windows: Sequence[Sequence[int]]) -> dict[str, float]:
+    sums = _Sums()
+    for piece in windows:
+        theirs = laws_of(reference, piece)
+        ours = theirs if target is reference else laws_of(target, piece)
+        sums.add(ours, theirs, torch.tensor(piece[1:]))
+    return sums.figures()
 
 
 def cut(ids: Sequence[int], window: int) -> Iterator[list[int]]:

@@ -21,11 +21,10 @@ from forerun.models.cuda.cubin.packing import BLOCK as BLOCK
 from forerun.models.cuda.cubin.packing import Strips as Strips
 from forerun.models.cuda.cubin.packing import pack_bytes, pack_e4m3, pack_int4, pair_gates
 from forerun.models.layers import Experts
+from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
 
 WeightKind = Literal["plain", "int8", "fp8", "w4"]
 Role = Literal["layer", "gate", "head"]  # of a weight in its model
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
-_SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's largest number: what scales of four bits are tried with
 LARGEST_ROW = 32639  # of a row of whole numbers: 127 * 256 + 127
 
 
@@ -60,7 +59,7 @@ def pack(weight: Tensor, kind: WeightKind) -> Weight:
     """A weight [N, K] in the form asked for; each output's largest number becomes the largest there is."""
     if kind == "plain":
         return weight
-    data, scales = _in_bytes(weight, kind)
+    data, scales = in_bytes(weight, kind)
     return Packed(data.contiguous(), scales)
 
 
@@ -71,38 +70,14 @@ def pack_strips(weight: Tensor, kind: WeightKind, role: Role = "layer") -> Strip
     """
     order = pair_gates if role == "gate" else (lambda given: given)
     if kind == "w4" and role != "head":
-        numbers, by_group = _in_four_bits(weight)
+        numbers, by_group = in_four_bits(weight)
         packed = pack_int4(order(numbers), order(by_group))
     else:
-        data, scales = _in_bytes(weight, "int8" if kind == "w4" else kind)
+        data, scales = in_bytes(weight, "int8" if kind == "w4" else kind)
         data = order(data.view(torch.uint8)).view(data.dtype)
         rows_too = data.dtype != torch.int8 and role != "head"
         packed = pack_e4m3(data, order(scales)) if rows_too else pack_bytes(data, order(scales))
     return replace(packed, gated=role == "gate")
-
-
-def _in_bytes(weight: Tensor, kind: WeightKind) -> tuple[Tensor, Tensor]:
-    scales = weight.float().abs().amax(1).clamp(min=1e-12) / _LARGEST[kind]
-    scaled = weight.float() / scales[:, None]
-    data = scaled.round().to(torch.int8) if kind == "int8" else scaled.to(torch.float8_e4m3fn)
-    return data, scales
-
-
-def _in_four_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers 0..15 that stand for -8..7, and the scale of each group [N, K / group] with the smallest error."""
-    group = next(size for size in (128, 64, 32) if weight.shape[1] % size == 0)
-    parts = weight.float().view(len(weight), -1, group)
-    most, least = parts.abs().amax(2).clamp(min=1e-12) / 7.0, torch.full((), float("inf"))
-    numbers, scales = torch.zeros_like(parts), torch.zeros_like(most)
-    error = least.to(weight.device).expand(most.shape)
-    for shrunk in _SHRUNK:
-        scale = (most * shrunk).bfloat16().float()
-        rounded = (parts / scale[..., None]).round_().clamp_(-8, 7)
-        off = (rounded * scale[..., None] - parts).square_().sum(2)
-        better = off < error
-        error, scales = torch.where(better, off, error), torch.where(better, scale, scales)
-        numbers = torch.where(better[..., None], rounded, numbers)
-    return (numbers + 8).to(torch.uint8).flatten(1), scales.bfloat16()
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
