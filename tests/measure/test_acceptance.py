@@ -96,11 +96,11 @@ def test_a_gpu_drafts_and_decides_on_the_device_and_rounds_do_not_wait_for_the_h
 
 
 def test_what_must_be_read_first_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: the host makes logprobs, so it reads every round."""
+    """The control of the test above: the host applies a bias, so it reads every round."""
     target = willing_target()
     llm, watched = twin(both_drafters(target, borrows=True)[0], target), Watched(monkeypatch)
     llm.engine.controller = acceptance.always(Budget(3, 3, 1, repeats=9))
-    llm.generate([[3, 4, 5]], max_tokens=24, ignore_eos=True, logprobs=1)
+    llm.generate([[3, 4, 5]], max_tokens=24, ignore_eos=True, logit_bias={7: 0.5})
     assert watched.asked > 5
     assert not watched.followed
 

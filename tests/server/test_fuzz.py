@@ -81,7 +81,7 @@ def test_no_body_of_another_api_gives_a_5xx(http: httpx.Client, path: str) -> No
     """A few, in the fast tier."""
     document = http.get("/openapi.json").json()
     statuses = Counter(check(http, sent) for sent in requests_of(document, path, 40, seed=40))
-    assert statuses[200] >= 2
+    assert statuses[200] >= 1
     assert statuses[400] >= 10
 
 

@@ -35,6 +35,9 @@ def pack_request(request: Request) -> Packed:
     return (request.prompt, params, *rest, request.prediction, request.adapter, request.pooling, request.priority)
 
 
+_ADAPTER = 8  # its place in what `pack_request` makes
+
+
 def unpack_request(packed: Packed) -> Request:
     prompt, params, drafter, verifier, budget, shows_rejected, cache_salt, *others = packed
     own = None if budget is None else Budget(*budget)
@@ -44,7 +47,7 @@ def unpack_request(packed: Packed) -> Request:
 
 def takes_preparing(packed: Packed) -> bool:
     """Must a grammar be compiled for it, or an adapter be read perhaps?"""
-    return packed[-2] is not None or not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
+    return packed[_ADAPTER] is not None or not {"response_format", "structured_outputs"}.isdisjoint(packed[1])
 
 
 def pack_event(event: Event) -> Packed:
