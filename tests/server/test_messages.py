@@ -246,7 +246,7 @@ def test_either_header_brings_the_key() -> None:
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_client_that_leaves_ends_its_text(served: Running, http: httpx.Client, path: str) -> None:
     own = {"input": SAYS} if path == "/v1/responses" else {"messages": ASKED["messages"], "max_tokens": 900}
-    slow = {"ignore_eos": True, "speculative": "off", "stream": True}  # drafted, it might end before a busy client looks
+    slow = {"ignore_eos": True, "speculative": "off", "stream": True}  # drafted, it may end before a busy client looks
     with http.stream("POST", path, json={**own, **slow}) as answer:
         for line in answer.iter_lines():
             if "delta" in line:
