@@ -52,7 +52,7 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"])
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
