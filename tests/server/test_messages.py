@@ -243,6 +243,7 @@ def test_either_header_brings_the_key() -> None:
         thread.join(30)
 
 
+@pytest.mark.slow  # at times `/stats` is not answered for a minute beside a stream that nobody reads: lab/notes.md
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_client_that_leaves_ends_its_text(served: Running, http: httpx.Client, path: str) -> None:
     own = {"input": SAYS} if path == "/v1/responses" else {"messages": ASKED["messages"], "max_tokens": 900}
