@@ -137,3 +137,14 @@ def test_make_lets_python_keep_its_bytecode() -> None:
     shell = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     said = subprocess.run(ask, cwd=ROOT, env=shell, capture_output=True, text=True, check=True).stdout
     assert said.strip() == "kept=="
+
+
+def test_every_test_of_a_card_is_in_a_group() -> None:
+    script = (ROOT / "tests" / "gpu" / "check.sh").read_text()
+    marked = [
+        path
+        for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        if "mark.gpu" in path.read_text() or "DEVICES" in path.read_text()
+    ]
+    assert [path.name for path in marked if f"tests/gpu/{path.name}" not in script] == []
+    assert "pytest -q --all " in script, "the fast tier leaves out most tests of a card"
