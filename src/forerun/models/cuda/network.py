@@ -18,6 +18,7 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
     ExpertWeights,
@@ -30,6 +31,7 @@ from forerun.models.cuda.weights import (
     stack_experts,
 )
 from forerun.models.layers import Experts
+from forerun.models.load.quantized.layouts import Numbers
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
@@ -99,8 +101,14 @@ class Model:
             self.embedding = checkpoint.embedding()
             self.head = self._pack(checkpoint.head(self.embedding), "head")
             self.final_norm = checkpoint.final_norm()
+            stored = StoredWeights(weights, config, device) if kind == "file" else None
             self.layers = [
-                self._layer(checkpoint.block(i), i, None if rope is None else ropes[rope])
+                self._layer(
+                    checkpoint.block(i),
+                    i,
+                    None if rope is None else ropes[rope],
+                    {} if stored is None else stored.block(i),
+                )
                 for i, rope in enumerate(config.layer_ropes)
             ]
 
@@ -119,7 +127,7 @@ class Model:
         part.layers = layers[::-1]
         return part
 
-    def _layer(self, block: Block, index: int, rope: Tensor | None) -> Layer:
+    def _layer(self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | None]) -> Layer:
         mlp, moe, experts = block.mlp, self.config.moe, None
         if isinstance(mlp, Experts):
             assert moe is not None
@@ -127,7 +135,8 @@ class Model:
             gate_up, down = experts.gate_up, experts.down
             biases: tuple[Tensor | None, ...] = (block.o_bias,)
         else:
-            gate_up, down = self._pack(interleaved(mlp.gate_up), "gate"), self._pack(mlp.down)
+            gate_up = self._pack(interleaved(mlp.gate_up), "gate", stored.get("gate_up"))
+            down = self._pack(mlp.down, "layer", stored.get("down"))
             biases = block.o_bias, mlp.gate_up_bias, mlp.down_bias
         if any(bias is not None for bias in biases):
             raise UnsupportedModel(
@@ -135,10 +144,10 @@ class Model:
             )
         return Layer(
             attention_norm=block.attention_norm,
-            qkv=self._pack(block.qkv),
+            qkv=self._pack(block.qkv, "layer", stored.get("qkv")),
             qkv_bias=block.qkv_bias,
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
-            o=self._pack(block.o),
+            o=self._pack(block.o, "layer", stored.get("o")),
             mlp_norm=block.mlp_norm,
             gate_up=gate_up,
             down=down,
@@ -147,7 +156,10 @@ class Model:
             experts=experts,
         )
 
-    def _pack(self, weight: Tensor, role: Role = "layer") -> Weight:
+    def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:
+        """A weight, or the numbers that a checkpoint has in its place."""
+        if numbers is not None:
+            return pack_numbers(numbers, role)
         return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
 
     def _rope(self, index: int) -> Tensor:

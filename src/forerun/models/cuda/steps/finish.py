@@ -89,3 +89,11 @@ def finish_qkv(
         HEADS=heads, PARTS=sums.number, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
         ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
+
+
+def finish_gate(sums: Tensor, count: int, out: Tensor) -> None:
+    """Close gates: sums [count, 2I], all gates and then all ups, to out [.., I]."""
+    inner = out.shape[1]
+    kernels_rows.finish_gate[(count, -(-inner // 1024))](
+        sums, out, INNER=inner, COLUMNS=1024, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True
+    )
