@@ -47,7 +47,7 @@ def file_formats() -> str:
     read = [layout.name for kind, layout in LAYOUTS.items() if supported._is_read(kind)]
     own = [name for name in read if name in packed]
     other = [name for name in read if name not in packed]
-    kinds = [f"`{kind}`" for kind in get_args(WeightKind) if kind != "plain"]
+    kinds = [f"`{kind}`" for kind in get_args(WeightKind) if kind not in ("plain", "file")]
     gpu = f"bfloat16; {', '.join(kinds[:-1])} or {kinds[-1]} on request"
     rows = [
         ("safetensors (a folder, or a hub id)", "float32; `bfloat16`, `q8` on request", gpu),
