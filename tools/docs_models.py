@@ -29,7 +29,7 @@ def model_matrix() -> str:
 def _places_of(family: str) -> Iterator[str]:
     config = DecoderConfig.from_hf({"model_type": family, **supported._ORDINARY})
     yield "safetensors, GGUF" if supported._architectures().get(family) else "safetensors"
-    yield "C kernels" if NativeDecoder.supports(config) else TORCH
+    yield "C kernels" if NativeDecoder.reason_against(config) is None else TORCH
     try:
         check_supported(config)
     except UnsupportedModel:

@@ -56,7 +56,7 @@ def families() -> str:
 def _kernels_of(family: str) -> Iterator[str]:
     config = DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
     yield ", ".join(f"`{name}`" for name in sorted(_architectures().get(family, ()))) or NO
-    yield YES if NativeDecoder.supports(config) else NO
+    yield YES if NativeDecoder.reason_against(config) is None else NO
     try:
         check_supported(config)
     except UnsupportedModel:

@@ -36,23 +36,20 @@ from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
+_HAS = {"norms with an offset", "several ropes", "rotations of neighbours", "layers without positions", "sliding windows"}
+_HAS |= {"experts"}
 
 
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
     reason, moe = "", config.moe
     widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
-    if config.family not in _FAMILIES:
-        reason = f"family {config.family!r} is not one of {', '.join(_FAMILIES)}"
+    if lacking := [name for name in config.features if name not in _HAS]:
+        reason = f"it has no kernels for {lacking[0]}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     elif any(width % 16 for width in widths):
         reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
-    elif any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
-        reason = f"rope {config.ropes[0].kind!r} depends on the length of the sequence"
-    elif config.activation != "silu":
-        reason = f"activation {config.activation!r} is not silu"
     if reason:
         raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; use the plain decoder")
 
