@@ -78,7 +78,7 @@ class Engine:
         self.max_length = longest if target.slots is None else min(longest, target.slots)
         self.scheduler = Scheduler(target, max_batch)
         self.prefill_rows = PrefillRows(target.can.prefill, target.pass_rows, prompt_rows)
-        self.stats = EngineStats()
+        self.stats = EngineStats(now=target.can.clock)
         self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
         self.deadline = LaunchDeadline()
         self._waiting_prompts = NONE_WAIT  # what the controller was told last
@@ -434,7 +434,7 @@ class Engine:
                 found += reused - len(seq.source)  # the encoder computed these
                 seq.note_reuse(reused)
                 stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
-            seq.note_prompt(seconds)
+            seq.note_prompt(started, seconds)
         return chains.nodes - found
 
     def prefill_progress(self) -> tuple[int, int]:
@@ -509,6 +509,7 @@ class Engine:
             tokens=Tokens(start),
             prompt_length=len(start),
             drafting=drafter,
+            made=self.stats.now(),
             source_rules=source,
             adapter=None if request.adapter is None else find_adapter(self.adapters, request.adapter),
         )

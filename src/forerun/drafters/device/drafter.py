@@ -11,7 +11,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
@@ -149,12 +148,13 @@ class DeviceDraft(ABC):
         if not self.replays.capture:
             return
         assert isinstance(target, CudaDecoder), "other targets have no graphs"
-        started, jobs = perf_counter(), self.menu.jobs(max_batch, self._prepare(target, max_length))
+        now = target.can.clock
+        started, jobs = now(), self.menu.jobs(max_batch, self._prepare(target, max_length))
         for i, (bucket, form, farthest) in enumerate(jobs):
             progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
             self._rehearse(target, bucket, form, farthest)
         self.menu.complete_to = jobs[-1][0]
-        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), perf_counter() - started)
+        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), now() - started)
 
     def _rehearse(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self._capture(target, bucket, form, farthest)
