@@ -283,10 +283,12 @@ class OnDevice(Generic[Draft]):
     def _captured_form(self, sequences: int, most: Form) -> Form | None:
         """The largest form within some sizes that needs no new graph."""
         menu = self.draft.menu
-        form = menu.fitting(sequences, *most)
+        form = menu.fitting(sequences, *most.sizes)
         if form is None or menu.knows(form, sequences):
             return form
-        within = (one for one in menu.forms if all(map(int.__le__, one, form)) and menu.knows(one, sequences))
+        within = (
+            one for one in menu.forms if all(map(int.__le__, one.sizes, form.sizes)) and menu.knows(one, sequences)
+        )
         return max(within, default=None)
 
     def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
@@ -305,7 +307,7 @@ class OnDevice(Generic[Draft]):
                 if one is not None and one.nodes <= most.nodes and menu.knows(one, len(seqs)):
                     return one
             return self._captured_form(len(seqs), most)
-        form = menu.fitting(len(seqs), *most)
+        form = menu.fitting(len(seqs), *most.sizes)
         if form is not None and form in menu.forms and len(seqs) <= menu.complete_to:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
