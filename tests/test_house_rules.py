@@ -75,6 +75,14 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert [str(path) for path in MODULES if path.stem in NO_NAMES] == []
 
 
+def test_rounds_drafts_and_passes_are_timed_by_the_clock_of_the_target() -> None:
+    """`Abilities.clock`: a simulated device counts its own seconds, and nothing beside it reads another clock."""
+    reads = re.compile(r"\b(perf_counter|monotonic|process_time|time\.time)\b")
+    rooms = [path for room in ("engine", "control", "drafters") for path in (PACKAGE / room).rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in rooms if reads.search(path.read_text())] == []
+    assert reads.search((PACKAGE / "core" / "clock.py").read_text())
+
+
 def test_every_module_of_the_package_has_a_layer() -> None:
     layers = next(c["layers"] for c in PROJECT["importlinter"]["contracts"] if c["type"] == "layers")
     named = {module for layer in layers for module in layer.split(" | ")}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, observe_menu, waited_for_prompts
@@ -26,7 +25,7 @@ from forerun.control.lookups import MOST_WITH_TREES, LookupGate
 from forerun.control.no_forms import NO_FORMS
 from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import MOST_WAITED_FOR, Waiting, beside_plain, ends, free_promise, within
-from forerun.core.offer import FREE, NEVER, Menu, Offer
+from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
@@ -128,14 +127,20 @@ class AdaptiveController:
         decision = self._decide(NO_FORMS, ids, offers, batch)
         self._decisions = [decision]
         self.planner.take_chains(seqs, offers)
-        if decision.promise.form is not FREE_CHAINS:
+        if decision.promise.form.kind != "lookup":
             return [NOTHING] * batch
         if batch <= MOST_WITH_TREES:
             return self.planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        """Is the round behind the plain one under way plain? Look-ups are made now, beside the device."""
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        """See forerun.control.base.PlansAhead. Look-ups are made now, beside the device."""
+        if (last.repeats > 0 and self._goes_on(seqs)) if last.kind == "trees" else self._stays_plain(seqs):
+            return last.again()
+        return self._switch(seqs) if switches() else None
+
+    def _stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round behind the plain one under way plain?"""
         self._next, batch = None, len(seqs)
         if not self._all_look_up(seqs):
             return self._keeps_plain(seqs)
@@ -161,7 +166,7 @@ class AdaptiveController:
             return False
         (decision,) = self._decisions
         ids = self._ids_of_menu(decision, seqs)
-        if not ids or decision.promise.form is not PLAIN or decision.promise.insists:
+        if not ids or decision.promise.form.kind != "plain" or decision.promise.insists:
             return False
         plain = decision.chooser.keeps_plain(ids, len(seqs))
         if plain is None:
@@ -206,7 +211,7 @@ class AdaptiveController:
             some = [within(offers[b], seqs[b]) for b in which]
             decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
             self._decisions.append(decision)
-            if decision.promise.form is FREE_CHAINS:
+            if decision.promise.form.kind == "lookup":
                 for b in which:
                     offers[b] = Offer(free=offers[b].free)
             else:
@@ -221,8 +226,8 @@ class AdaptiveController:
         for chooser in self._choosers.values():
             chooser.note_waiting(prompts)
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        """May these start another round of the form under way? Their look-ups are made now, beside the device."""
+    def _goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """May these sequences start another round of the form under way?"""
         if len(self._decisions) != 1:
             return False
         (decision,), ids = self._decisions, [seq.id for seq in seqs]
@@ -236,8 +241,8 @@ class AdaptiveController:
         self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
         return True
 
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        """The form of the round behind the one under way, which may be another; few sequences wait for look-ups."""
+    def _switch(self, seqs: Sequence[Seq]) -> RoundPlan | None:
+        """A round of another form behind the one under way; of few sequences that is read first, for look-ups."""
         self._next = None
         if len(seqs) <= MOST_WAITED_FOR or len(self._decisions) != 1:
             return None
@@ -248,7 +253,7 @@ class AdaptiveController:
         promise = chooser.choose(ids, len(seqs))
         decision = Decision(chooser, frozenset(ids), promise, promise)
         self._next = decision, seqs
-        return decision.budget()
+        return RoundPlan("trees", decision.repeats, promise.form) if promise.form.nodes else RoundPlan("plain")
 
     def observe(self, outcome: Round) -> None:
         if outcome.undrafted < len(outcome.seqs):  # else it was not planned here: all of them start with it

@@ -1,7 +1,5 @@
 """Around: seconds of a round beside its pass, by form and size of batch, as rounds have shown them.
 
-A form may also stand for a kind of round: a plain one, or one with look-ups.
-
 A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
 seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
 is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
@@ -19,11 +17,8 @@ from collections import deque
 from math import isfinite
 from statistics import median_low
 
-from forerun.core.offer import Form
+from forerun.core.offer import PLAIN, Form
 
-PLAIN = Form(0, 0, 1)
-FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
-LOOKED_UP = Form(0, 0, 0)  # stands for rounds in which all were asked for look-ups and nobody drafted
 FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
 NEWEST = 0.1  # weight of the newest round in a moving average of seconds
 GAPS_KEPT = 7  # the last ones, whose median counts
@@ -95,7 +90,7 @@ class Around:
             seconds = max(0.0, seconds - self.gap(batch))
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
-        if form == PLAIN and not followed and 1 < rounds <= FIRST_PLAIN:
+        if form.kind == "plain" and not followed and 1 < rounds <= FIRST_PLAIN:
             seconds = min(seconds, known)
         elif known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST, 1.0 / rounds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
+from forerun.core.offer import Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 
 
@@ -60,24 +60,13 @@ class Controller(Protocol):
 
 
 @runtime_checkable
-class Reconsiders(Protocol):
-    """A controller that may end a plan before its rounds are over (`Budget.repeats`)."""
+class PlansAhead(Protocol):
+    """A controller that plans the next round before the one under way is read."""
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        """Does the last plan hold for another round, launched before the verdict on the one under way is read?"""
-        ...
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        """The plan of the round behind `last`, which is plain or has trees; None = that is to be read first.
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        """Is the round after the plain one under way plain too? Then it is launched without a plan.
-
-        Called before the verdict on the round under way is read; False where that must be read first.
-        """
-        ...
-
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        """The round under way is the last of its plan: what the next one drafts for each of these, 0 nodes = nothing.
-
-        Called where the two above said no, before the verdict is read; None where that must be read first.
+        `switches`: can the sequences' drafter go on in another form, or behind a plain round?
         """
         ...
 
@@ -87,5 +76,5 @@ class SeesPrompts(Protocol):
     """A controller that weighs drafts against the prompts that wait."""
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
-        """What waits now; called before `plan` and before `goes_on`."""
+        """What waits now; called before `plan` and before `follow`."""
         ...

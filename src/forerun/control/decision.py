@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from forerun.control.around import PLAIN
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.free_drafts import NOTHING
 from forerun.control.waiting import Waiting
-from forerun.core.offer import Menu, Offer
+from forerun.core.offer import PLAIN, Menu, Offer
 from forerun.core.types import Budget, Round
 
 REPEATS = 64  # rounds that follow under one plan at most, before one is read first
@@ -27,10 +26,15 @@ class Decision:
 
     def budget(self) -> Budget:
         """The same for each of them."""
-        form, repeats = self.promise.form, 0 if self.promise.insists else REPEATS
+        form = self.promise.form
         if not form.nodes:
             return NOTHING
-        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=repeats)
+        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=self.repeats)
+
+    @property
+    def repeats(self) -> int:
+        """Further rounds under it: none behind a trial."""
+        return 0 if self.promise.insists else REPEATS
 
 
 @lru_cache(maxsize=64)

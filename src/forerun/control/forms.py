@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
-from forerun.control.around import PLAIN, Around, presumed_gap
+from forerun.control.around import Around, presumed_gap
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Menu
+from forerun.core.offer import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, LOOKED_UP, PLAIN, Around
+from forerun.control.around import Around
 from forerun.control.cost import CostModel
 from forerun.control.gate_state import GateState
-from forerun.core.offer import Form, Offer
+from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
 from forerun.core.types import Round
 
 LOOKUP_SECONDS = 25e-6  # of one look-up before any was timed
@@ -150,7 +150,7 @@ class LookupGate:
         if batch <= ALWAYS_ASKED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
         most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
-        around = self._around(FREE_CHAINS, batch)
+        around = self._around(LOOKUP, batch)
         fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + around <= most)
         return next(fits, 0)
 
@@ -159,28 +159,28 @@ class LookupGate:
         size, self._promised = self._size(batch), accepted
         if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
-        plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
-        drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
+        plain, looked = self.plain_seconds(batch), self._seconds(SEARCHED, batch, batch)
+        drafted = self._seconds(LOOKUP, batch + nodes, batch)
         likely = accepted * min(self._kept.value(), MOST_TRUST)
         if (batch + likely) * looked <= batch * drafted:
-            self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
+            self.around.lower(LOOKUP, batch, self._around(SEARCHED, batch))
             return False
         return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
     def observe(self, outcome: Round, asked: int) -> None:
         """A round in which so many were asked."""
         batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
-        form = FREE_CHAINS if nodes else LOOKED_UP if asked >= batch else PLAIN
+        form = LOOKUP if nodes else SEARCHED if asked >= batch else PLAIN
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-        if form is PLAIN and not outcome.followed:
+        if form.kind == "plain" and not outcome.followed:
             self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
-        if form is not PLAIN or self._streak >= SETTLED_ROUNDS:
+        if form.kind != "plain" or self._streak >= SETTLED_ROUNDS:
             self.around.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         self._streak = 0 if nodes else self._streak + 1
         if nodes:
             self._kept.add(sum(outcome.accepted), self._promised, TRUST_MEMORY)
-        if form is PLAIN:
+        if form.kind == "plain":
             self.allowance.book(0.0)
             return
         plain = self.plain_seconds(batch)
@@ -214,12 +214,12 @@ class LookupGate:
         asking, known = batch * self._seconds_of_one, self.around.is_known
         if known(form, batch):
             return self.around.seconds(form, batch, 0.0)
-        if form is not PLAIN:
-            more = DRAFTED_SECONDS * batch if form is FREE_CHAINS else 0.0
+        if form.kind != "plain":
+            more = DRAFTED_SECONDS * batch if form.kind == "lookup" else 0.0
             plain = max(self.around.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
             return plain + asking + more
-        seen = next((one for one in (LOOKED_UP, FREE_CHAINS) if known(one, batch)), PLAIN)
-        return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen is not PLAIN else 0.0))
+        seen = next((one for one in (SEARCHED, LOOKUP) if known(one, batch)), PLAIN)
+        return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen.kind != "plain" else 0.0))
 
     @property
     def _seconds_of_one(self) -> float:
@@ -259,12 +259,12 @@ class LookupGate:
         few, batch = [*self._sample], len(ids)
         found = sum([sum(offer.free) for offer in few])
         most = 1.0 + found / len(few)  # tokens of a sequence, if all were drafted
-        if most * plain <= BETTER * self._seconds(FREE_CHAINS, batch, batch):
+        if most * plain <= BETTER * self._seconds(LOOKUP, batch, batch):
             self._promising = False
             return False
         depths, accepted = self.chains([few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch))
         nodes = sum(depths)
-        seconds = self._seconds(FREE_CHAINS, batch + nodes, batch)
+        seconds = self._seconds(LOOKUP, batch + nodes, batch)
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
         worst = seconds / plain - 1.0
         unread = self._reading / plain * len([one for one in ids if one not in self._met])

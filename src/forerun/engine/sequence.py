@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
@@ -59,7 +58,7 @@ class SequenceState:
     adapter: LoadedAdapter | None = None
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
-    made: float = field(default_factory=perf_counter)  # when it was submitted
+    made: float = 0.0  # when it was submitted, by the target's clock
     queue_seconds: float | None = None  # until its prompt was first read; None = it waits
     prompt_seconds: float = 0.0
     cached_tokens: int = 0  # of its prompt, found in the prefix cache
@@ -163,10 +162,10 @@ class SequenceState:
         """It waited longest, and no priority is above its own from now on."""
         _set(self, "passed_over", TURN)
 
-    def note_prompt(self, seconds: float) -> None:
-        """Its prompt, or a part of it, was read in so many seconds."""
+    def note_prompt(self, started: float, seconds: float) -> None:
+        """A chunk of its prompt was prefilled from `started` on, in `seconds` seconds."""
         if self.queue_seconds is None:
-            _set(self, "queue_seconds", max(0.0, perf_counter() - seconds - self.made))
+            _set(self, "queue_seconds", max(0.0, started - self.made))
         _set(self, "prompt_seconds", self.prompt_seconds + seconds)
 
     def note_reuse(self, tokens: int) -> None:
