@@ -54,7 +54,7 @@ OVER_A_SOCKET = (
 )
 
 
-def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> Report:
+def judged(engine: object, pair: Pair, only: str, tokens: int | None = None, seed: int = 0) -> Report:
     """One check with the tokens and the false alarms that it has in a run of all."""
     whole = chosen_checks()
     bets = sum(each.bets for each in whole)
@@ -66,6 +66,7 @@ def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> 
         pair,
         Budget(tokens, 120),
         [replace(each) for each in chosen_checks([only])],
+        seed,
         false_alarms=1e-3 / bets,
     )
 
@@ -95,6 +96,14 @@ def test_a_planted_bug_is_found(pair: Pair, bug: str) -> None:
     finding = report.failed[0].finding
     assert finding.p_value is not None or finding.counterexample
     assert finding.command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_penalties_of_a_rounds_first_token_are_found_with_other_seeds(pair: Pair, seed: int) -> None:
+    """The smallest of the planted biases; half of the tokens that the check has at the default budget must do."""
+    report = judged(Planted(pair, frozenset(["penalties_from_root"]), seed=seed), pair, "law.frequency", 2800, seed)
+    assert [each.finding.detail.partition(":")[0] for each in report.failed] == ["the penalty misses the last tokens"]
 
 
 @pytest.mark.parametrize("name", sorted(set(FOUND_BY.values())))
