@@ -26,7 +26,7 @@ from typing import TypeGuard
 from forerun.control.base import Controller, PlansAhead, SeesPrompts
 from forerun.core.noise import fresh_seed
 from forerun.core.offer import RoundPlan
-from forerun.core.request import ALWAYS
+from forerun.core.request import ALWAYS, TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
@@ -39,10 +39,12 @@ from forerun.engine.sequence import SequenceState, Tokens, check_request, find_a
 from forerun.engine.stats import EngineStats
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
+from forerun.verify.logprobs import row_logprobs
 
 log = logging.getLogger(__name__)
 
 NOT_DRAFTED = Budget(0, 0)
+SCORED_ROWS = 128  # of a prompt whose log-probabilities are asked for, in a pass
 # sequences of a round, and their places in the round before; -1 = none
 Seats = list[tuple[SequenceState, int]]
 
@@ -82,6 +84,7 @@ class Engine:
         self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
         self.deadline = LaunchDeadline()
         self._waiting_prompts = NONE_WAIT  # what the controller was told last
+        self._scored: dict[int, list[TokenLogprob | None]] = {}  # of prompts, as far as they are read
 
     # ---- the loop
 
@@ -94,6 +97,9 @@ class Engine:
         line = self.timeline
         try:
             line.repair()
+            if self._scored and (scored := self.scheduler.next_scored()) is not None:
+                self.settle()
+                self._score_prompt(scored)
             if line.first is None:
                 self._open()
                 if self.spare_seconds() > 0.0:
@@ -391,6 +397,8 @@ class Engine:
         """No sequence runs: prefill as many rows as a pass takes at best, and start the sequences that it completes."""
         rows, scheduler = self.target.pass_rows, self.scheduler
         seqs = scheduler.next_readers(rows)
+        if not seqs and scheduler.next_scored() is not None:
+            return
         if not seqs:
             self.timeline.end(no_room_for(next(scheduler.in_turn())))
             return
@@ -404,6 +412,32 @@ class Engine:
         chains, scores = self.target.prefill(seqs, self._needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)
         self.stats.count_prompts(scores, self._note_prefill(seqs, chains, clock.started), clock)
+        self.timeline.change = None
+
+    def _score_prompt(self, seq: SequenceState) -> None:
+        """Prefill a part of a prompt whose log-probabilities are asked for: as a chain, because trees have logits."""
+        clock, target, most = self.stats.clock(), self.target, seq.params.prompt_logprobs or 0
+        self.timeline.open([seq])
+        self.scheduler.begin([seq])
+        at, needs = target.cached_tokens(seq), Needs(self._needs([seq]).hidden_layers)
+        part, so_far = seq.tokens[at:-1][:SCORED_ROWS], replace(seq, tokens=Tokens(seq.tokens[: at + 1]))
+        if not at:
+            target.prefill([so_far], needs)
+            self._scored[seq.id] = [None]
+        if part and not target.make_room([so_far], [len(part)]):
+            self._preempt(seq)
+            self.timeline.change = None
+            return
+        if part:
+            chain, after = TreeBatch.chains([part], target.device), seq.tokens[at + 1 : at + 1 + len(part)]
+            scores, verdict = target.score([so_far], chain, needs), Verdict.whole_chain(chain, after[-1:])
+            self._scored[seq.id] += row_logprobs(scores.required_logits, after, most)
+            target.commit([so_far], chain, verdict)
+            rows = self._note_prefill([seq], chain, clock.started)
+            self.drafters.observe([seq], chain, Scores(None, scores.hidden), verdict)
+            self.stats.count_prompts(scores, rows, clock)
+        if len(self._scored[seq.id]) == len(seq.tokens):
+            seq.note_prompt_logprobs(self._scored.pop(seq.id))
         self.timeline.change = None
 
     def _prefill_share(self, running: int) -> int:
@@ -485,6 +519,8 @@ class Engine:
         check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None, source)
         request = self.grammars.compile(request)
         params = request.params
+        if params.prompt_logprobs is not None:  # every row of its prompt is computed
+            request = replace(request, cache_salt=None)
         start = request.prompt if source is None else (source.start,)
         drafter = self.drafters.name_for(request, self.default_drafter)
         if not self.drafters.has(drafter):
@@ -516,6 +552,8 @@ class Engine:
         return seq
 
     def enqueue(self, seq: SequenceState) -> None:
+        if seq.scores_prompt:
+            self._scored[seq.id] = []
         self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
@@ -533,6 +571,8 @@ class Engine:
         self.stats.preemptions += 1
 
     def _forget(self, seq: SequenceState) -> None:
+        if seq.finished is not None:
+            self._scored.pop(seq.id, None)
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)
