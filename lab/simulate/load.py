@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller
+from forerun.control.base import Controller, FixedController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.engine import Engine

@@ -24,8 +24,8 @@ import torch
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
+from forerun.control.base import FixedController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm
 from forerun.drafters.compose import HybridDrafter

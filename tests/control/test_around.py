@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from forerun.control.allowance import Allowance
-from forerun.control.around import Around
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser
+from forerun.control.times import Around
 from forerun.core.offer import PLAIN, Form
 
 SMALL, LARGE = Form(15, 6, 5), Form(59, 7, 10)

@@ -9,9 +9,8 @@ import pytest
 
 from forerun.control import base
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller, WaitingPrompts
+from forerun.control.base import Controller, FixedController, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
 from forerun.core.offer import Offer, RoundPlan
 from forerun.core.types import Round
 from forerun.measure.bench.contenders import Recorder

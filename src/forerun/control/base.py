@@ -1,4 +1,7 @@
-"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from."""
+"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from.
+
+FixedController: the same budget for every sequence and round.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer, RoundPlan
+from forerun.core.request import budget_of
 from forerun.core.types import Budget, Round, Seq
 
 
@@ -78,3 +82,26 @@ class SeesPrompts(Protocol):
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         """What waits now; called before `plan` and before `follow`."""
         ...
+
+
+USUAL_NODES = 8  # drafted every round, where no number was set
+
+
+class FixedController:
+    """Always the same."""
+
+    def __init__(self, nodes: int, width: int = 1) -> None:
+        self.budget = budget_of(nodes, width)
+
+    @classmethod
+    def build(cls, parts: ControlParts) -> FixedController:
+        return cls(USUAL_NODES if parts.nodes is None else parts.nodes, parts.width or 1)
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return [self.budget] * len(seqs)
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+    def forget(self, seq: Seq) -> None:
+        pass

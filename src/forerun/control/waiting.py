@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import presumed_gap
 from forerun.control.forms import FormChooser, Promise
+from forerun.control.times import presumed_gap
 from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 
