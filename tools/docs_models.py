@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from forerun.core.errors import UnsupportedModel
-from forerun.models.config import FAMILIES, DecoderConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.cuda.weights import WeightKind
+from forerun.models.families import FAMILIES
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native.target import NativeDecoder
 from forerun.train.network import is_plain
@@ -28,7 +29,7 @@ def model_matrix() -> str:
 
 def _places_of(family: str) -> Iterator[str]:
     config = DecoderConfig.from_hf({"model_type": family, **supported._ORDINARY})
-    yield "safetensors, GGUF" if supported._architectures().get(family) else "safetensors"
+    yield "safetensors, GGUF" if FAMILIES[family].gguf else "safetensors"
     yield "C kernels" if NativeDecoder.reason_against(config) is None else TORCH
     try:
         check_supported(config)

@@ -20,6 +20,7 @@ from forerun.models.native.pass_rows import HiddenRows
 from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
+from tests.models.tiny_gguf import FAMILIES as GGUF_FAMILIES
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native
 
@@ -249,7 +250,7 @@ def test_prompts_in_pieces_have_the_same_bits(chunk: int, monkeypatch: pytest.Mo
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf_files_keep_their_own_types(family: str, tmp_path: Path) -> None:
     """Against torch with the dequantised weights: only the rows' rounding to int8 differs, where it is used."""
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", family)))
