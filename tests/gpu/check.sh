@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled adapters"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -47,6 +47,7 @@ if [ "$what" = tests ]; then
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
     check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py -m gpu &
+    check adapters tests/gpu/test_adapters.py -m gpu &
     wait
     for name in $groups; do
         echo "== $name"

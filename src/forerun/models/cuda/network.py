@@ -18,6 +18,7 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.adapters import AdapterStacks
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
     ExpertWeights,
@@ -176,6 +177,7 @@ class Buffers:
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
         self.model, self._hidden = model, dict[int, Tensor]()
+        self.adapters = AdapterStacks(config, dtype, device)
 
     def hidden(self, layer: int) -> Tensor:
         if layer not in self._hidden:
@@ -185,8 +187,13 @@ class Buffers:
         return self._hidden[layer]
 
     def send(self, plan: Plan) -> None:
-        """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do."""
+        """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do.
+
+        Where rows have adapters, another one.
+        """
         self._sent.send(plan.ints)
+        if plan.units is not None:
+            self.adapters.sent.send(plan.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +206,14 @@ class Run:
     positions: Tensor
     slots: Tensor
     groups: Tensor  # [groups, FIELDS]
+    units: int = 0  # of rows with LoRA adapters, in `Buffers.adapters`; 0 = no row has one
 
     @classmethod
-    def of(cls, size: Size, ints: Tensor) -> Run:
+    def of(cls, size: Size, ints: Tensor, units: int = 0) -> Run:
         tokens, positions, slots = ints[MAX_ROWS : MAX_ROWS + 3 * size.rows].view(3, size.rows).unbind(0)
         first = MAX_ROWS + 3 * size.rows
         groups = ints[first : first + FIELDS * size.groups].view(size.groups, FIELDS)
-        return cls(size, ints, tokens, positions, slots, groups)
+        return cls(size, ints, tokens, positions, slots, groups, units)
 
     def first(self, rows: int) -> Run:
         """The same for the first rows only: for steps that work row by row."""

@@ -126,15 +126,20 @@ def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm
 
 
 @triton.jit
-def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
-            positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+def _finish(acc, scale, before, lift, delta, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
+            rope, positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
             BN: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
             HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
-            ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+            ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
+            ADAPTED: tl.constexpr):  # fmt: skip
     """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
     n0 = tile * BN
     if W8:
         acc = acc * scale
+    if ADAPTED:
+        place = rows.to(tl.int64)[None, :] * N + (n0 + tl.arange(0, BN))[:, None]
+        inside = live[None, :] & (n0 + tl.arange(0, BN) < N)[:, None]
+        acc += tl.load(delta + place, mask=inside, other=0.0, cache_modifier=".cg")
     if MT < 128:
         given = before
     else:
@@ -212,18 +217,19 @@ def _product_of_bytes(a, w, tile, first, k0, M, N: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
-           partial, counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+def linear(a, w, weights, scales, out, x, squares, lifts, delta, norm, keys, values, bias, head_norm, rope, positions,
+           slots, partial, counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
            BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr,
            TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
            BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
 
     Weights of one byte (W8) have a scale that multiplies the finished sum. Rows of one byte (ROOM) were multiplied
     by a number of their own where they are handed on before their norm is known. Where the copy engine is used, `a`
     and `weights` are descriptors of rows and weight. What other kernels of the pass wrote is read past the L1 cache,
-    which a program that started early may share with them.
+    which a program that started early may share with them. Where rows have adapters (ADAPTED), `delta` [M, N] is added
+    to the product before anything is made of it.
     """
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
@@ -246,9 +252,9 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
     if W8:
         scale = tl.load(scales + tile * BN + n, mask=tile * BN + n < N, other=0.0)[:, None]
     if SPLIT == 1:
-        _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
-                positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
+        _finish(acc, scale, before, lift, delta, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
+                rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
+                HEAD_NORM, ROPE, W8, NORMED, ROOM, ADAPTED)  # fmt: skip
     else:
         place = tile * tl.num_programs(0) + tl.program_id(0)
         part = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
@@ -259,6 +265,6 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
             for i in tl.static_range(SPLIT):
                 total += tl.load(part + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
-            _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
-                    rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT,
-                    BIAS, HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
+            _finish(total, scale, before, lift, delta, tile, rows, live, out, x, squares, norm, keys, values, bias,
+                    head_norm, rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV,
+                    D, ROT, BIAS, HEAD_NORM, ROPE, W8, NORMED, ROOM, ADAPTED)  # fmt: skip

@@ -62,8 +62,10 @@ class CompiledSteps(FusedSteps):
         norm: Tensor | None = None,
         layer: int = 0,
         normed: bool = False,
+        delta: Tensor | None = None,
     ) -> None:
         assert isinstance(weight, Strips)
+        assert delta is None, "CudaDecoder.load_adapter refuses adapters here"
         count, scales = run.size.rows, None
         if weight.format == "e4m3":
             rows, scales = self._in_bytes(rows, weight, count)

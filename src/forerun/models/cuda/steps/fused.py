@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.adapters import RANKS, depth_of, splits_of
+from forerun.models.cuda.kernels import adapters as kernels_adapters
 from forerun.models.cuda.kernels import linear as kernels_linear
 from forerun.models.cuda.kernels import rows as kernels_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
-from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual
+from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual, or_unused
 from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     Tile,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
+ADAPTED_OUTPUTS = 128  # of a tile of what adapters add
 
 
 class FusedSteps:
@@ -120,20 +123,25 @@ class FusedSteps:
 
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer)
+        delta = self._delta(run, layer, "qkv", self.buffers.rows)
+        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer, delta=delta)
 
     def leave_attention(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         found, rows = self.buffers.found, self.buffers.rows
-        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm)
+        delta = self._delta(run, layer, "o", found)
+        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, delta=delta)
 
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner)
+        delta = self._delta(run, layer, "gate", self.buffers.rows)
+        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner, delta=delta)
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
-        self._linear(run, "down", RESIDUAL, self.buffers.inner, weights.down, self.buffers.rows, norm=norm)
+        inner = self.buffers.inner
+        delta = self._delta(run, layer, "down", inner)
+        self._linear(run, "down", RESIDUAL, inner, weights.down, self.buffers.rows, norm=norm, delta=delta)
 
     def normalise(self, run: Run, into: Tensor) -> None:
         config = self.model.config
@@ -168,13 +176,14 @@ class FusedSteps:
         norm: Tensor | None = None,
         layer: int = 0,
         normed: bool = False,
+        delta: Tensor | None = None,
     ) -> None:
         """One product with the steps fused into it; pointers that a mode does not use are placeholders.
 
-        `normed`: the rows come with their norm applied, and not as x times its weight.
+        `normed`: the rows come with their norm applied, and not as x times its weight. `delta` is added to the product.
         """
         if self.wide is not None and self.wide.takes(run.size.rows):
-            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed)
+            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed, delta)
             return
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
@@ -198,15 +207,16 @@ class FusedSteps:
             right = self._describe(rows, wide, tile.depth)
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
-            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts,
-            unused if norm is None else norm, self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused),
-            _or(place.qk_norm, unused), _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
-            run.size.rows, config.norm_eps, self.kv.stride(2),
+            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(delta, unused),
+            unused if norm is None else norm, self.kv[layer, 0], self.kv[layer, 1], or_unused(place.qkv_bias, unused),
+            or_unused(place.qk_norm, unused), or_unused(place.rope, unused), run.positions, run.slots, self.partial,
+            self.counters, run.size.rows, config.norm_eps, self.kv.stride(2),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
             TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
+            ADAPTED=delta is not None,
             enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
@@ -222,29 +232,58 @@ class FusedSteps:
         norm: Tensor | None,
         layer: int,
         normed: bool,
+        delta: Tensor | None,
     ) -> None:
         """The same by the kernels for many rows."""
         assert isinstance(weight, Tensor)
         count = run.size.rows
         if mode == GATED:
-            wide.gated(count, rows, weight, out)
+            wide.gated(count, rows, weight, out, delta)
         elif mode == LOGITS:
             wide.logits(count, rows, weight, out)
         elif mode == RESIDUAL:
             assert norm is not None
-            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm)
+            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta)
         else:
-            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed)
+            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed, delta)
 
     def _finish_residual(
-        self, sums: Sums, count: int, out: Tensor, norm: Tensor, in_bytes: InBytes | None = None
+        self,
+        sums: Sums,
+        count: int,
+        out: Tensor,
+        norm: Tensor,
+        in_bytes: InBytes | None = None,
+        delta: Tensor | None = None,
     ) -> None:
         eps = self.model.config.norm_eps
-        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes)
+        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta)
 
-    def _finish_qkv(self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool) -> None:
+    def _finish_qkv(
+        self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool, delta: Tensor | None = None
+    ) -> None:
         place, kv = self.model.layers[layer], self.kv[layer]
-        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed)
+        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed, delta)
+
+    def _delta(self, run: Run, layer: int, product: str, rows: Tensor) -> Tensor | None:
+        """[rows, N] fp32: what adapters add to a product of these rows; None where no row has one."""
+        if not run.units:
+            return None
+        stacks = self.buffers.adapters
+        stack, shape = stacks.layers[layer][product], stacks.shapes[product]
+        splits, blocks, first = splits_of(shape.inputs), shape.parts * stacks.rank // RANKS, shape.outputs[0]
+        kernels_adapters.down[(run.units, blocks, splits)](
+            stacks.sent.all, stack.ranks, stacks.scales, rows, stack.down, stacks.middle, stacks.partial,
+            stacks.counters, K=shape.inputs, PARTS=shape.parts, RANK=stacks.rank, BK=depth_of(shape.inputs),
+            SPLIT=splits, PDL=self.pdl, num_warps=4, num_stages=3, enable_fp_fusion=False, launch_pdl=self.pdl,
+        )  # fmt: skip
+        tiles = sum(-(-outputs // ADAPTED_OUTPUTS) for outputs in shape.outputs)
+        kernels_adapters.up[(run.units, tiles)](
+            stacks.sent.all, stack.ranks, stacks.middle, stack.up, stacks.delta, N=sum(shape.outputs), N0=first,
+            N1=shape.outputs[-1], PARTS=shape.parts, RANK=stacks.rank, BN=ADAPTED_OUTPUTS, TURNS=product == "gate",
+            PDL=self.pdl, num_warps=4, num_stages=2, enable_fp_fusion=False, launch_pdl=self.pdl,
+        )  # fmt: skip
+        return stacks.delta
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles, of products that have many.
@@ -267,7 +306,3 @@ class FusedSteps:
     def attend(self, run: Run, layer: int) -> None:
         window, found = self.model.layers[layer].window, self.buffers.found
         self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
