@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -97,7 +98,7 @@ def _engine(flags: argparse.Namespace, folder: Path) -> Engine:
     return engine
 
 
-def _write(engine: Engine, drafter: str, own: list[str | None], tokens: int) -> tuple[Texts, float]:
+def _write(engine: Engine, drafter: str, own: Sequence[str | None], tokens: int) -> tuple[Texts, float]:
     texts = dict[int, list[int]]()
     for i, adapter in enumerate(own):
         prompt = tuple((7 * i + 3 * j) % 97 for j in range(64))

@@ -100,7 +100,7 @@ class AdapterStacks:
         """On the host; any thread may call."""
         rank = -(-adapter.rank // RANKS) * RANKS
         places = {part: (product, i) for product, parts in PARTS.items() for i, part in enumerate(parts)}
-        waiting, nbytes = {}, 0
+        waiting, nbytes = dict[tuple[int, str, int], tuple[Tensor, Tensor]](), 0
         for layer, part, down, up in parts_of(adapter, self.config):
             down = F.pad(down, (0, 0, 0, rank - len(down))).to(self.dtype)
             rope = self.config.layer_ropes[layer] if part in "qk" else None
