@@ -87,6 +87,7 @@ class AdapterStacks:
         self.moved: Callable[[], None] = lambda: None  # called when graphs read memory that is no more
         self.slots = self.rank = 0
         self.layers: list[dict[str, Stack]] = []
+        self.scales = torch.ones(0, device=device)  # [slots]
         self._alive, self._lock = WeakSet[CudaAdapter](), Lock()  # any thread loads
         self._placed: dict[int, int] = {}  # slots by an adapter's key
         self._free: list[int] = []
@@ -160,10 +161,7 @@ class AdapterStacks:
                 stack.down[: self.slots, :, : self.rank] = before.down
                 stack.up[: self.slots, :, : self.rank] = before.up
                 stack.ranks[: self.slots] = before.ranks
-        scales = torch.ones(slots, device=self.device)
-        if old:
-            scales[: self.slots] = self.scales
-        self.scales = scales
+        self.scales = torch.cat((self.scales, self.scales.new_ones(slots - self.slots)))
         self._free += range(self.slots, slots)
         self.slots, self.rank = slots, rank
         self._make_buffers()
