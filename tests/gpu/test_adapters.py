@@ -21,13 +21,14 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, LoadedAdapter, Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
 from forerun.models.adapters import AdapterPool
-from forerun.models.cuda.adapters import PARTS, RANKS, AdapterStacks, depth_of, splits_of
+from forerun.models.cuda.adapters import PARTS, AdapterStacks, splits_of
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
 from forerun.models.load.adapter import Adapter
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_reference, make_target, need_cuda, weights_of, where_kernels_run
 
+COMPANY = (1, 3, 5, 9, 17, 40, 70, 150)  # sequences of six rows
 FORMS = {"chain": Budget(3, 3), "tree": Budget(7, 3, 3)}
 
 
@@ -92,6 +93,24 @@ def test_each_projection_alone(only: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "wide-qwen3"])
+def test_the_base_has_the_same_bits_in_such_company(name: str) -> None:
+    """What the next test asks of adapters, of a target without one: whose fault is it?"""
+    need_cuda()
+    target, texts = make_target(name, "cuda", torch.bfloat16, "triton"), [text_of(i, 40) for i in range(4)]
+    alone = [score(target, [text], [None], 34) for text in texts]
+    for count in COMPANY:
+        found = score(target, [texts[i % 4] for i in range(count)], [None] * count, 34).view(count, 6, -1)
+        off = [i for i in range(count) if not torch.equal(found[i], alone[i % 4])]
+        assert not off, f"{count} sequences: {len(off)} differ, the first by {apart(found[off[0]], alone[off[0] % 4])}"
+
+
+def apart(one: Tensor, other: Tensor) -> str:
+    off = (one.float() - other.float()).abs()
+    return f"{float(off.max()):.3g} at most, {int((off > 0).sum())} of {off.numel()} numbers"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen3"])
 def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     """Alone, among others of its adapter, of other adapters and of none, in narrow passes and in wide ones."""
@@ -100,13 +119,16 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     loaded = [target.load_adapter(str(i), i, make_adapter(name, i, rank)) for i, rank in ((1, 4), (2, 16), (3, 40))]
     own: list[LoadedAdapter | None] = [None, *loaded]
     texts = [text_of(i, 40) for i in range(4)]
-    alone = [score(target, [text], [one], 34)[0] for text, one in zip(texts, own, strict=True)]
-    for count in (1, 3, 5, 9, 17, 40, 70, 150):  # sequences of six rows
+    alone = [score(target, [text], [one], 34) for text, one in zip(texts, own, strict=True)]
+    off = list[str]()
+    for count in COMPANY:
         every = [i % 4 for i in range(count)]
         random.Random(count).shuffle(every)
         found = score(target, [texts[i] for i in every], [own[i] for i in every], 34).view(count, 6, -1)
         for place, i in enumerate(every):
-            assert torch.equal(found[place, 0], alone[i]), f"{count} sequences, adapter {i}"
+            if not torch.equal(found[place], alone[i]):
+                off.append(f"{count} sequences, place {place}, adapter {i}: {apart(found[place], alone[i])}")
+    assert not off, f"{len(off)} texts differ: " + "; ".join(off[:3] + off[-3:])
     assert not any(torch.equal(alone[0], other) for other in alone[1:])
 
 
@@ -220,12 +242,18 @@ def test_units_hold_every_row_once() -> None:
     loaded = [stacks.load(str(i), i, make_adapter("llama", i, only="q_proj")) for i in range(7)]
     for rows in (1, 2, 4, 16, 48, 96, 1024):
         own = [rng.choice([None, *loaded]) for _ in range(rows)]
-        table = stacks.units_of(rows, [(one, i, i + 1) for i, one in enumerate(own)])
-        seen = dict[int, int]()
+        units = stacks.units_of(rows, [(one, i, i + 1) for i, one in enumerate(own)])
+        stacks.sent.send(units)
+        adapted = stacks.sent_with(rows)
+        table, seen = adapted.table.view(-1, 17), dict[int, int]()
         for slot, *some in table.tolist():
             seen |= {row: slot for row in some if row >= 0}
         assert seen == {i: -1 if one is None else stacks.slot_of(one) for i, one in enumerate(own)}
         assert int((table[:, 1:] >= 0).sum()) == rows
+        assert [max(slot, -1) for slot in adapted.owners.tolist()[:rows]] == [seen[i] for i in range(rows)]
+        count = int(adapted.count[0])
+        assert sorted(adapted.chosen.tolist()[:count]) == sorted({slot for slot in seen.values() if slot >= 0})
+        assert max(adapted.chosen.tolist()[count:], default=-1) < 0
 
 
 # the kernels, in the interpreter or on a GPU
@@ -235,7 +263,7 @@ def test_units_hold_every_row_once() -> None:
 @pytest.mark.parametrize("product", ["qkv", "o", "gate", "down"])
 def test_kernels_add_what_torch_adds(product: str) -> None:
     device = where_kernels_run()
-    from forerun.models.cuda.kernels import adapters as kernels
+    from forerun.models.cuda.steps.adapters import Change
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     name = "large" if product == "down" else "llama"  # the first: sums in several stretches
@@ -244,22 +272,14 @@ def test_kernels_add_what_torch_adds(product: str) -> None:
     made = [make_adapter(name, 1, 4), make_adapter(name, 2, 20), make_adapter(name, 3, 16, only="q_proj")]
     loaded = [stacks.load(str(i), i, one) for i, one in enumerate(made)]
     own = [None, *loaded, *[loaded[0]] * 17, None, loaded[1]]
-    table = stacks.units_of(32, [(one, i, i + 1) for i, one in enumerate(own)])
-    stacks.sent.send(table)
-    shape, stack = stacks.shapes[product], stacks.layers[1][product]
-    splits, width = splits_of(shape.inputs), sum(shape.outputs)
-    assert (splits > 1) == (product == "down")
+    units = stacks.units_of(32, [(one, i, i + 1) for i, one in enumerate(own)])
+    stacks.sent.send(units)
+    shape = stacks.shapes[product]
+    width = sum(shape.outputs)
+    assert (splits_of(shape.inputs) > 1) == (product == "down")
     given = torch.randn(32, shape.inputs, generator=torch.Generator().manual_seed(5)).to(device, dtype)
     stacks.delta.fill_(7.0)
-    common = {"PARTS": shape.parts, "RANK": stacks.rank, "PDL": False}
-    kernels.down[(len(table), shape.parts * stacks.rank // RANKS, splits)](
-        stacks.sent.all, stack.ranks, stacks.scales, given, stack.down, stacks.middle, stacks.partial, stacks.counters,
-        K=shape.inputs, BK=depth_of(shape.inputs), SPLIT=splits, **common,
-    )  # fmt: skip
-    kernels.up[(len(table), sum(-(-outputs // 64) for outputs in shape.outputs))](
-        stacks.sent.all, stack.ranks, stacks.middle, stack.up, stacks.delta, N=width, N0=shape.outputs[0],
-        N1=shape.outputs[-1], BN=64, TURNS=product == "gate", **common,
-    )  # fmt: skip
+    Change(stacks, stacks.sent_with(32), 1, product, given, pdl=False).delta()
     assert not stacks.counters.any()
     found = stacks.delta[: 32 * width].view(32, width)
     for row, one in enumerate(own):

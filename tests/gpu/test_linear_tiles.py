@@ -43,11 +43,11 @@ def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tenso
     settings: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False} if device.type == "cuda" else {}
     unused = found["squares"]
     linear[(1, outputs // tile, splits)](
-        rows, weight, weight, unused, found["out"], found["x"], found["squares"], unused, unused, norm, found["kv"][0],
-        found["kv"][1], unused, unused, rope, positions, slots, partial, counters, ROWS, 1e-5, SLOTS * DIM,
-        N=outputs, K=DEPTH, MODE=mode, BN=tile, BK=64, SPLIT=splits, MT=wide, TILES=tiles, TILES_UP=32, H=HEADS,
-        HKV=KV_HEADS, D=DIM, ROT=DIM // 2, BIAS=False, HEAD_NORM=False, ROPE=True, TMA=False, PDL=False, W8=False,
-        NORMED=mode == QKV, ROOM=0, ADAPTED=False, **settings,
+        rows, weight, weight, unused, found["out"], found["x"], found["squares"], unused, norm, found["kv"][0],
+        found["kv"][1], unused, unused, rope, positions, slots, partial, counters, *[unused] * 6, ROWS, 1e-5,
+        SLOTS * DIM, N=outputs, K=DEPTH, MODE=mode, BN=tile, BK=64, SPLIT=splits, MT=wide, TILES=tiles, TILES_UP=32,
+        H=HEADS, HKV=KV_HEADS, D=DIM, ROT=DIM // 2, BIAS=False, HEAD_NORM=False, ROPE=True, TMA=False, PDL=False,
+        W8=False, NORMED=mode == QKV, ROOM=0, RANK=0, ADAPTED_ROOM=0, **settings,
     )  # fmt: skip
     assert not counters.any()
     return found

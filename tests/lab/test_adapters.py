@@ -13,4 +13,5 @@ def test_adapters_of_zeros_write_the_texts_of_the_base(capsys: pytest.CaptureFix
     assert main(words.split()) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["equal"]
+    assert found["differing"] == {"none": 0, "ngram": 0}
     assert [row["drafter"] for row in found["rows"]] == ["none", "ngram"]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import LoadedAdapter
 from forerun.models.adapters import parts_of
 from forerun.models.config import DecoderConfig
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 ROWS, RANKS, NONE, EMPTY = 16, 16, -1, -2  # as kernels/adapters.py has them
 FEWEST = 4  # slots
+HEAD = 16  # ints before those of rows: so that all parts of what is sent are aligned
 PARTS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate": ("gate", "up"), "down": ("down",)}  # by product
 
 
@@ -68,6 +69,16 @@ class CudaAdapter:
     scale: float
     stacks: AdapterStacks  # of the target that it was loaded for
     waiting: dict[tuple[int, str, int], tuple[Tensor, Tensor]]  # by layer, product and part
+
+
+class Adapted(NamedTuple):
+    """The ints of a pass whose rows have adapters."""
+
+    count: Tensor  # [HEAD] the first: how many adapters the pass has
+    owners: Tensor  # [rows] the slot of each row's adapter; below 0: it has none
+    chosen: Tensor  # [rows] the slots of all that the pass has; EMPTY behind them
+    table: Tensor  # [units, 1 + ROWS] a slot, then rows that have it
+    units: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,10 @@ class AdapterStacks:
             if rope is not None:  # rows of queries and keys lie as those of the base do
                 up = pair_up(up, self.config.head_dim, self.config.ropes[rope].dims)
             up = F.pad(up, (0, rank - up.shape[1])).to(self.dtype)
+            if not (down.isfinite().all() and up.isfinite().all()):  # rows of others are multiplied by zero: not by NaN
+                raise DamagedFile(
+                    f"the adapter {name!r} has numbers that are not finite in layer {layer}; fetch it again"
+                )
             waiting[layer, *places[part]] = down, up
             nbytes += down.nbytes + up.nbytes
         loaded = CudaAdapter(name, key, nbytes, rank, adapter.scale, self, waiting)
@@ -181,8 +196,8 @@ class AdapterStacks:
         """Where the kernels of a pass work."""
         most = max(shape.parts for shape in self.shapes.values())
         widest = max(sum(shape.outputs) for shape in self.shapes.values())
-        self.sent = SentInts(self.device, self.units(MAX_ROWS) * (ROWS + 1), torch.int32)
-        self.middle = torch.zeros(MAX_ROWS * most * self.rank, device=self.device)
+        self.sent = SentInts(self.device, HEAD + 2 * MAX_ROWS + self.units(MAX_ROWS) * (ROWS + 1), torch.int32)
+        self.middle = torch.zeros(2 * MAX_ROWS * most * self.rank, dtype=self.dtype, device=self.device)
         self.delta = torch.zeros(MAX_ROWS * widest, device=self.device)
         blocks = self.units(MAX_ROWS) * most * self.rank // RANKS
         splits = max(splits_of(shape.inputs) for shape in self.shapes.values())
@@ -194,22 +209,38 @@ class AdapterStacks:
         return min(rows, rows // ROWS + self.slots + 1)
 
     def units_of(self, rows: int, runs: Runs) -> Ints:
-        """[units, 1 + ROWS] of a pass of this size: a slot, then rows; `runs` name the adapter of rows first .. end."""
+        """What is sent with a pass of this size (`Adapted`); `runs` name the adapter of rows first .. end."""
         by_slot = dict[int, list[int]]()
         for adapter, first, end in runs:
             by_slot.setdefault(NONE if adapter is None else self.slot_of(adapter), []).extend(range(first, end))
-        table = np.full((self.units(rows), 1 + ROWS), EMPTY, dtype=np.int32)
+        sent = self.padding(rows)
+        owners = sent[HEAD : HEAD + rows]
+        chosen, table = sent[HEAD + up16(rows) :], sent[HEAD + 2 * up16(rows) :].reshape(-1, 1 + ROWS)
+        own = [slot for slot in by_slot if slot != NONE]
+        sent[0], chosen[: len(own)] = len(own), own
         unit = 0
         for slot, some in by_slot.items():
+            owners[some] = slot
             for low in range(0, len(some), ROWS):
                 few = some[low : low + ROWS]
                 table[unit, 0], table[unit, 1 : 1 + len(few)] = slot, few
                 unit += 1
-        return table
+        return sent
 
     def padding(self, rows: int) -> Ints:
         """Of a pass over nothing."""
-        return np.full((self.units(rows), 1 + ROWS), EMPTY, dtype=np.int32)
+        sent = np.full(HEAD + 2 * up16(rows) + self.units(rows) * (ROWS + 1), EMPTY, dtype=np.int32)
+        sent[0] = 0
+        return sent
+
+    def sent_with(self, rows: int) -> Adapted:
+        """Where passes of so many rows find what was sent with them."""
+        units, owners = self.units(rows), HEAD + up16(rows)
+        head, all_owners, chosen, table = torch.split(
+            self.sent.all[: owners + up16(rows) + units * (ROWS + 1)],
+            [HEAD, up16(rows), up16(rows), units * (ROWS + 1)],
+        )
+        return Adapted(head, all_owners, chosen, table, units)
 
     def prepare(self) -> None:
         """Copy all adapters to the device that there are: before graphs are captured, which would move."""
@@ -225,4 +256,8 @@ def splits_of(inputs: int) -> int:
 def depth_of(inputs: int) -> int:
     """Inputs that a program multiplies at once."""
     stretch = inputs // splits_of(inputs)
-    return next(size for size in (128, 64, 32, 16) if stretch % size == 0)
+    return next(size for size in (256, 128, 64, 32, 16) if stretch % size == 0)
+
+
+def up16(rows: int) -> int:
+    return -(-rows // 16) * 16

@@ -204,7 +204,7 @@ class Passes:
             log.info("captured a pass of %s in %.2f s", key.size, perf_counter() - started)
 
     def _run(self, size: Size, adapted: bool) -> Run:
-        return Run.of(size, self.buffers.ints, self.buffers.adapters.units(size.rows) if adapted else 0)
+        return Run.of(size, self.buffers.ints, self.buffers.adapters.sent_with(size.rows) if adapted else None)
 
     def _launch(self, key: _Key) -> None:
         size, hidden, scored, form, adapted = key

@@ -18,7 +18,7 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.adapters import AdapterStacks
+from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
     ExpertWeights,
@@ -206,14 +206,14 @@ class Run:
     positions: Tensor
     slots: Tensor
     groups: Tensor  # [groups, FIELDS]
-    units: int = 0  # of rows with LoRA adapters, in `Buffers.adapters`; 0 = no row has one
+    adapted: Adapted | None = None  # None = no row has a LoRA adapter
 
     @classmethod
-    def of(cls, size: Size, ints: Tensor, units: int = 0) -> Run:
+    def of(cls, size: Size, ints: Tensor, adapted: Adapted | None = None) -> Run:
         tokens, positions, slots = ints[MAX_ROWS : MAX_ROWS + 3 * size.rows].view(3, size.rows).unbind(0)
         first = MAX_ROWS + 3 * size.rows
         groups = ints[first : first + FIELDS * size.groups].view(size.groups, FIELDS)
-        return cls(size, ints, tokens, positions, slots, groups, units)
+        return cls(size, ints, tokens, positions, slots, groups, adapted)
 
     def first(self, rows: int) -> Run:
         """The same for the first rows only: for steps that work row by row."""

@@ -67,7 +67,7 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 def finish_residual(parts, delta, x, out, bytes, scales, norm, inverses, squares, APART, eps, scale_stride,
                     square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
                     PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
-    """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds, and leave what the next norm needs:
+    """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds; leave what the next norm needs:
     the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3."""
     m, piece = tl.program_id(0), tl.program_id(1)
     n = piece * COLUMNS + tl.arange(0, COLUMNS)

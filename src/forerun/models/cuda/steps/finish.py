@@ -61,7 +61,7 @@ def finish_residual(
     in_bytes: InBytes | None = None,
     delta: Tensor | None = None,
 ) -> None:
-    """Add sums, and what adapters add, to the residual stream; leave what the next norm needs, and rows times its weight."""
+    """Add sums, and what adapters add, to the residual stream; leave what the next norm needs, and its rows."""
     width = x.shape[1]
     columns = columns_of(width, norms.pieces)
     data, scales = (out, norms.inverses)
@@ -98,8 +98,8 @@ def finish_qkv(
         run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
         PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
-        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None, NORMED=normed, PDL=True,
-        ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
+        NORMED=normed, PDL=True, ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -119,12 +119,11 @@ class PlainSteps:
 
     def _adapted(self, run: Run, layer: int, product: str, given: Tensor, found: Tensor) -> Tensor:
         """What a product gave, with what adapters add to its rows."""
-        if not run.units:
+        if run.adapted is None:
             return found
         stacks, found = self.buffers.adapters, found.float()
         stack, shape = stacks.layers[layer][product], stacks.shapes[product]
-        units = stacks.sent.all[: run.units * (ROWS + 1)].view(-1, ROWS + 1)
-        for slot, *some in units.tolist():
+        for slot, *some in run.adapted.table.view(-1, ROWS + 1).tolist():
             rows = [row for row in some if 0 <= row < len(given)]
             if slot < 0 or not rows:
                 continue
