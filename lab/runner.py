@@ -35,6 +35,7 @@ COMMANDS = {
     "spec": ("lab.spec.command", "every drafter on Spec-Bench's tasks, one table (make bench-spec)"),
     "serve": ("lab.serve.command", "a server under load, speculation off, fixed, adaptive (make bench-serve)"),
     "plan-check": ("lab.serve.plan_check", "the forecast of `forerun plan` beside a server under load"),
+    "adapters": ("lab.gpu.adapters", "a batch of many LoRA adapters beside the same batch of the base, on a GPU"),
     "moe": ("lab.moe.command", "a mixture of experts beside its dense twin"),
     "translate": ("lab.translate", "an encoder-decoder against transformers"),
     "host": ("lab.host", "the host's time per round over an emulated device"),

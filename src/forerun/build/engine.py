@@ -70,6 +70,7 @@ def make_engine(
     if max_batch is None:
         max_batch, why = default_batch(target)
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
+    adapters = make_adapters(target, config)  # first: where they are, passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
     parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)
     parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
@@ -108,7 +109,7 @@ def make_engine(
         tokenizer=tokenizer,
         max_batch=max_batch,
         max_length=config.max_length,
-        adapters=make_adapters(target, config),
+        adapters=adapters,
         sibling=sibling,
     )
 

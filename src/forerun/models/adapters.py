@@ -156,7 +156,7 @@ class AdapterPool:
     def _read(self, name: str, folder: Path) -> LoadedAdapter:
         if not isinstance(self._target, TakesAdapters):
             raise UnsupportedModel(
-                "adapters beside a base run on a CPU with the native kernels only; load the adapter's folder as a model"
+                "adapters beside a base run on our own CPU and GPU decoders only; load the adapter's folder as a model"
             )
         return self._target.load_adapter(name, next(_KEYS), Adapter.read(folder))
 

@@ -47,6 +47,7 @@ class _Key(NamedTuple):
     hidden: tuple[int, ...]
     scored: int  # rows with logits
     form: TreeForm | None = None  # trees grown on the device, whose filling and verdict are part of the graph
+    adapted: bool = False  # some rows have LoRA adapters
 
 
 class Passes:
@@ -63,6 +64,7 @@ class Passes:
         self._layers: tuple[int, ...] = ()  # hidden rows that the sizes captured beforehand leave
         # with logits or without, smallest first; and how many rows of each may have them
         self._ready: dict[bool, dict[Size, list[int]]] = {True: {}, False: {}}
+        buffers.adapters.moved = self._forget_adapted
 
     @property
     def captured(self) -> int:
@@ -81,10 +83,11 @@ class Passes:
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
         jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
-        for i, (size, scored) in enumerate(jobs):
-            progress.info("capturing passes: %d of %d", i + 1, len(jobs))
-            self.buffers.send(padding(size))
-            self._replay(_Key(size, self._layers, scored))
+        for adapted in self.kinds():
+            for i, (size, scored) in enumerate(jobs):
+                progress.info("capturing passes%s: %d of %d", " of adapters" * adapted, i + 1, len(jobs))
+                self.buffers.send(self.padded(padding(size), adapted))
+                self._replay(_Key(size, self._layers, scored, adapted=adapted))
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
@@ -104,10 +107,26 @@ class Passes:
             for size, scored in menu(max_length):
                 if not (prompts_only and scored):
                     self.buffers.send(padding(size))
-                    run = Run.of(size, self.buffers.ints)
-                    run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
+                    for adapted in self.kinds():
+                        run = self._run(size, adapted)
+                        run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
 
         compile_together(launch)
+
+    def kinds(self) -> tuple[bool, ...]:
+        """Of passes that are captured beforehand: without adapters, and with them where some are loaded."""
+        if not self.buffers.adapters.in_use:
+            return (False,)
+        self.buffers.adapters.prepare()
+        return False, True
+
+    def padded(self, plan: Plan, adapted: bool) -> Plan:
+        """A plan of padding, as one whose rows have adapters perhaps."""
+        return replace(plan, units=self.buffers.adapters.padding(plan.size.rows)) if adapted else plan
+
+    def _forget_adapted(self) -> None:
+        """Stacks of adapters have moved."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key.adapted}
 
     def take_sizes(self, jobs: Iterable[Job]) -> None:
         """From now on passes take one of these sizes, if it has room."""
@@ -137,7 +156,7 @@ class Passes:
         self.buffers.send(plan)
         self.clock.start()
         if plan.rows == form.rows:
-            self._replay(_Key(plan.size, hidden, plan.size.rows, form=form))
+            self._replay(_Key(plan.size, hidden, plan.size.rows, form, plan.units is not None))
         else:
             key, ints = self._key(plan, hidden, form.rows), self.buffers.ints
             self.grown.fill(ints, plan.size, form)
@@ -169,7 +188,8 @@ class Passes:
         layers = self._layers if {*hidden} <= {*self._layers} else hidden
         captured = self._ready[True].get(plan.size, ()) if scored else ()
         known = next((rows for rows in captured if rows >= scored), None)
-        return _Key(plan.size, layers, _rounded(scored, plan) if known is None else known)
+        rows = _rounded(scored, plan) if known is None else known
+        return _Key(plan.size, layers, rows, adapted=plan.units is not None)
 
     def _replay(self, key: _Key) -> None:
         self._last = key
@@ -183,9 +203,12 @@ class Passes:
             self._graphs[key] = capture(lambda: self._launch(key), self.model.device, self._pool)
             log.info("captured a pass of %s in %.2f s", key.size, perf_counter() - started)
 
+    def _run(self, size: Size, adapted: bool) -> Run:
+        return Run.of(size, self.buffers.ints, self.buffers.adapters.sent_with(size.rows) if adapted else None)
+
     def _launch(self, key: _Key) -> None:
-        size, hidden, scored, form = key
-        run, buffers = Run.of(size, self.buffers.ints), self.buffers
+        size, hidden, scored, form, adapted = key
+        run, buffers = self._run(size, adapted), self.buffers
         if form is not None:
             self.grown.fill(run.ints, size, form)
         run_pass(self.steps, self.model, buffers, run, hidden, scored)

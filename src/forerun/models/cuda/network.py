@@ -18,6 +18,7 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
@@ -36,7 +37,13 @@ from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_HAS = {"norms with an offset", "several ropes", "rotations of neighbours", "layers without positions", "sliding windows"}
+_HAS = {
+    "norms with an offset",
+    "several ropes",
+    "rotations of neighbours",
+    "layers without positions",
+    "sliding windows",
+}
 _HAS |= {"experts"}
 
 
@@ -185,6 +192,7 @@ class Buffers:
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
         self.model, self._hidden = model, dict[int, Tensor]()
+        self.adapters = AdapterStacks(config, dtype, device)
 
     def hidden(self, layer: int) -> Tensor:
         if layer not in self._hidden:
@@ -194,8 +202,13 @@ class Buffers:
         return self._hidden[layer]
 
     def send(self, plan: Plan) -> None:
-        """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do."""
+        """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do.
+
+        Where rows have adapters, another one.
+        """
         self._sent.send(plan.ints)
+        if plan.units is not None:
+            self.adapters.sent.send(plan.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +221,14 @@ class Run:
     positions: Tensor
     slots: Tensor
     groups: Tensor  # [groups, FIELDS]
+    adapted: Adapted | None = None  # None = no row has a LoRA adapter
 
     @classmethod
-    def of(cls, size: Size, ints: Tensor) -> Run:
+    def of(cls, size: Size, ints: Tensor, adapted: Adapted | None = None) -> Run:
         tokens, positions, slots = ints[MAX_ROWS : MAX_ROWS + 3 * size.rows].view(3, size.rows).unbind(0)
         first = MAX_ROWS + 3 * size.rows
         groups = ints[first : first + FIELDS * size.groups].view(size.groups, FIELDS)
-        return cls(size, ints, tokens, positions, slots, groups)
+        return cls(size, ints, tokens, positions, slots, groups, adapted)
 
     def first(self, rows: int) -> Run:
         """The same for the first rows only: for steps that work row by row."""

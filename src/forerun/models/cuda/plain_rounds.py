@@ -106,10 +106,12 @@ class PlainRounds:
         size_for: SizeFor,
         kinds: Callable[[Sequence[Seq]], Hashable | None],
         decided: LastRound,
+        with_adapters: Callable[[Plan, Sequence[Seq], int, Sequence[Span], int], Plan],
     ) -> None:
         self.results, self.buffers, self._run = results, buffers, run
         self._placing, self._group = placing, group
         self._kinds, self._size_for, self._decided = kinds, size_for, decided
+        self._with_adapters = with_adapters
         self.followed = 0  # passes that were launched before the last one was read
         self._last: PlainPass | None = None
 
@@ -128,6 +130,7 @@ class PlainRounds:
         grown = None if trees.follows is None else placing.last
         roots = placing.roots(seqs, trees.to_host()[0], follows)
         plan = plan_pass(chunks, self._group, self._size_for, roots, 0 if grown is None else placing.added)
+        plan = self._with_adapters(plan, seqs, 1, chunks, rows)
         into = 0 if last is None else 1 - last.into
         step = PlainStep(rows, into, trees.follows is not None, self._kinds(seqs), grown is not None)
         self._run(plan, layers, step)

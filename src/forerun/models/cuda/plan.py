@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.tree import Topology, TreeBatch, chain_of
-from forerun.core.types import Seq, first_rows
+from forerun.core.types import LoadedAdapter, Seq, first_rows
 from forerun.models.paged import Ints, slots_of
 from forerun.models.pages import PAGE
 from forerun.models.slots import Piece
@@ -68,6 +68,7 @@ class Span:
     shape: Topology
     pages: Sequence[int]
     length: int
+    adapter: LoadedAdapter | None = None
 
 
 # a lone root: its token, its sequence's pages, and the length behind which it is
@@ -131,6 +132,7 @@ class Plan:
     size: Size
     rows: int  # really there; the others are padding
     ints: Ints
+    units: Ints | None = None  # which rows have which adapter: see models/cuda/adapters.py; None = none has one
 
 
 class Roots:
@@ -279,7 +281,8 @@ class Found:
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
     return [
-        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length) for piece in pieces
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length, piece.seq.adapter)
+        for piece in pieces
     ]
 
 
@@ -331,6 +334,18 @@ def least_rows(prompts: Sequence[Seq], fresh: Sequence[list[int]], seqs: Sequenc
 
 def rows_of(spans: Sequence[Span]) -> int:
     return sum(len(span.tokens) for span in spans)
+
+
+Runs = list[tuple[LoadedAdapter | None, int, int]]  # an adapter, the first of its rows, and the row behind the last
+
+
+def adapter_runs(seqs: Sequence[Seq], each: int, spans: Sequence[Span], first: int) -> Runs:
+    """Of a pass over sequences of `each` rows, and over spans from row `first` on."""
+    runs: Runs = [(seq.adapter, i * each, (i + 1) * each) for i, seq in enumerate(seqs)]
+    for span in spans:
+        runs.append((span.adapter, first, first + len(span.tokens)))
+        first += len(span.tokens)
+    return runs
 
 
 def joined(rows: list[Tensor]) -> Tensor:

@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import ForerunError
+from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 from forerun.models.attention import Span as Nodes
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
 from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
@@ -43,6 +44,7 @@ from forerun.models.cuda.plan import (
     Plan,
     Size,
     Span,
+    adapter_runs,
     beside_trees,
     chunks_of,
     joined,
@@ -56,6 +58,7 @@ from forerun.models.cuda.plan import (
 from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
+from forerun.models.load.adapter import Adapter
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
 
@@ -101,7 +104,7 @@ class CudaDecoder(SlotTarget):
         self.placing = Placing(self.kv, self._extent_for)
         self.plain = PlainRounds(
             self.passes.plain, self.buffers, self._run_plain, self.placing, self._group_nodes,
-            self.passes.scored_size, self.sampler.kinds, self.grown.last,
+            self.passes.scored_size, self.sampler.kinds, self.grown.last, self._with_adapters,
         )  # fmt: skip
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
@@ -199,7 +202,8 @@ class CudaDecoder(SlotTarget):
                 self._run(spans, rows_of(spans), found)
                 found.logits[-1] = found.logits[-1].clone()  # another pass follows
                 spans = []
-            spans.append(Span(tokens[first:end], shapes[b], extent.pages, extent.length + extent.coming))
+            place = extent.length + extent.coming
+            spans.append(Span(tokens[first:end], shapes[b], extent.pages, place, seq.adapter))
         scored = rows_of(spans)
         if scored + rows_of(chunks) <= MAX_ROWS:
             spans, chunks = [*spans, *chunks], ()
@@ -218,6 +222,7 @@ class CudaDecoder(SlotTarget):
         places, added = self.placing.places(seqs, trees.follows, form), self.placing.added
         size_for = self.passes.scored_size
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=size_for, added=added)
+        plan = self._with_adapters(plan, seqs, form.nodes, chunks, form.rows)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
         sampled = self.sampler.decide_grown(seqs, plan, form)
@@ -254,8 +259,9 @@ class CudaDecoder(SlotTarget):
         """
         layers = self._layers(needs)
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
-        self.grown.take_padding(form)
-        self.passes.run_grown(plan, layers, form)
+        for adapted in self.passes.kinds():
+            self.grown.take_padding(form)
+            self.passes.run_grown(self.passes.padded(plan, adapted), layers, form)
         self.sampler.rehearse(plan.size, form)
         self.after.keep_rows(plan, layers)
         self.after.move(form)
@@ -271,6 +277,21 @@ class CudaDecoder(SlotTarget):
         elif moves and not outcome.is_moved:
             self.after.move_decided()
 
+    def load_adapter(self, name: str, key: int, adapter: Adapter) -> CudaAdapter:
+        if self.model.compiled:
+            raise UnsupportedModel(
+                f"the adapter {name!r} cannot be added to weights of kind {self.model.kind!r}: their products are "
+                "compiled ahead; load the base in bfloat16"
+            )
+        return self.buffers.adapters.load(name, key, adapter)
+
+    def _with_adapters(self, plan: Plan, seqs: Sequence[Seq], each: int, spans: Sequence[Span], first: int) -> Plan:
+        """A pass over sequences of `each` rows and, from row `first` on, over spans: which rows have which adapter."""
+        if all([one.adapter is None for one in seqs]) and all([one.adapter is None for one in spans]):  # noqa: C419
+            return plan
+        runs = adapter_runs(seqs, each, spans, first)
+        return replace(plan, units=self.buffers.adapters.units_of(plan.size.rows, runs))
+
     def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
         self.passes.run_plain(plan, hidden, step)
         self.sampler.decide_plain(plan.size, step)
@@ -281,7 +302,7 @@ class CudaDecoder(SlotTarget):
         if not spans:
             return
         size_for = self.passes.scored_size if scored else self.passes.prompt_size
-        plan = plan_pass(spans, self._group_nodes, size_for)
+        plan = self._with_adapters(plan_pass(spans, self._group_nodes, size_for), (), 0, spans, 0)
         self.passes.run(plan, tuple(found.hidden), scored)
         self.after.keep_rows(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():

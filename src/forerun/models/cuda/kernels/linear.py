@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from forerun.models.cuda.kernels.adapters import added, seconds_of
+
 QKV, GATED, RESIDUAL, LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -126,8 +128,8 @@ def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm
 
 
 @triton.jit
-def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
-            positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
+            rope, positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
             BN: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
             HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
             ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
@@ -182,7 +184,7 @@ def _product(a, w, weights, tile, first, k0, rows, live, N: tl.constexpr, K: tl.
                 left = tl.load(weight + k, eviction_policy="evict_first")
             else:
                 left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
-            right = tl.load(row + k, mask=live[:, None], other=0.0)
+            right = tl.load(row + k, mask=live[:, None], other=0.0, cache_modifier=".cg")
             acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
     return acc
 
@@ -211,54 +213,81 @@ def _product_of_bytes(a, w, tile, first, k0, M, N: tl.constexpr, K: tl.constexpr
     return high * 256.0 + low
 
 
+@triton.jit
+def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
+    """Which of the matrices that a product has side by side the outputs from n0 on are of."""
+    part = n0 * 0
+    if MODE == QKV:
+        part = (n0 >= H * D).to(tl.int32) + (n0 >= (H + HKV) * D).to(tl.int32)
+    return part
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
-           partial, counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
-           BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr,
-           TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
-           BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+           partial, counters, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride, N: tl.constexpr,
+           K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+           MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
+           D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
+           TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
+           RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
 
     Weights of one byte (W8) have a scale that multiplies the finished sum. Rows of one byte (ROOM) were multiplied
     by a number of their own where they are handed on before their norm is known. Where the copy engine is used, `a`
     and `weights` are descriptors of rows and weight. What other kernels of the pass wrote is read past the L1 cache,
     which a program that started early may share with them.
+
+    Where rows have adapters (RANK > 0), what they add is added to the product before anything is made of it
+    (adapters.py). The kernel before this one is then `down`, whose programs let this one start when what the rows need
+    was written: only what `down` itself leaves is waited for, behind the product.
     """
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
     rows = first + tl.arange(0, MT)
     live = rows < M
     n = tl.arange(0, BN)
-    if PDL:
+    if PDL and RANK == 0:
         tl.extra.cuda.gdc_wait()
     before, lift, scale = 0.0, 1.0, 1.0
     if MT < 128:  # asked for early where there are registers to hold it
         before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if ROOM > 0:
         lift = tl.load(lifts + rows, mask=live, other=1.0, cache_modifier=".cg")
+    if RANK > 0:
+        TOGETHER: tl.constexpr = 16 if BN * MT <= 2048 else (8 if BN * MT <= 4096 else 4)
+        PARTS: tl.constexpr = 3 if MODE == QKV else (2 if MODE == GATED else 1)
+        part = _part_of(tile * BN, MODE, H, HKV, D)
+        left = seconds_of(chosen, ranks, seconds, 0, 0, part, tile * BN + n, N, PARTS, RANK, TOGETHER, BN)
     if ROOM > 0:
         acc = _product_of_bytes(a, w, tile, first, k0, M, N, K, BN, BK, SPLIT, MT, ROOM)
     else:
         acc = _product(a, w, weights, tile, first, k0, rows, live, N, K, BN, BK, SPLIT, MT, TMA)
     if PDL:  # not before: the next kernel's programs would take the place of this one's
+        if RANK > 0:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if W8:
         scale = tl.load(scales + tile * BN + n, mask=tile * BN + n < N, other=0.0)[:, None]
-    if SPLIT == 1:
-        _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
-                positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
-    else:
+    SCALED: tl.constexpr = W8 and RANK == 0  # what adapters add has no scale
+    total, last = acc, True
+    if SPLIT > 1:
         place = tile * tl.num_programs(0) + tl.program_id(0)
-        part = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
-        tl.store(part + split * (BN * MT), acc)
+        part_place = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
+        tl.store(part_place + split * (BN * MT), acc)
         tl.debug_barrier()  # all of this program's part is written before it is counted
-        if tl.atomic_add(counters + place, 1, sem="acq_rel") == SPLIT - 1:
+        last = tl.atomic_add(counters + place, 1, sem="acq_rel") == SPLIT - 1
+    if last:
+        if SPLIT > 1:
             total = tl.zeros((BN, MT), dtype=tl.float32)
             for i in tl.static_range(SPLIT):
-                total += tl.load(part + i * (BN * MT), cache_modifier=".cg")
+                total += tl.load(part_place + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
-            _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
-                    rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT,
-                    BIAS, HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
+        if RANK > 0:
+            owner = tl.load(owners + rows, mask=live, other=-1)
+            if W8:
+                total = total * scale
+            total += added(left, tl.load(adapters), chosen, owner, ranks, seconds, middle, part, tile * BN + n, rows, N,
+                           PARTS, RANK, TOGETHER, ADAPTED_ROOM, BN, MT)  # fmt: skip
+        _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
+                rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
+                HEAD_NORM, ROPE, SCALED, NORMED, ROOM)  # fmt: skip

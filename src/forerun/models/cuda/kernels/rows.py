@@ -64,11 +64,11 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_residual(parts, x, out, bytes, scales, norm, inverses, squares, APART, eps, scale_stride, square_stride,
-                    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr,
-                    BYTES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add a row, or COLUMNS of it, to the residual stream, and leave what the next norm needs: the factor of the row,
-    or the sum of squares of these columns; with BYTES also the row in e4m3."""
+def finish_residual(parts, delta, x, out, bytes, scales, norm, inverses, squares, APART, eps, scale_stride,
+                    square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+                    PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
+    """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds; leave what the next norm needs:
+    the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3."""
     m, piece = tl.program_id(0), tl.program_id(1)
     n = piece * COLUMNS + tl.arange(0, COLUMNS)
     inside = n < WIDTH
@@ -83,6 +83,8 @@ def finish_residual(parts, x, out, bytes, scales, norm, inverses, squares, APART
     old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
     stride = APART.to(tl.int64) * WIDTH
     acc = _added_up(parts, place, inside, stride, tl.zeros((COLUMNS,), dtype=tl.float32), PARTS)
+    if ADAPTED:
+        acc += tl.load(delta + place, mask=inside, other=0.0, cache_modifier=".cg")
     acc += old
     tl.store(x + place, acc, mask=inside)
     scaled = (acc * weight).to(out.dtype.element_ty)
@@ -110,11 +112,11 @@ def _put_bytes(row, m, piece, bytes, scales, scale_stride, WIDTH: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_qkv(parts, inverses, squares, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps,
+def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps,
                head_stride, square_stride, WIDTH: tl.constexpr, PIECES: tl.constexpr, H: tl.constexpr,
                HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
                BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+               PDL: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
     """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
@@ -131,6 +133,8 @@ def finish_qkv(parts, inverses, squares, out, keys, values, bias, head_norm, rop
     width = (H + 2 * HKV) * D
     acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
                     tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
+    if ADAPTED:
+        acc += tl.load(delta + m * width + n, cache_modifier=".cg")
     if not NORMED:
         if PIECES == 0:
             acc = acc * tl.load(inverses + m, cache_modifier=".cg")

@@ -181,9 +181,22 @@ def _put_gated(acc, desc, staging, first, n0, BN: gl.constexpr, P: gl.constexpr)
 
 
 @gluon.jit
-def _put(acc, out, into, staging, inverses, first, n0, split, M, N: gl.constexpr, MODE: gl.constexpr,
-         BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def _with_delta(acc, delta, first, n0, N: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr):
+    """What adapters add to a tile of gates and ups, which take turns in `delta` [rows, N]."""
+    half: gl.constexpr = BN // 2
+    n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    rows = first + gl.arange(0, P, gl.SliceLayout(0, LAYOUT))
+    column = n0 + 2 * (n % half) + n // half
+    place = rows.to(gl.int64)[None, :] * N + column[:, None]
+    return acc + gl.load(delta + place, mask=(column < N)[:, None], other=0.0)
+
+
+@gluon.jit
+def _put(acc, out, into, staging, inverses, delta, first, n0, split, M, N: gl.constexpr, MODE: gl.constexpr,
+         BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr, ADAPTED: gl.constexpr):  # fmt: skip
     """What follows the product of one piece, by kind."""
+    if ADAPTED:
+        acc = _with_delta(acc, delta, first, n0, N, BN, P, LAYOUT)
     if MODE == PARTS:
         _put_numbers(acc, out + split.to(gl.int64) * M * N, first, n0, N, BN, P, LAYOUT)
     elif MODE == LOGITS:
@@ -193,10 +206,11 @@ def _put(acc, out, into, staging, inverses, first, n0, split, M, N: gl.constexpr
 
 
 @gluon.jit
-def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, units, M, N: gl.constexpr,
-             K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, delta, units, M,
+             N: gl.constexpr, K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
              P2: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
-             STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr):  # fmt: skip
+             STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr,
+             ADAPTED: gl.constexpr):  # fmt: skip
     MT: gl.constexpr = P0 + P1 + P2
     _gdc_wait()
     slot, phase = 0, 0
@@ -219,22 +233,27 @@ def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inve
                     sum2 = sum2 + acc2
             acc0, acc1, acc2 = sum0, sum1, sum2
         n0, first = tile * BN, row_tile * MT
-        _put(acc0, out, into0, staging.slice(0, P0, 0), inverses, first, n0, split, M, N, MODE, BN, P0, L0)
+        _put(acc0, out, into0, staging.slice(0, P0, 0), inverses, delta, first, n0, split, M, N, MODE, BN, P0, L0,
+             ADAPTED)  # fmt: skip
         if P1 > 0:
-            _put(acc1, out, into1, staging.slice(0, P1, 0), inverses, first + P0, n0, split, M, N, MODE, BN, P1, L1)
+            _put(acc1, out, into1, staging.slice(0, P1, 0), inverses, delta, first + P0, n0, split, M, N, MODE, BN, P1,
+                 L1, ADAPTED)  # fmt: skip
         if P2 > 0:
-            _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, first + P0 + P1, n0, split, M, N, MODE, BN, P2,
-                 L2)  # fmt: skip
+            _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, delta, first + P0 + P1, n0, split, M, N, MODE, BN,
+                 P2, L2, ADAPTED)  # fmt: skip
     if MODE == GATED:
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["units", "M"])
-def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, units, M, N: gl.constexpr, K: gl.constexpr,
-         MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
+def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, delta, units, M, N: gl.constexpr,
+         K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
          WARPS_N: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
-         STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Tiles of BN outputs for P0 + P1 + P2 rows; `left` and `right` describe the weight: in GATED gates and ups."""
+         STAGES: gl.constexpr, ADAPTED: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """Tiles of BN outputs for P0 + P1 + P2 rows; `left` and `right` describe the weight: in GATED gates and ups.
+
+    There `delta` is added to the product where rows have adapters (ADAPTED); others finish their sums elsewhere.
+    """
     dtype: gl.constexpr = left.dtype
     L0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps // WARPS_N, WARPS_N], [16, P0 // WARPS_N, 16])
     L1: gl.constexpr = gl.NVMMADistributedLayout(
@@ -264,8 +283,8 @@ def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, units, M, 
     _gdc_launch()
     gl.warp_specialize(
         [
-            (_consume, (w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, units, M, N, K, MODE,
-                        BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, STAGES, L0, L1, L2)),
+            (_consume, (w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, delta, units, M, N, K,
+                        MODE, BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, STAGES, L0, L1, L2, ADAPTED)),
             (_fetch, (left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K, MODE, BN, P0, P1, P2, ROW_TILES,
                       PARALLEL, STAGES)),
         ],

@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun.models.cuda.cubin.products import Norm, Products, quantise_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.adapters import Change
 from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, columns_of, finish_gate
 from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps
 from forerun.models.cuda.weights import BLOCK, Strips, Weight
@@ -62,8 +63,10 @@ class CompiledSteps(FusedSteps):
         norm: Tensor | None = None,
         layer: int = 0,
         normed: bool = False,
+        change: Change | None = None,
     ) -> None:
         assert isinstance(weight, Strips)
+        assert change is None, "CudaDecoder.load_adapter refuses adapters here"
         count, scales = run.size.rows, None
         if weight.format == "e4m3":
             rows, scales = self._in_bytes(rows, weight, count)

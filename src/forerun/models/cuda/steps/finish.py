@@ -59,35 +59,47 @@ def finish_residual(
     norm: Tensor,
     eps: float,
     in_bytes: InBytes | None = None,
+    delta: Tensor | None = None,
 ) -> None:
-    """Add sums to the residual stream, and leave what the next norm needs, and its rows times its weight."""
+    """Add sums, and what adapters add, to the residual stream; leave what the next norm needs, and its rows."""
     width = x.shape[1]
     columns = columns_of(width, norms.pieces)
     data, scales = (out, norms.inverses)
     if in_bytes is not None:
         data, scales = in_bytes.data.view(torch.float8_e4m3fn), in_bytes.scales
     kernels_rows.finish_residual[(count, -(-width // columns))](
-        sums.data, x, out, data, scales, norm, norms.inverses, norms.squares, sums.apart, eps, scales.stride(0),
-        norms.squares.stride(0), WIDTH=width, COLUMNS=columns, WHOLE=norms.pieces == 0, PARTS=sums.number,
-        BYTES=in_bytes is not None, PDL=True, num_warps=8 if norms.pieces == 0 else 4, enable_fp_fusion=False,
-        launch_pdl=True,
+        sums.data, or_unused(delta, norms.inverses), x, out, data, scales, norm, norms.inverses, norms.squares,
+        sums.apart, eps, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
+        WHOLE=norms.pieces == 0, PARTS=sums.number, BYTES=in_bytes is not None, PDL=True, ADAPTED=delta is not None,
+        num_warps=8 if norms.pieces == 0 else 4, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
 def finish_qkv(
-    sums: Sums, norms: HandedOn, run: Run, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
+    sums: Sums,
+    norms: HandedOn,
+    run: Run,
+    config: DecoderConfig,
+    layer: Layer,
+    kv: Tensor,
+    out: Tensor,
+    normed: bool,
+    delta: Tensor | None = None,
 ) -> None:
-    """Make queries, keys and values of sums; kv [2, Hkv, S, D]. `normed`: the rows came with their norm applied."""
+    """Make queries, keys and values of sums, and of what adapters add; kv [2, Hkv, S, D].
+
+    `normed`: the rows came with their norm applied.
+    """
     heads = gcd(config.heads, config.kv_heads, 2 if norms.pieces and run.size.rows <= FEW else 8)
-    bias, head_norm, rope = (
-        norms.inverses if one is None else one for one in (layer.qkv_bias, layer.qk_norm, layer.rope)
-    )
+    optional = layer.qkv_bias, layer.qk_norm, layer.rope, delta
+    bias, head_norm, rope, added = (or_unused(one, norms.inverses) for one in optional)
     kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
-        sums.data, norms.inverses, norms.squares, out, kv[0], kv[1], bias, head_norm, rope, run.positions, run.slots,
-        sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width, PIECES=norms.pieces,
-        H=config.heads, HKV=config.kv_heads, D=config.head_dim, ROT=0 if layer.rope is None else layer.rope.shape[1],
-        HEADS=heads, PARTS=sums.number, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
-        ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        sums.data, added, norms.inverses, norms.squares, out, kv[0], kv[1], bias, head_norm, rope, run.positions,
+        run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
+        PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
+        ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
+        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
+        NORMED=normed, PDL=True, ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -97,3 +109,8 @@ def finish_gate(sums: Tensor, count: int, out: Tensor) -> None:
     kernels_rows.finish_gate[(count, -(-inner // 1024))](
         sums, out, INNER=inner, COLUMNS=1024, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True
     )
+
+
+def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """What a kernel is given in the place of a tensor that it does not read."""
+    return other if tensor is None else tensor

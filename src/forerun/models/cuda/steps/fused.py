@@ -19,9 +19,10 @@ from forerun.models.cuda.kernels import linear as kernels_linear
 from forerun.models.cuda.kernels import rows as kernels_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.adapters import NO_CHANGE, Change
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
-from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual
+from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual, or_unused
 from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     Tile,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
+BESIDE = 125 << 10  # bytes of shared memory of such a program where adapters' programs run beside it
 
 
 class FusedSteps:
@@ -120,20 +122,25 @@ class FusedSteps:
 
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer)
+        change = self._change(run, layer, "qkv", self.buffers.rows)
+        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer, change=change)
 
     def leave_attention(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         found, rows = self.buffers.found, self.buffers.rows
-        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm)
+        change = self._change(run, layer, "o", found)
+        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change)
 
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner)
+        change = self._change(run, layer, "gate", self.buffers.rows)
+        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner, change=change)
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
-        self._linear(run, "down", RESIDUAL, self.buffers.inner, weights.down, self.buffers.rows, norm=norm)
+        inner = self.buffers.inner
+        change = self._change(run, layer, "down", inner)
+        self._linear(run, "down", RESIDUAL, inner, weights.down, self.buffers.rows, norm=norm, change=change)
 
     def normalise(self, run: Run, into: Tensor) -> None:
         config = self.model.config
@@ -168,13 +175,14 @@ class FusedSteps:
         norm: Tensor | None = None,
         layer: int = 0,
         normed: bool = False,
+        change: Change | None = None,
     ) -> None:
         """One product with the steps fused into it; pointers that a mode does not use are placeholders.
 
-        `normed`: the rows come with their norm applied, and not as x times its weight.
+        `normed`: the rows come with their norm applied, and not as x times its weight. `change`: what adapters add.
         """
         if self.wide is not None and self.wide.takes(run.size.rows):
-            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed)
+            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed, change)
             return
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
@@ -188,6 +196,8 @@ class FusedSteps:
         # as many bytes in flight
         deep = tile.stages if self.whole else tile.stages * 2 // data.element_size()
         alone = self.alone if math.prod(grid) <= self.processors else 0
+        if change is not None:
+            alone = min(alone, BESIDE)
         stages = stages_of(tile, depth, stage, alone, deep)
         left: Any = data
         right: Any = rows
@@ -198,16 +208,17 @@ class FusedSteps:
             right = self._describe(rows, wide, tile.depth)
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
-            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts,
-            unused if norm is None else norm, self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused),
-            _or(place.qk_norm, unused), _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(norm, unused),
+            self.kv[layer, 0], self.kv[layer, 1], or_unused(place.qkv_bias, unused), or_unused(place.qk_norm, unused),
+            or_unused(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            *(NO_CHANGE * [unused] if change is None else change.given),
             run.size.rows, config.norm_eps, self.kv.stride(2),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
             TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
-            enable_fp_fusion=False, **settings,
+            RANK=0 if change is None else change.rank, ADAPTED_ROOM=MAX_ROWS, enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -222,29 +233,44 @@ class FusedSteps:
         norm: Tensor | None,
         layer: int,
         normed: bool,
+        change: Change | None,
     ) -> None:
         """The same by the kernels for many rows."""
         assert isinstance(weight, Tensor)
-        count = run.size.rows
+        count, delta = run.size.rows, None if change is None else change.delta()
         if mode == GATED:
-            wide.gated(count, rows, weight, out)
+            wide.gated(count, rows, weight, out, delta)
         elif mode == LOGITS:
             wide.logits(count, rows, weight, out)
         elif mode == RESIDUAL:
             assert norm is not None
-            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm)
+            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta)
         else:
-            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed)
+            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed, delta)
 
     def _finish_residual(
-        self, sums: Sums, count: int, out: Tensor, norm: Tensor, in_bytes: InBytes | None = None
+        self,
+        sums: Sums,
+        count: int,
+        out: Tensor,
+        norm: Tensor,
+        in_bytes: InBytes | None = None,
+        delta: Tensor | None = None,
     ) -> None:
         eps = self.model.config.norm_eps
-        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes)
+        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta)
 
-    def _finish_qkv(self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool) -> None:
+    def _finish_qkv(
+        self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool, delta: Tensor | None = None
+    ) -> None:
         place, kv = self.model.layers[layer], self.kv[layer]
-        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed)
+        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed, delta)
+
+    def _change(self, run: Run, layer: int, product: str, rows: Tensor) -> Change | None:
+        """What adapters add to a product of these rows; None where no row has one."""
+        if run.adapted is None:
+            return None
+        return Change(self.buffers.adapters, run.adapted, layer, product, rows, self.pdl)
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles, of products that have many.
@@ -267,7 +293,3 @@ class FusedSteps:
     def attend(self, run: Run, layer: int) -> None:
         window, found = self.model.layers[layer].window, self.buffers.found
         self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor

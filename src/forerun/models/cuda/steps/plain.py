@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
@@ -36,7 +37,8 @@ class PlainSteps:
             self._seen = self._written = None
         config, weights = self.model.config, self.model.layers[layer]
         rows, heads, dim = run.size.rows, config.heads, config.head_dim
-        found = times(self._into_attention(run, weights), weights.qkv)
+        given = self._into_attention(run, weights)
+        found = self._adapted(run, layer, "qkv", given, times(given, weights.qkv))
         if weights.qkv_bias is not None:
             found = found + weights.qkv_bias
         found = found.view(rows, -1, dim).float()
@@ -82,16 +84,19 @@ class PlainSteps:
 
     def leave_attention(self, run: Run, layer: int) -> None:
         rows = run.size.rows
-        self.buffers.x[:rows] += times(self.buffers.found[:rows], self.model.layers[layer].o).float()
+        given = self.buffers.found[:rows]
+        self.buffers.x[:rows] += self._adapted(run, layer, "o", given, times(given, self.model.layers[layer].o)).float()
 
     def gate(self, run: Run, layer: int) -> None:
         weights, rows = self.model.layers[layer], run.size.rows
-        both = times(self._normed(run, weights.mlp_norm), weights.gate_up).view(rows, -1, 2)
+        given = self._normed(run, weights.mlp_norm)
+        both = self._adapted(run, layer, "gate", given, times(given, weights.gate_up)).view(rows, -1, 2)
         self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         rows = run.size.rows
-        self.buffers.x[:rows] += times(self.buffers.inner[:rows], self.model.layers[layer].down).float()
+        given, weight = self.buffers.inner[:rows], self.model.layers[layer].down
+        self.buffers.x[:rows] += self._adapted(run, layer, "down", given, times(given, weight)).float()
 
     def normalise(self, run: Run, into: Tensor) -> None:
         into[: run.size.rows] = self._normed(run, self.model.final_norm)
@@ -111,6 +116,23 @@ class PlainSteps:
 
     def active_experts(self) -> list[int]:
         return []
+
+    def _adapted(self, run: Run, layer: int, product: str, given: Tensor, found: Tensor) -> Tensor:
+        """What a product gave, with what adapters add to its rows."""
+        if run.adapted is None:
+            return found
+        stacks, found = self.buffers.adapters, found.float()
+        stack, shape = stacks.layers[layer][product], stacks.shapes[product]
+        for slot, *some in run.adapted.table.view(-1, ROWS + 1).tolist():
+            rows = [row for row in some if 0 <= row < len(given)]
+            if slot < 0 or not rows:
+                continue
+            middle = torch.einsum("mk,prk->mpr", given[rows].float(), stack.down[slot].float()) * stacks.scales[slot]
+            ups = torch.split(stack.up[slot].float(), list(shape.outputs))
+            parts = [middle[:, part] @ up.t() for part, up in enumerate(ups)]
+            added = torch.stack(parts, -1).flatten(1) if product == "gate" else torch.cat(parts, 1)
+            found[rows] += added
+        return found.to(given.dtype)
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
         return self._normed(run, weights.attention_norm)

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.models.cuda.kernels import wide as kernels_wide
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
 from forerun.models.cuda.steps.compiling import compile_together
-from forerun.models.cuda.steps.finish import Sums
+from forerun.models.cuda.steps.finish import Sums, or_unused
 from forerun.models.cuda.steps.tiles import MANY
 from forerun.models.cuda.weights import Weight
 
@@ -190,13 +190,22 @@ class WideProducts:
             self._launch(tile, PARTS, count, rows, weight, self.parts)
         return Sums(self.parts, tile.parallel, tile.tall(count))
 
-    def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out)
+    def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor, delta: Tensor | None = None) -> None:
+        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out, delta)
 
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out)
 
-    def _launch(self, tile: WideTile, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _launch(
+        self,
+        tile: WideTile,
+        mode: int,
+        count: int,
+        rows: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        delta: Tensor | None = None,
+    ) -> None:
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
         row_tiles = tile.tall(count) // tile.rows
@@ -209,11 +218,12 @@ class WideProducts:
         if mode == GATED:
             into = [self._describe(out, piece or pieces[0], tile.outputs // 2) for piece in pieces]
         kernels_wide.wide[(min(units, self.processors),)](
-            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, units, tile.tall(count),
+            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses,
+            or_unused(delta, self.inverses), units, tile.tall(count),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
             WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
             PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, STAGES=tile.stages_for(mode, depth),
-            num_warps=8, enable_fp_fusion=False, launch_pdl=True,
+            ADAPTED=delta is not None, num_warps=8, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
 
     def _describe(self, tensor: Tensor, rows: int, columns: int = kernels_wide.STEP) -> Any:
