@@ -16,7 +16,7 @@ check() {
     name=$1
     shift
     case "$groups" in *" $name "*) ;; *) return ;; esac
-    timeout 240 "$python" -m pytest -q --all --maxfail=4 --tb=short -p no:cacheprovider --durations=3 "$@" \
+    timeout 285 "$python" -m pytest -q --all --maxfail=4 --tb=short -p no:cacheprovider --durations=3 "$@" \
         >"$out/$name.log" 2>&1
     echo "$name: exit $?" >>"$out/$name.log"
 }
