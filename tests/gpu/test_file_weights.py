@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,24 +28,25 @@ from tests.gpu.tiny import need_cuda
 from tests.models import quantized_folders as made
 from tests.models.quantized_folders import Format
 
-SIZES = (256, 384)
+SIZES, SPREAD = (256, 384), 0.04  # numbers that do not grow from layer to layer, as of real models
+SIZED: dict[str, Any] = {"sizes": SIZES, "spread": SPREAD}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
 FORMATS = {
-    "fp8-blocks": Format(BLOCKS, made.block_fp8, "", sizes=SIZES),
-    "fp8-tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, made.tensor_fp8, "", sizes=SIZES),
-    "awq": Format(AWQ, made.awq(32), "", family="qwen2", sizes=SIZES),
-    "awq-64": Format(AWQ | {"group_size": 64}, made.awq(64), "", sizes=SIZES),
+    "fp8-blocks": Format(BLOCKS, made.block_fp8, "", **SIZED),
+    "fp8-tensor": Format({"quant_method": "fp8", "activation_scheme": "static"}, made.tensor_fp8, "", **SIZED),
+    "awq": Format(AWQ, made.awq(32), "", family="qwen2", **SIZED),
+    "awq-64": Format(AWQ | {"group_size": 64}, made.awq(64), "", **SIZED),
     "awq-mixed": Format(
         AWQ | {"group_size": -1, "modules_to_not_convert": ["o_proj"]}, made.awq(-1), "",
-        plain=("lm_head", "embed_tokens", "o_proj", "v_proj"), sizes=SIZES,
+        plain=("lm_head", "embed_tokens", "o_proj", "v_proj"), **SIZED,
     ),
-    "gptq": Format(GPTQ, made.gptq(4, 128, less=1), "", sizes=SIZES),
-    "gptq-8": Format(GPTQ | {"bits": 8, "group_size": -1}, made.gptq(8, -1, less=1), "", sizes=SIZES),
+    "gptq": Format(GPTQ, made.gptq(4, 128, less=1), "", **SIZED),
+    "gptq-8": Format(GPTQ | {"bits": 8, "group_size": -1}, made.gptq(8, -1, less=1), "", **SIZED),
     "gptq-act-order": Format(
         GPTQ | {"desc_act": True, "checkpoint_format": "gptq"}, made.gptq(4, 128, less=1, act_order=True), "",
-        sizes=SIZES,
+        **SIZED,
     ),
 }  # fmt: skip
 PACKED = {  # the format of gates, and of the others
@@ -59,7 +61,7 @@ def write(name: str, folder: Path) -> Path:
         made.write(folder, FORMATS[name])
         return folder
     rounding = next(each for each in OURS if each == name)
-    made.write_plain(folder / "plain", made.make_model("qwen3", *SIZES))
+    made.write_plain(folder / "plain", made.make_model("qwen3", *SIZES, SPREAD))
     write_rounded(open_checkpoint(str(folder / "plain")), folder / "out", rounding)
     return folder / "out"
 
@@ -117,7 +119,7 @@ def test_texts_are_those_of_the_files_weights(name: str, tmp_path: Path) -> None
     )  # fmt: skip
     assert type(target.passes.steps).__name__ == "CompiledSteps"
     family = FORMATS[name].family if name in FORMATS else "qwen3"
-    model = made.make_model(family, *SIZES)
+    model = made.make_model(family, *SIZES, SPREAD)
     model.load_state_dict({key: checkpoint.weights[key].float() for key in model.state_dict()})
     rng = random.Random(3)
     text = [rng.randrange(64) for _ in range(90)]

@@ -44,9 +44,10 @@ class Format:
     family: str = "llama"
     extra: Parts = field(default_factory=dict)
     sizes: tuple[int, int] = (WIDTH, INNER)
+    spread: float = 0.15
 
 
-def make_model(family: str, width: int = WIDTH, inner: int = INNER) -> Any:
+def make_model(family: str, width: int = WIDTH, inner: int = INNER, spread: float = 0.15) -> Any:
     settings = {**_BASE, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2, "vocab_size": 64}
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(
@@ -54,7 +55,7 @@ def make_model(family: str, width: int = WIDTH, inner: int = INNER) -> Any:
     )
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            weight.normal_(0.0, 0.15)
+            weight.normal_(0.0, spread)
             if "norm" in key:
                 weight.add_(1.0)
     return model.float().eval()
@@ -62,7 +63,7 @@ def make_model(family: str, width: int = WIDTH, inner: int = INNER) -> Any:
 
 def write(folder: Path, made: Format) -> Any:
     """Write a folder; the answer is transformers' model in float32 with the weights that the files stand for."""
-    model = make_model(made.family, *made.sizes)
+    model = make_model(made.family, *made.sizes, made.spread)
     tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in model.state_dict().items():
         stem = name.removesuffix(".weight")
