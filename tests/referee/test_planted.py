@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.referee.ask import symbol_ids
+from forerun.referee import suite
+from forerun.referee.ask import Answer, Ask, Mode, symbol_ids
 from forerun.referee.planted import BUGS, Planted, serve
 from forerun.referee.suite import Budget, Report, chosen_checks, run_suite
 from forerun.referee.tables import Pair
@@ -129,6 +131,29 @@ def test_a_right_server_passes(pair: Pair) -> None:
     cheap = [each.name for each in chosen_checks() if not each.share]
     assert len(cheap) >= 14
     assert [each.name for each in report.results if each.status != "pass" and each.name in cheap] == []
+
+
+def test_a_slow_engine_is_asked_for_its_laws_before_the_time_is_spent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own: half a second for every batch of requests."""
+
+    class Slow(Planted):
+        now = 0.0
+
+        def answer(self, asks: Sequence[Ask], mode: Mode = "on") -> list[Answer]:
+            self.now += 0.5
+            return super().answer(asks, mode)
+
+    engine = Slow(pair)
+    monkeypatch.setattr(suite, "time", SimpleNamespace(monotonic=lambda: engine.now))
+    report = run_suite(
+        engine, pair, Budget(30_000, 100), [each for each in chosen_checks() if each.name != "speed.load"]
+    )
+    assert report.failed == []
+    done = {each.name for each in report.results if each.status == "pass"}
+    assert {each.name for each in chosen_checks(["greedy", "law"])} <= done
+    assert any(each.status == "skip" for each in report.results), "the time did not run out"
 
 
 def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:

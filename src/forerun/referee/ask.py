@@ -22,7 +22,11 @@ class Refused(ForerunError):
 
 
 class Broken(ForerunError):
-    """The engine answered something that is no answer, or not at all."""
+    """The engine answered something that is no answer, or not at all; `status` is HTTP's where there is one."""
+
+    def __init__(self, said: str, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class UrlTarget:
             except Refused:  # it answers, without that route
                 continue
             except Broken as error:
-                raise InvalidInput(str(error)) from None
+                if self.model is None or error.status in (None, 401, 403):  # else the model's name is known anyway
+                    raise InvalidInput(str(error)) from None
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -135,7 +136,7 @@ class UrlTarget:
             said = " ".join(error.read(2000).decode(errors="replace").split())[:200]
             if error.code in _REFUSALS:
                 raise Refused(f"{error.code}: {said}") from None
-            raise Broken(f"{url} answered {error.code}: {said}") from None
+            raise Broken(f"{url} answered {error.code}: {said}", error.code) from None
         except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
             if isinstance(getattr(error, "reason", None), ConnectionResetError):
                 raise ConnectionResetError("reset by the server") from None
