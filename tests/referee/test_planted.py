@@ -14,40 +14,11 @@ import pytest
 from forerun.core.errors import InvalidInput
 from forerun.referee import suite
 from forerun.referee.ask import Answer, Ask, Mode, symbol_ids
-from forerun.referee.planted import BUGS, Planted, serve
+from forerun.referee.planted import BUGS, FOUND_BY, Planted, serve
 from forerun.referee.suite import Budget, Report, chosen_checks, run_suite
 from forerun.referee.tables import Pair
 from forerun.referee.targets import UrlTarget
 
-FOUND_BY = {
-    "residual_from_target": "law.temperature_1",
-    "draws_per_row": "law.temperature_1",
-    "draft_temperature": "law.temperature_1",
-    "top_p_one_side": "law.top_p",
-    "argmax_as_drawn": "law.temperature_1",
-    "relaxed_acceptance": "law.temperature_1",
-    "bonus_off_by_one": "logprobs.law",
-    "first_token_greedy": "law.temperature_1",
-    "rejected_kv_kept": "greedy.alone",
-    "batch_rows_mixed": "greedy.batch",
-    "prefix_cache_corrupt": "greedy.prefix",
-    "chunk_border": "greedy.lengths",
-    "noise_repeated": "law.temperature_1",
-    "noise_shared": "seeds.differ",
-    "seed_ignored": "seeds.repeat",
-    "penalties_from_root": "law.frequency",
-    "min_p_ignored": "law.min_p",
-    "bias_ignored": "law.bias",
-    "stop_inside_rounds": "stop.strings",
-    "end_inside_draft": "limits.end_of_text",
-    "limit_overrun": "limits.max_tokens",
-    "grammar_not_rolled_back": "structure.json",
-    "logprobs_of_drafter": "logprobs.law",
-    "usage_counts_drafts": "usage.counts",
-    "accepts_nothing": "metrics.acceptance",
-    "metrics_double": "metrics.acceptance",
-    "slow_under_load": "speed.load",
-}
 OVER_A_SOCKET = (
     "argmax_as_drawn",
     "batch_rows_mixed",

@@ -209,6 +209,7 @@ class ForerunTarget:
         from forerun.api.llm import LLM
 
         self._llm = LLM(self.model, **self.options)
+        self.close = self._llm.close
         self.name = self.name or f"forerun {Path(self.model).name} {self._llm.engine.default_drafter}"
 
     def answer(self, asks: Sequence[Ask], mode: Mode = "on") -> list[Answer]:
