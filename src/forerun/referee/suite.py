@@ -303,7 +303,7 @@ def _judged(each: Check, court: Court, spent: bool) -> Result:
     except Refused as error:
         finding = Finding("skip", f"the engine refuses it: {error}")
     except Broken as error:
-        finding = Finding("fail", str(error))
+        finding = Finding("fail", str(error), command=error.command)
     except Exception as error:  # of an engine in this process; the other checks still run
         finding = Finding("fail", f"it raised {type(error).__name__}: {str(error)[:200]}")
     seconds = time.monotonic() - started
