@@ -3,9 +3,9 @@
     python -m lab referee-clean --simulated 1000 --real 20 --seeds 20 --json clean.json  # make referee
 
 A simulated run samples all ten laws, up to 1,008 tokens each, and compares two samples of one law; the checks and their
-bettors are those of a run of the whole suite. A real run is all checks but that of speed on our own engine, with another
-drafter, other tables and other prompts each time. A bug is looked for by the check that must find it, with the tokens
-and the false alarms that this check has at the default budget.
+bettors are those of a run of the whole suite. A real run is all checks but that of speed on our own engine, with
+another drafter, other tables and other prompts each time. A bug is looked for by the check that must find it, with the
+tokens and the false alarms that this check has at the default budget.
 """
 
 from __future__ import annotations
