@@ -15,6 +15,7 @@ import json
 import shlex
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--real", type=int, default=20, help="clean runs of our own engine; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=20, help="runs with each planted bug; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each real run; default: %(default)s")
+    parser.add_argument("--processes", type=int, help="for all but real runs; default: one per core")
     parser.add_argument("--json", type=Path, required=True, metavar="PATH", help="write the result document there")
     parser.add_argument("--conditions", default="", help="what else is true of the machine, in words")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
@@ -50,13 +52,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def work(flags: argparse.Namespace) -> int:
     """Exit code 1 when a right engine failed or a bug was missed."""
     raw: dict[str, Any] = {"simulated": [], "planted": {}, "real": []}
-    for start in range(0, flags.simulated, BLOCK):
-        raw["simulated"] += simulated(start, min(BLOCK, flags.simulated - start))
-        _say(f"{len(raw['simulated'])} simulated runs")
-    _say(f"{flags.simulated} simulated runs, smallest p-value {min(raw['simulated'], default=1.0):.2g}")
-    for bug in BUGS if flags.seeds else ():
-        raw["planted"][bug] = [planted(bug, seed) for seed in range(flags.seeds)]
-        _say(f"{bug}: found in {sum(each['found'] for each in raw['planted'][bug])} of {flags.seeds}")
+    starts = range(0, flags.simulated, BLOCK)
+    with ProcessPoolExecutor(flags.processes) as pool:
+        for found in pool.map(simulated, starts, [min(BLOCK, flags.simulated - start) for start in starts]):
+            raw["simulated"] += found
+            _say(f"{len(raw['simulated'])} simulated runs, smallest p-value {min(raw['simulated']):.2g}")
+        seeds = range(flags.seeds)
+        tasks = {bug: [pool.submit(planted, bug, seed) for seed in seeds] for bug in BUGS if flags.seeds}
+        for bug, some in tasks.items():
+            raw["planted"][bug] = [each.result() for each in some]
+            _say(f"{bug}: found in {sum(each['found'] for each in raw['planted'][bug])} of {flags.seeds}")
     for seed in range(flags.real):
         raw["real"].append(real(seed, flags.seconds))
         report = raw["real"][-1]["report"]
