@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # process compiles torch and transformers anew, 4 to 13 seconds each, and the tests start more than a hundred
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test test-all lint check check-all fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
+.PHONY: demo serve test test-all lint check check-all fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve referee clean
 
 demo: $(READY) model  ## a real model writes two texts, plain and drafted: one gains, one does not
 	$(BIN)/forerun demo
@@ -57,6 +57,10 @@ bench-gpu: $(DEV) model  ## t(n), plain and speculative texts in batches of 1 to
 	@mkdir -p bench-out
 	$(BIN)/python -m lab gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
 	--batch-plot bench-out/gpu-batches.png $(ARGS)
+
+referee: $(DEV)  ## how often `forerun verify` is wrong: 1,000 simulated and 20 real clean runs, planted bugs with 20 seeds; half an hour
+	@mkdir -p bench-out
+	$(BIN)/python -m lab referee-clean --json bench-out/referee.json $(ARGS)
 
 bench-spec: $(DEV) model  ## every drafter on Spec-Bench's six tasks, T=0 and T=1, one table; at 8B cost on a GPU
 	$(BIN)/python -m lab spec --json bench-out/spec.json --plot bench-out/spec.png $(ARGS)

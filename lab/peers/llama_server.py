@@ -13,16 +13,19 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--draft")
     parser.add_argument("--drafted", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--slots", type=int, default=16)
     given = parser.parse_args()
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path, params.port = given.model, given.port
-    params.n_parallel, params.n_ctx, params.cpuparams.n_threads = given.slots, 1024 * given.slots, 2
+    params.n_parallel, params.n_ctx = given.slots, 1024 * given.slots
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     if given.draft:
         draft = params.speculative.draft
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = given.threads
         draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = given.draft, given.drafted, 1, 0.0
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)

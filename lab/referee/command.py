@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from lab.referee.document import framed, slim, tables
 from lab.referee.engines import ENGINES, Engine
 
 ROOT = Path(__file__).parents[2]
-_FIRST_PORT = 8101
 QUESTION = "Which checks of `forerun verify` does each engine pass with the table model?"
 
 
@@ -70,7 +70,8 @@ def work(flags: argparse.Namespace) -> int:
 
 def _save(raw: Sequence[dict[str, Any]], flags: argparse.Namespace) -> None:
     """After each engine, so that a run that is cut off keeps what it has."""
-    command = shlex.join(["python", "-m", "lab", "referee", *flags.engines, "--seconds", f"{flags.seconds:g}"])
+    only = [word for each in flags.only for word in ("--only", each)]
+    command = shlex.join(["python", "-m", "lab", "referee", *flags.engines, *only, "--seconds", f"{flags.seconds:g}"])
     said = f"{flags.tokens} tokens or {flags.seconds:g} seconds per run, whichever ends first. {flags.conditions}"
     document = framed(QUESTION, command, said.strip(), raw, tables(raw), flags.commit)
     flags.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -127,7 +128,7 @@ def _shell(words: str, flags: argparse.Namespace) -> list[str]:
 def _servers(folder: Path, engines: dict[str, Engine], flags: argparse.Namespace) -> Iterator[dict[str, int]]:
     """Every server that is needed, once; ports by command line."""
     lines = list(dict.fromkeys(line for each in engines.values() for line in (each.plain, each.server) if line))
-    ports, started = {line: _FIRST_PORT + i for i, line in enumerate(lines)}, []
+    ports, started = dict(zip(lines, _free_ports(len(lines)), strict=True)), []
     try:
         for line, port in ports.items():
             words, log = _filled(line, port, flags), folder / f"{port}.log"
@@ -150,6 +151,15 @@ def _servers(folder: Path, engines: dict[str, Engine], flags: argparse.Namespace
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Of this machine: a server that another run has started must not be taken for ours."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in found]
 
 
 def _is_up(process: subprocess.Popen[bytes], port: int, log: Path, deadline: float, beside: Path) -> bool:

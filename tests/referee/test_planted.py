@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.referee.ask import symbol_ids
-from forerun.referee.planted import BUGS, Planted, serve
+from forerun.referee import suite
+from forerun.referee.ask import Answer, Ask, Mode, symbol_ids
+from forerun.referee.planted import BUGS, FOUND_BY, Planted, serve
 from forerun.referee.suite import Budget, Report, chosen_checks, run_suite
 from forerun.referee.tables import Pair
 from forerun.referee.targets import UrlTarget
 
-FOUND_BY = {
-    "residual_from_target": "law.temperature_1",
-    "draws_per_row": "law.temperature_1",
-    "draft_temperature": "law.temperature_1",
-    "top_p_one_side": "law.top_p",
-    "argmax_as_drawn": "law.temperature_1",
-    "relaxed_acceptance": "law.temperature_1",
-    "bonus_off_by_one": "logprobs.law",
-    "first_token_greedy": "law.temperature_1",
-    "rejected_kv_kept": "greedy.alone",
-    "batch_rows_mixed": "greedy.batch",
-    "prefix_cache_corrupt": "greedy.prefix",
-    "chunk_border": "greedy.lengths",
-    "noise_repeated": "law.temperature_1",
-    "noise_shared": "seeds.differ",
-    "seed_ignored": "seeds.repeat",
-    "penalties_from_root": "law.frequency",
-    "min_p_ignored": "law.min_p",
-    "bias_ignored": "law.bias",
-    "stop_inside_rounds": "stop.strings",
-    "end_inside_draft": "limits.end_of_text",
-    "limit_overrun": "limits.max_tokens",
-    "grammar_not_rolled_back": "structure.json",
-    "logprobs_of_drafter": "logprobs.law",
-    "usage_counts_drafts": "usage.counts",
-    "accepts_nothing": "metrics.acceptance",
-    "metrics_double": "metrics.acceptance",
-    "slow_under_load": "speed.load",
-}
 OVER_A_SOCKET = (
     "argmax_as_drawn",
     "batch_rows_mixed",
@@ -129,6 +102,29 @@ def test_a_right_server_passes(pair: Pair) -> None:
     cheap = [each.name for each in chosen_checks() if not each.share]
     assert len(cheap) >= 14
     assert [each.name for each in report.results if each.status != "pass" and each.name in cheap] == []
+
+
+def test_a_slow_engine_is_asked_for_its_laws_before_the_time_is_spent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's own: half a second for every batch of requests."""
+
+    class Slow(Planted):
+        now = 0.0
+
+        def answer(self, asks: Sequence[Ask], mode: Mode = "on") -> list[Answer]:
+            self.now += 0.5
+            return super().answer(asks, mode)
+
+    engine = Slow(pair)
+    monkeypatch.setattr(suite, "time", SimpleNamespace(monotonic=lambda: engine.now))
+    report = run_suite(
+        engine, pair, Budget(30_000, 100), [each for each in chosen_checks() if each.name != "speed.load"]
+    )
+    assert report.failed == []
+    done = {each.name for each in report.results if each.status == "pass"}
+    assert {each.name for each in chosen_checks(["greedy", "law"])} <= done
+    assert any(each.status == "skip" for each in report.results), "the time did not run out"
 
 
 def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from forerun.cli.app import main
 from forerun.referee.ask import Ask, Refused, symbol_ids
 from forerun.referee.checkpoint import make_model
-from forerun.referee.planted import Planted, as_body, ask_from
+from forerun.referee.planted import Planted, as_body, ask_from, serve
 from forerun.referee.report import as_document, as_html, as_junit
 from forerun.referee.suite import CHECKS, Budget, Court, Finding, Report, check, chosen_checks, run_suite
 from forerun.referee.tables import Pair, Rules
@@ -106,6 +107,45 @@ def test_a_failure_exits_with_one(pair: Pair, tmp_path: Path, forerun: Callable[
     said = capsys.readouterr().out
     assert "greedy.alone: alone: a greedy text is not the one due" in said
     assert "again: curl -s" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (500, b"lost", "answered 500: lost"),
+        (200, b'{"choices": [', "answered no JSON"),
+        (200, b"\xff\xfe\x00", "answered no JSON"),
+        (200, b"[1]", "no completion in the answer"),
+        (200, b'{"choices": [{"text": null}]}', "text is None"),
+        (200, b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": "x"}}', "a count is 'x'"),
+        (0, b"", "gave no answer within 0.3 s"),
+    ],
+)
+def test_a_broken_server_fails_with_its_answer_and_a_command(pair: Pair, status: int, body: bytes, said: str) -> None:
+    server, ended = serve(Planted(pair)), threading.Event()
+
+    class Odd(server.RequestHandlerClass):  # type: ignore[misc, name-defined]
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if not status:
+                ended.wait(20)
+            self.send_response(status or 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server.RequestHandlerClass = Odd
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        target = UrlTarget(f"http://127.0.0.1:{server.server_address[1]}", ids=symbol_ids(pair.target), timeout=0.3)
+        report = run_suite(target, pair, Budget(2000, 20), chosen_checks(["greedy.alone"]))
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+    finding = report.failed[0].finding
+    assert said in finding.detail
+    assert finding.command.startswith("curl -s http://127.0.0.1:")
 
 
 def test_a_run_in_which_nothing_was_checked_is_no_pass(pair: Pair, forerun: Callable[..., int], capsys: Any) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from forerun.referee.tables import Pair
 
 
+_TIMEOUT = 120.0  # seconds that a server may take for an answer
+
+
 class _Verify(TyperGroup):
     """`forerun verify TARGET` is `forerun verify run TARGET`."""
 
@@ -104,7 +107,8 @@ def run(
     pair = None if table is None else _pair(table)
     found = _target(target, engine, pair, model, plain, _fields("--off", off) if off else None,
                     _fields("--extra", extra), _fields("--rename", rename),
-                    _fields("--settings", settings) | {"drafter": drafter, "draft_model": draft_model})  # fmt: skip
+                    _fields("--settings", settings) | {"drafter": drafter, "draft_model": draft_model},
+                    seconds)  # fmt: skip
     with ProgressLine(lambda: shown[0]) as line:
         shown = ["starting"]
 
@@ -189,7 +193,7 @@ def _pair(folder: Path) -> Pair:
 
 def _target(
     name: str, engine: str, pair: Pair | None, model: str | None, plain: str | None, off: dict[str, Any] | None,
-    extra: dict[str, Any], names: dict[str, str], drafting: dict[str, Any],
+    extra: dict[str, Any], names: dict[str, str], drafting: dict[str, Any], seconds: float,
 ) -> Target:  # fmt: skip
     from forerun.referee import targets
     from forerun.referee.ask import symbol_ids
@@ -197,7 +201,7 @@ def _target(
     ids = {} if pair is None else symbol_ids(pair.target)
     if name.startswith(("http://", "https://")):
         key = os.environ.get("OPENAI_API_KEY")
-        served = targets.UrlTarget(name, model, ids, plain, off, key, extra, names)
+        served = targets.UrlTarget(name, model, ids, plain, off, key, extra, names, timeout=min(_TIMEOUT, seconds))
         served.check()
         return served
     if Path(name).expanduser().exists() and engine == "transformers":

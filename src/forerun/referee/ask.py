@@ -15,6 +15,7 @@ from forerun.core.errors import ForerunError
 from forerun.referee.tables import Rules, Table
 
 Mode = Literal["on", "off"]  # speculation
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class Refused(ForerunError):
@@ -22,7 +23,12 @@ class Refused(ForerunError):
 
 
 class Broken(ForerunError):
-    """The engine answered something that is no answer, or not at all."""
+    """The engine answered something that is no answer, or not at all; `status` is HTTP's where there is one."""
+
+    def __init__(self, said: str, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
+        self.command = ""  # sends the request again
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,11 @@ def answer_of(body: Mapping[str, Any], seconds: float = 0.0) -> Answer:
         choice = body["choices"][0]
         usage = body.get("usage") or {}
         drafted, accepted, rounds = _drafting(body)
+        if not isinstance(choice["text"], str):
+            raise TypeError(f"text is {choice['text']!r}")
+        counts = (*(usage.get(name) for name in _COUNTS), drafted, accepted, rounds)
+        if wrong := [each for each in counts if not isinstance(each, int | None)]:
+            raise TypeError(f"a count is {wrong[0]!r}")
         return Answer(
             text=choice["text"],
             finish=choice.get("finish_reason"),

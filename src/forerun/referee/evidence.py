@@ -75,8 +75,8 @@ class Tilt:
         rows = np.arange(len(drawn))
         total = (drawn.laws * weight).sum(-1)
         won = np.log(weight[rows, drawn.tokens]) - np.log(total)
-        np.add.at(self._seen, values[rows, drawn.tokens], 1.0)
-        np.add.at(self._due, values.ravel(), drawn.laws.ravel())
+        self._seen += np.bincount(values[rows, drawn.tokens], minlength=len(self._seen))
+        self._due += np.bincount(values.ravel(), drawn.laws.ravel(), minlength=len(self._due))
         return np.asarray(won)
 
     def _widen(self, size: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -42,14 +43,14 @@ def symbols_of(table: Table, ask: Ask, answer: Answer) -> list[int]:
     return [*output, table.end] if ended and len(output) < ask.max_tokens else output
 
 
-def law_check(court: Court, rules: Rules, more: Sequence[Bettor] = (), seeded: bool = False) -> Finding:
+def law_check(court: Court, law: LawCheck) -> Finding:
     """Sample until the evidence suffices for a failure or the check's share of the budget is spent."""
     assert court.pair is not None
-    evidence = Evidence([*usual_bettors(), *more])
+    rules, evidence = law.rules, Evidence(bettors_of(court, law.rules))
     observed, due = np.zeros(court.table.size), np.zeros(court.table.size)
     batch = 0
     while evidence.tokens < court.tokens and not court.late:
-        asks = [Ask(prompt, LENGTH, rules, seed=batch * BATCH + i if seeded else None)
+        asks = [Ask(prompt, LENGTH, rules, seed=batch * BATCH + i if law.seeded else None)
                 for i, prompt in enumerate(court.prompts(BATCH, salt=1000 + batch))]  # fmt: skip
         answers = court.ask(asks)
         batch += 1
@@ -135,9 +136,11 @@ def _from_earlier(court: Court, rules: Rules, back: int) -> Law:
     return law
 
 
-def _rivals(court: Court, rules: Rules) -> list[Bettor]:
+def bettors_of(court: Court, rules: Rules) -> list[Bettor]:
+    """The usual ones, and those that bet on a fault of these parameters."""
     plain = Rules(rules.temperature)
-    found: list[Bettor] = [Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)]
+    found = usual_bettors()
+    found += [Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)]
     if rules.temperature != 1:
         found.append(Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0))))
     if rules.presence_penalty or rules.frequency_penalty:
@@ -148,23 +151,30 @@ def _rivals(court: Court, rules: Rules) -> list[Bettor]:
     return found
 
 
-def _register(name: str, about: str, rules: Rules, share: float = 1.0, seeded: bool = False) -> None:
-    def run(court: Court) -> Finding:
-        return law_check(court, rules, _rivals(court, rules), seeded)
+@dataclass(frozen=True)
+class LawCheck:
+    """A law that is sampled: its parameters, and its share of the tokens."""
 
-    check(f"law.{name}", about, needs=("table",), share=share, bets=True)(run)
+    about: str
+    rules: Rules
+    share: float = 1.0
+    seeded: bool = False
 
 
-_register("temperature_1", "law of sampled tokens at temperature 1", Rules(), share=3.0)
-_register("temperature_0.7", "law at temperature 0.7", Rules(0.7), share=1.5)
-_register("seeded", "law over requests with seeds 0, 1, 2, ...", Rules(), seeded=True)
-_register("top_k", "law with top-k 5", Rules(top_k=5))
-_register("top_p", "law with top-p 0.8", Rules(top_p=0.8), share=1.5)
-_register("min_p", "law with min-p 0.1", Rules(min_p=0.1))
-_register("presence", "law with a presence penalty of 1.2", Rules(presence_penalty=1.2))
-_register("frequency", "law with a frequency penalty of 1.2", Rules(frequency_penalty=1.2), share=1.5)
-_register("repetition", "law with a repetition penalty of 1.3", Rules(repetition_penalty=1.3))
-_register("bias", "law with logit biases", Rules(bias=BIAS))
+LAWS = {
+    "law.temperature_1": LawCheck("law of sampled tokens at temperature 1", Rules(), share=3.0),
+    "law.temperature_0.7": LawCheck("law at temperature 0.7", Rules(0.7), share=1.5),
+    "law.seeded": LawCheck("law over requests with seeds 0, 1, 2, ...", Rules(), seeded=True),
+    "law.top_k": LawCheck("law with top-k 5", Rules(top_k=5)),
+    "law.top_p": LawCheck("law with top-p 0.8", Rules(top_p=0.8), share=1.5),
+    "law.min_p": LawCheck("law with min-p 0.1", Rules(min_p=0.1)),
+    "law.presence": LawCheck("law with a presence penalty of 1.2", Rules(presence_penalty=1.2)),
+    "law.frequency": LawCheck("law with a frequency penalty of 1.2", Rules(frequency_penalty=1.2), share=1.5),
+    "law.repetition": LawCheck("law with a repetition penalty of 1.3", Rules(repetition_penalty=1.3)),
+    "law.bias": LawCheck("law with logit biases", Rules(bias=BIAS)),
+}
+for _name, _law in LAWS.items():
+    check(_name, _law.about, ("table",), _law.share, bets=True)(partial(law_check, law=_law))
 
 
 @check("law.on_off", "first and second tokens, with speculation against without", ("off",), 0.5, True)

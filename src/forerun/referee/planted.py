@@ -50,6 +50,35 @@ BUGS = {
     "metrics_double": "accepted tokens are counted twice",
     "slow_under_load": "with several requests at once drafting costs more than it saves",
 }
+FOUND_BY = {  # the check that must find it
+    "residual_from_target": "law.temperature_1",
+    "draws_per_row": "law.temperature_1",
+    "draft_temperature": "law.temperature_1",
+    "top_p_one_side": "law.top_p",
+    "argmax_as_drawn": "law.temperature_1",
+    "relaxed_acceptance": "law.temperature_1",
+    "bonus_off_by_one": "logprobs.law",
+    "first_token_greedy": "law.temperature_1",
+    "rejected_kv_kept": "greedy.alone",
+    "batch_rows_mixed": "greedy.batch",
+    "prefix_cache_corrupt": "greedy.prefix",
+    "chunk_border": "greedy.lengths",
+    "noise_repeated": "law.temperature_1",
+    "noise_shared": "seeds.differ",
+    "seed_ignored": "seeds.repeat",
+    "penalties_from_root": "law.frequency",
+    "min_p_ignored": "law.min_p",
+    "bias_ignored": "law.bias",
+    "stop_inside_rounds": "stop.strings",
+    "end_inside_draft": "limits.end_of_text",
+    "limit_overrun": "limits.max_tokens",
+    "grammar_not_rolled_back": "structure.json",
+    "logprobs_of_drafter": "logprobs.law",
+    "usage_counts_drafts": "usage.counts",
+    "accepts_nothing": "metrics.acceptance",
+    "metrics_double": "metrics.acceptance",
+    "slow_under_load": "speed.load",
+}
 _PASS_SECONDS, _SLOW_SECONDS = 0.0005, 0.05  # of a pass of the target; of drafting, where that is slow
 
 

@@ -81,6 +81,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding
 table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #dde3e6;
 vertical-align:top}.pass{color:#0a7a4b}.fail{color:#b3261e;font-weight:600}.skip{color:#6b7780}
 pre{background:#f3f6f7;padding:.7rem;overflow-x:auto;white-space:pre-wrap;overflow-wrap:anywhere}
+td:nth-child(3),th:nth-child(3){white-space:nowrap}
 figure{display:inline-block;margin:.5rem 1rem .5rem 0}figcaption{font-size:13px}
 svg text{font:11px system-ui,sans-serif;fill:#43505a}
 @media(prefers-color-scheme:dark){body{color:#dfe6ea;background:#14191c}td,th{border-color:#2c363c}

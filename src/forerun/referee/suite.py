@@ -30,6 +30,7 @@ from forerun.referee.tables import Pair, Table
 
 Status = Literal["pass", "fail", "skip"]
 TIE = 0.02  # logits closer than this are a tie that rounding may decide
+_FIXED_PART, _LAWS_PART = 0.1, 0.7  # of the time left: one check of a fixed size; the laws, where such checks wait
 TEXTS = (
     "Write a short story about a lighthouse keeper.", "def fibonacci(n):", "The capital of France is",
     "Count from one to twenty:", "Dear Sir or Madam,", "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
@@ -261,20 +262,28 @@ def run_suite(
     false_alarms: float = FALSE_ALARMS,
     progress: Callable[[Result | str], None] = lambda _: None,
 ) -> Report:
-    """Run checks on a target; no check's failure keeps the others from running."""
+    """Run checks on a target; no check's failure keeps the others from running.
+
+    Checks of a fixed size come first, greedy ones before all, up to half of the time: on a slow engine the others of
+    them wait until the laws have been sampled.
+    """
     budget = budget or Budget()
-    checks = sorted(chosen_checks() if checks is None else checks, key=lambda each: each.share > 0)
-    bettors = max(1, sum(each.bets for each in checks))
+    chosen = chosen_checks() if checks is None else checks
+    bettors = max(1, sum(each.bets for each in chosen))
     court = Court(target, pair, seed, false_alarms / bettors, slowest=slowest)
+    fixed = sorted((each for each in chosen if not each.share), key=lambda each: not each.name.startswith("greedy"))
+    laws = [each for each in chosen if each.share]
     started, results = time.monotonic(), []
-    for i, each in enumerate(checks):
-        progress(each.name)
-        shares = sum(one.share for one in checks[i:]) or 1.0
-        left = budget.tokens - court.spent
-        court.tokens = max(0, int(left * each.share / shares))
+    while fixed or laws:
         left_s = budget.seconds - (time.monotonic() - started)
-        weight = each.share / shares if each.share else 0.5
-        court.deadline = time.monotonic() + max(0.0, left_s) * weight
+        waits = left_s < budget.seconds / 2 and bool(laws)
+        each = (laws if waits or not fixed else fixed).pop(0)
+        progress(each.name)
+        left = budget.tokens - court.spent
+        part = each.share / sum(one.share for one in (each, *laws)) if each.share else _FIXED_PART
+        court.tokens = max(0, int(left * part))
+        time_part = part * (_LAWS_PART if each.share and fixed else 1.0)
+        court.deadline = time.monotonic() + max(0.0, left_s) * time_part
         results.append(_judged(each, court, spent=left <= 0 or left_s <= 0))
         progress(results[-1])
     return Report(target.name, results, budget, false_alarms, time.monotonic() - started)
@@ -294,7 +303,7 @@ def _judged(each: Check, court: Court, spent: bool) -> Result:
     except Refused as error:
         finding = Finding("skip", f"the engine refuses it: {error}")
     except Broken as error:
-        finding = Finding("fail", str(error))
+        finding = Finding("fail", str(error), command=error.command)
     except Exception as error:  # of an engine in this process; the other checks still run
         finding = Finding("fail", f"it raised {type(error).__name__}: {str(error)[:200]}")
     seconds = time.monotonic() - started

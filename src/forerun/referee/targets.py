@@ -5,6 +5,7 @@ A URL needs the standard library only. The others import their engine when they 
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import json
 import shlex
@@ -56,7 +57,8 @@ class UrlTarget:
             except Refused:  # it answers, without that route
                 continue
             except Broken as error:
-                raise InvalidInput(str(error)) from None
+                if self.model is None or error.status in (None, 401, 403):  # else the model's name is known anyway
+                    raise InvalidInput(str(error)) from None
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -97,7 +99,11 @@ class UrlTarget:
     def _one(self, ask: Ask, mode: Mode) -> Answer:
         url, body = self._request(ask, mode)
         started = time.perf_counter()
-        return answer_of(self._post(f"{url}/completions", body), time.perf_counter() - started)
+        try:
+            return answer_of(self._post(f"{url}/completions", body), time.perf_counter() - started)
+        except Broken as error:
+            error.command = self.command(ask, mode)
+            raise
 
     def _model(self, base: str) -> str:
         if self.model is not None:
@@ -135,8 +141,12 @@ class UrlTarget:
             said = " ".join(error.read(2000).decode(errors="replace").split())[:200]
             if error.code in _REFUSALS:
                 raise Refused(f"{error.code}: {said}") from None
-            raise Broken(f"{url} answered {error.code}: {said}") from None
-        except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
+            raise Broken(f"{url} answered {error.code}: {said}", error.code) from None
+        except (json.JSONDecodeError, UnicodeDecodeError, http.client.IncompleteRead) as error:
+            raise Broken(f"{url} answered no JSON: {error}") from None
+        except TimeoutError:
+            raise Broken(f"{url} gave no answer within {self.timeout:g} s; give --seconds more") from None
+        except urllib.error.URLError as error:
             if isinstance(getattr(error, "reason", None), ConnectionResetError):
                 raise ConnectionResetError("reset by the server") from None
             raise Broken(f"{url} does not answer: {error}; is the server up?") from None
@@ -208,6 +218,7 @@ class ForerunTarget:
         from forerun.api.llm import LLM
 
         self._llm = LLM(self.model, **self.options)
+        self.close = self._llm.close
         self.name = self.name or f"forerun {Path(self.model).name} {self._llm.engine.default_drafter}"
 
     def answer(self, asks: Sequence[Ask], mode: Mode = "on") -> list[Answer]:
