@@ -37,6 +37,7 @@ COMMANDS = {
     "plan-check": ("lab.serve.plan_check", "the forecast of `forerun plan` beside a server under load"),
     "moe": ("lab.moe.command", "a mixture of experts beside its dense twin"),
     "translate": ("lab.translate", "an encoder-decoder against transformers"),
+    "agents": ("lab.agents", "predicted outputs, structured output, thinking, and a server's overhead"),
     "host": ("lab.host", "the host's time per round over an emulated device"),
     "load": ("lab.simulated_load", "a server under load in simulation"),
     "inflate": ("lab.inflate.command", "write a checkpoint or head at the cost of a larger shape"),

@@ -286,6 +286,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
             state.arrived,
         )
         answer.prompt_tokens = sum(map(len, prompts))
+        answer.predicted = jobs[0].options.get("prediction") or ()
         if isinstance(body, CompletionRequest) and body.echo:
             answer.echoed = prompts
         answer.asked_by = {"request": state.id, "caller": state.caller}

@@ -255,7 +255,7 @@ class Service:
             facts["priority"] = answer.body.priority
         if answer.model in self.adapters:
             facts["adapter"] = answer.model
-        if answer.body.prediction is not None:
+        if answer.predicted:
             facts["predicted"] = {"in_text": done.accepted_prediction_tokens, "not": done.rejected_prediction_tokens}
         if done.error is not None:
             facts["error"] = done.error
