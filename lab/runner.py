@@ -38,6 +38,7 @@ COMMANDS = {
     "adapters": ("lab.gpu.adapters", "a batch of many LoRA adapters beside the same batch of the base, on a GPU"),
     "moe": ("lab.moe.command", "a mixture of experts beside its dense twin"),
     "translate": ("lab.translate", "an encoder-decoder against transformers"),
+    "agents": ("lab.agents", "predicted outputs, structured output, thinking, and a server's overhead"),
     "host": ("lab.host", "the host's time per round over an emulated device"),
     "load": ("lab.simulated_load", "a server under load in simulation"),
     "referee": ("lab.referee.command", "`forerun verify` against real engines"),

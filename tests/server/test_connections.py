@@ -140,6 +140,34 @@ def test_a_client_that_leaves_is_dropped_at_once(llm: LLM, streams: bool, waits:
         del engine.step
 
 
+def test_one_round_at_most_is_made_for_a_client_that_has_left(llm: LLM) -> None:
+    """The round that was under way when the server noticed."""
+    engine, plain, begun, goes_on = llm.engine, llm.engine.step, threading.Event(), threading.Event()
+
+    def step() -> Any:
+        if engine.running:
+            begun.set()
+            assert goes_on.wait(60)
+        return plain()
+
+    engine.step = step  # type: ignore[method-assign]
+    try:
+        with serving(llm) as url:
+            client = connect(url)
+            send(client, {**LONG, "stream": True})
+            assert begun.wait(60)
+            client.close()
+            left = 'forerun:request_success_total{finished_reason="aborted",model_name="m"} 1.0'
+            wait_for(lambda: left in httpx.get(f"{url}/metrics", timeout=60).text, "it is noticed during the round")
+            before = engine.stats.rounds
+            goes_on.set()
+            wait_for(lambda: is_idle(engine), "all is free")
+            assert engine.stats.rounds - before <= 1
+    finally:
+        goes_on.set()
+        del engine.step
+
+
 def test_all_texts_of_a_client_that_leaves_are_dropped(llm: LLM) -> None:
     engine = llm.engine
     with serving(llm) as url:

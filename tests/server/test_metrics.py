@@ -134,6 +134,17 @@ def test_texts_that_nobody_waits_for_are_counted_as_such(http: httpx.Client, ser
     assert 900 > change.of("generation_tokens_total") > 0, "what was written before counts"
 
 
+def test_predictions_and_priorities_are_counted(http: httpx.Client) -> None:
+    with Change(http) as change:
+        body = {**ASKED, "max_tokens": 8, "prediction": {"type": "content", "content": " three four one two"}}
+        for priority in (-1, 3, 0):
+            answer = http.post("/v1/completions", json={**body, "priority": priority}).json()
+            details = answer["usage"]["completion_tokens_details"]
+    assert change.of('prediction_tokens_total in_text="yes"') == 3 * details["accepted_prediction_tokens"] > 0
+    assert change.of('prediction_tokens_total in_text="no"') == 3 * details["rejected_prediction_tokens"]
+    assert dict(change.labels("prioritised_texts_total")) == {"raised": 1, "lowered": 1}
+
+
 @pytest.mark.parametrize("body", [{"prompt": "", "max_tokens": 1}, {"prompt": "x", "temperature": -1}])
 def test_refused_requests_are_no_failures(http: httpx.Client, body: dict[str, Any]) -> None:
     with Change(http) as change:

@@ -157,10 +157,7 @@ def test_with_and_without_speculation_side_by_side(page: Chromium, temperature: 
 def test_rejected_branches_are_shown(page: Chromium) -> None:
     """With a budget of its own: what the controller drafts depends on how fast this machine is."""
     budget = '{"drafter":"eagle3","budget":{"nodes":8,"depth":4,"width":2}}'
-    page.ask(
-        "(() => { const real = window.fetch; window.fetch = (path, asked) => real(path, asked?.body ?"
-        f" {{ ...asked, body: asked.body.replace('\"on\"', '{budget}') }} : asked); }})()"
-    )
+    change_requests(page, '"on"', budget)
     send(page, "Write about the sea.")
     found = page.ask(
         "(() => { for (const token of document.querySelectorAll('.token')) { token.click();"
@@ -170,6 +167,77 @@ def test_rejected_branches_are_shown(page: Chromium) -> None:
     assert found, "a drafter of trees is not always right"
     page.ask("document.querySelector('.token:nth-of-type(4)').click()")
     keep(page, "round")
+
+
+CODE = "def area(width, height):\n    return width * height\n"
+NUMBER = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+ADD = {"type": "function", "function": {"name": "add", "parameters": NUMBER}}
+SUM = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
+
+
+def fill(page: Chromium, **values: object) -> None:
+    """Into the boxes below the message."""
+    for box, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        page.ask(f"(document.getElementById({box!r}).value = {json.dumps(text)}, 0)")
+
+
+def words(page: Chromium, what: str) -> str:
+    found: str = page.ask(f"[...document.querySelectorAll({what!r})].map((t) => t.textContent).join('')")
+    return found
+
+
+def change_requests(page: Chromium, old: str, new: str) -> None:
+    """What the page has no box for."""
+    page.ask(
+        "(() => { const real = window.fetch; window.fetch = (path, asked) => real(path, asked?.body ?"
+        f" {{ ...asked, body: asked.body.replace({old!r}, {new!r}) }} : asked); }})()"
+    )
+
+
+def test_tokens_of_the_prediction_are_marked(page: Chromium) -> None:
+    """With a budget of its own: what the controller drafts depends on how fast this machine is."""
+    fill(page, prediction=CODE, tokens="60", prompt=f"Repeat this code exactly:\n```python\n{CODE}```")
+    change_requests(page, '"on"', '{"budget":8}')
+    page.ask("document.getElementById('ask').requestSubmit()")
+    page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
+    assert len(words(page, ".token.predicted")) > 10, words(page, ".token")
+    assert words(page, ".token.predicted").strip().split()[0] in CODE
+    page.hover(".token.predicted")
+    page.until("!document.getElementById('tip').hidden")
+    assert "drafted from the prediction and accepted" in page.ask("document.getElementById('tip').textContent")
+
+
+def test_a_call_of_a_tool_has_a_box_of_its_own(page: Chromium) -> None:
+    fill(page, tools=[ADD], tokens="40")
+    change_requests(page, '"stream":', '"tool_choice":"required","stream":')
+    send(page, "What is 1 + 2?")
+    assert page.ask("document.querySelector('.call h4').textContent") == "Calls add"
+    assert json.loads(words(page, ".call .token:not(.special)"))["name"] == "add"
+    fill(page, tools="[")
+    page.ask("document.querySelectorAll('.facts').forEach((each) => each.remove())")
+    page.type("And now?")
+    page.press("Enter")
+    page.until(f"!{BUSY} && document.querySelector('.error')")
+    assert words(page, ".error") == "failed: the list of tools is not JSON"
+
+
+def test_thinking_is_apart_and_structure_is_shown(browser: Chromium, thinking: Running) -> None:
+    for width in (1200, 420):
+        browser.look(width)
+        browser.open(f"{thinking.url}/?fresh={os.urandom(4).hex()}")
+        browser.until("document.getElementById('drafter').options.length > 1")
+        fill(browser, schema=SUM, thinking="12", tokens="80")
+        send(browser, "What is 1 + 2?")
+        assert browser.ask("document.querySelector('details.thinking').open")
+        assert words(browser, ".thinking .token")
+        assert '"sum"' not in words(browser, ".thinking .token")
+        assert set(json.loads(words(browser, ".json pre"))) == {"sum"}
+        browser.ask("document.querySelector('details.thinking summary').click()")
+        assert not browser.ask("document.querySelector('details.thinking').open")
+        keep(browser, f"thinking-{width}")
+        assert browser.ask("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+        assert browser.errors == []
 
 
 def test_enter_waits_for_the_answer_that_is_being_written(page: Chromium) -> None:

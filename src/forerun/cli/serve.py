@@ -48,7 +48,7 @@ Lora = Annotated[
     list[str] | None, typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER; repeatable.")
 ]
 LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
-AdminKey = Annotated[str | None, typer.Option(help="A key for the routes that load and unload adapters.")]
+AdminKey = Annotated[str | None, typer.Option(help="A key for the routes that change adapters, and for sleep.")]
 Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
 MaxReplicas = Annotated[
     int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")

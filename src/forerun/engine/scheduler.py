@@ -128,9 +128,9 @@ class Scheduler:
         for seq in self.reading:
             if seq.scores_prompt:
                 return seq
-        seq = next((seq for seq in self.in_turn() if seq.scores_prompt), None)
+        new = next((seq for seq in self.in_turn() if seq.scores_prompt), None)
         has_place = len(self.running) + len(self.reading) < (self.limit or self.max_batch)
-        return seq if seq is not None and has_place and self.target.has_room(len(seq.tokens)) else None
+        return new if new is not None and has_place and self.target.has_room(len(new.tokens)) else None
 
     def begin(self, readers: Sequence[SequenceState]) -> None:
         """Those of `next_readers` that waited are read from now on."""

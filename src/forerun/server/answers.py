@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
+from forerun.drafters.lookup.alignment import Alignment
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
@@ -42,8 +43,10 @@ class Answer:
     id: str = ""
     asked_by: dict[str, str] = field(default_factory=dict)  # for the log: the request's name and the caller's
     prompt_tokens: int = 0
+    predicted: Sequence[int] = ()  # the request's prediction
     echoed: Sequence[tuple[int, ...]] = ()  # prompts that are repeated before their texts
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
+    _aligned: dict[int, Alignment] = field(default_factory=dict)  # with their prediction, by choice
     _written: int = 0  # tokens so far, of all choices
     _only_text: bool = False  # does nothing but the text differ between the pieces of a choice?
     _lines: dict[int, TextLine] = field(default_factory=dict)  # then: by choice
@@ -139,10 +142,19 @@ class Answer:
         self._lengths[index] = at + len(event.text)
         chunk = self._piece(index, event.text, event.logprobs if self.has_logprobs else None, at)
         if self.says_speculation:
-            chunk["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
-            if self.says_rejected:
-                chunk["speculative"]["rejected"] = [self._branch(each) for each in event.rejected]
+            chunk["speculative"] = self._round(index, event)
         return as_line(chunk)
+
+    def _round(self, index: int, event: Event) -> dict[str, Any]:
+        """Which tokens of a round were drafted, and which were predicted by the request."""
+        said: dict[str, Any] = {"tokens": list(event.tokens), "accepted": event.accepted}
+        if self.predicted:
+            if index not in self._aligned:
+                self._aligned[index] = Alignment(self.predicted)
+            said["predicted"] = [self._aligned[index].add(token) for token in event.tokens]
+        if self.says_rejected:
+            said["rejected"] = [self._branch(each) for each in event.rejected]
+        return said
 
     def _piece(
         self, index: int, text: str, entries: Sequence[TokenLogprob] | None = None, at: int = 0
@@ -164,7 +176,7 @@ class Answer:
             if chunks and self.has_logprobs:
                 chunks[0]["choices"][0]["logprobs"] = for_chat(event.logprobs, self.tokenizer)
             if chunks and self.says_speculation:
-                chunks[0]["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
+                chunks[0]["speculative"] = self._round(index, event)
         return [as_line(chunk) for chunk in chunks]
 
     def ending(self, index: int, done: Completion, called: bool = False) -> list[bytes]:

@@ -21,6 +21,7 @@ from forerun.server.doors.adapters import add_adapter_routes
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
+from forerun.server.doors.sleep import add_sleep_routes
 from forerun.server.errors import (
     MESSAGES,
     MESSAGES_ERRORS,
@@ -95,6 +96,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     _add_text_routes(app, service, allowed)
     _add_token_routes(app, service, allowed)
     add_adapter_routes(app, service)
+    add_sleep_routes(app, service)
     return app
 
 
@@ -107,7 +109,7 @@ async def _watch(service: Service) -> None:
         if backend.looks_hung(settings.hang_seconds):
             log.error("there was work, and no round for %g s: its requests are ended", settings.hang_seconds)
             backend.give_up()
-        if settings.restart and backend.failure is not None:
+        if settings.restart and backend.failure is not None and not service.sleeping:
             restarted = await backend.restart()
             if restarted == "yes":
                 log.warning("the engine had ended and was started again")
@@ -146,13 +148,15 @@ _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stre
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=_PROBED)
     async def health() -> Response:
+        if service.sleeping:
+            return JSONResponse({"status": "sleeping"})
         problem = service.backend.problem
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
         return JSONResponse(status, 200 if problem is None else 503)
 
     @app.get("/ready", responses=_PROBED)
     async def ready() -> Response:
-        there = not service.draining and service.backend.problem is None
+        there = not (service.draining or service.sleeping) and service.backend.problem is None
         return JSONResponse({"ready": there}, 200 if there else 503)
 
     @app.get("/version")
@@ -282,6 +286,7 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
             state.arrived,
         )
         answer.prompt_tokens = sum(map(len, prompts))
+        answer.predicted = jobs[0].options.get("prediction") or ()
         if isinstance(body, CompletionRequest) and body.echo:
             answer.echoed = prompts
         answer.asked_by = {"request": state.id, "caller": state.caller}

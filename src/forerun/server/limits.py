@@ -162,6 +162,16 @@ class Gate:
         bucket.left -= 1.0
 
 
+def must_be_admin(headers: Headers, key: str | None) -> None:
+    """Raise unless a request has the admin key."""
+    if key is None:
+        raise ApiError(403, "this needs an admin key, and the server was started without --admin-key")
+    given = headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.strip().encode(), key.encode()):
+        message = "this needs the admin key; send it as `Authorization: Bearer KEY`"
+        raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 KERNEL_BYTES = 128 << 10

@@ -57,6 +57,18 @@ class Metrics:
                 ("adapter_accepted_tokens", "Of these, accepted"),
             )
         }
+        self._predicted = Counter(
+            "forerun:prediction_tokens", "Predicted tokens, and whether texts have them", ["model_name", "in_text"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._urgent = Counter(
+            "forerun:prioritised_texts", "Texts that ended and had a priority other than 0", ["model_name", "priority"],
+            registry=self.registry,
+        )  # fmt: skip
+        asleep = Gauge(
+            "forerun:engine_sleep_state", "1 while the engine sleeps", ["model_name"], registry=self.registry
+        )
+        self.asleep = asleep.labels(model)
         Gauge("forerun:info", "The model served", ["model_name"], registry=self.registry).labels(model).set(1)
         self.registry.register(_EngineGauges(backend, model))
 
@@ -78,8 +90,13 @@ class Metrics:
         for counter, count in zip(self._by_adapter.values(), (done.tokens, done.drafted, done.accepted), strict=True):
             counter.labels(self._model, adapter).inc(count)
 
-    def count(self, done: Completion, timing: Timing) -> None:
+    def count(self, done: Completion, timing: Timing, priority: int = 0) -> None:
         """One text has ended."""
+        if done.accepted_prediction_tokens or done.rejected_prediction_tokens:
+            self._predicted.labels(self._model, "yes").inc(done.accepted_prediction_tokens)
+            self._predicted.labels(self._model, "no").inc(done.rejected_prediction_tokens)
+        if priority:
+            self._urgent.labels(self._model, "raised" if priority < 0 else "lowered").inc()
         self._read.inc(done.prompt_tokens)
         self._ended.labels(self._model, done.finish_reason).inc()
         self._prompts.observe(done.prompt_tokens)

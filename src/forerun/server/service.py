@@ -50,6 +50,8 @@ class Service:
             None if settings.heads is None else HeadWatch(settings.heads, backend.drafter, backend.swap_head)
         )
         self.draining = False
+        self.sleeping = False  # the engine's memory is free, or will be once no text is waited for
+        self._sleep_lock = asyncio.Lock()
         self.must_replace = False  # the engine hangs: the process is to start anew
         self.started, self.created = monotonic(), int(time())
         self.active = 0  # texts that are waited for
@@ -84,6 +86,34 @@ class Service:
         await self.backend.change_adapter(name, None)
         log.info("the adapter %s is served no longer", name)
 
+    async def sleep(self) -> None:
+        """Let the texts that are being written end, then have the engine give its memory back; others are refused."""
+        self.sleeping = True
+        while self.active and self.sleeping:
+            await asyncio.sleep(0.02)
+        async with self._sleep_lock:
+            if not self.sleeping:
+                raise ApiError(409, "the server was woken before its last text had ended", code="woken")
+            if self.backend.problem is None:
+                try:
+                    await self.backend.sleep()
+                except BaseException:
+                    self.sleeping = False
+                    raise
+                self.metrics.asleep.set(1)
+                log.info("the engine sleeps: weights and KV cache are given back")
+
+    async def wake_up(self) -> None:
+        """Load the model again, and serve."""
+        async with self._sleep_lock:
+            if self.sleeping and self.backend.problem is not None:
+                started = monotonic()
+                if await self.backend.restart() != "yes":
+                    raise ApiError(503, "the engine could not be started, see the log; try again", "server_error")
+                log.info("the engine is awake after %.1f s", monotonic() - started)
+            self.sleeping = False
+            self.metrics.asleep.set(0)
+
     def stats(self) -> dict[str, Any]:
         """What the page shows: counts so far, and what is going on."""
         load = self.backend.load()
@@ -103,6 +133,8 @@ class Service:
         room = self.backend.max_batch + self.settings.max_queue
         if self.draining:
             raise _leaving()
+        if self.sleeping:
+            raise ApiError(503, "the server sleeps; wake it with POST /wake_up", "server_error", code="sleeping")
         if self.active + texts > room:
             message = f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
             raise ApiError(429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
@@ -209,7 +241,7 @@ class Service:
 
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
-        self.metrics.count(done, timing)
+        self.metrics.count(done, timing, answer.body.priority or 0)
         if answer.model in self.adapters:
             self.metrics.count_adapter(answer.model, done)
         answer.span.note(done, timing)
@@ -221,6 +253,10 @@ class Service:
         }  # fmt: skip
         if answer.body.priority:
             facts["priority"] = answer.body.priority
+        if answer.model in self.adapters:
+            facts["adapter"] = answer.model
+        if answer.predicted:
+            facts["predicted"] = {"in_text": done.accepted_prediction_tokens, "not": done.rejected_prediction_tokens}
         if done.error is not None:
             facts["error"] = done.error
         if self.settings.log_prompts:

@@ -38,7 +38,7 @@ class ServerSettings:
     record: Path | None = None  # where texts of requests that say "record": true are kept for training
     heads: Path | None = None  # versions of a head, whose link `current` is followed
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters that the engine has: name -> folder
-    admin_key: str | None = None  # who sends it may load and unload adapters; None = nobody may
+    admin_key: str | None = None  # who sends it may change adapters, and have the server sleep; None = nobody may
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

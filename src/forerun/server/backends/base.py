@@ -164,6 +164,10 @@ class Backend(ABC):
         """Serve the LoRA adapter in this folder under a name from now on; None = serve it no longer."""
         raise UnsupportedModel("adapters are loaded and unloaded by a server of one replica; give --lora at its start")
 
+    async def sleep(self) -> None:
+        """Give all memory of the engine back, its weights included, until `restart`; no request is under way."""
+        raise UnsupportedModel("only an engine in a process of its own sleeps: one replica, without --front thread")
+
     @abstractmethod
     async def restart(self) -> Restarted:
         """Start a new engine in place of one that has ended."""

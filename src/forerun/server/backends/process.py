@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic, process_time, thread_time
@@ -193,7 +194,16 @@ class ProcessBackend(Backend):
         if self._is_closed:
             return
         self._is_closed = True
-        self._end(ForerunError("the engine was closed"))
+        await self._end_process(ForerunError("the engine was closed"))
+
+    async def sleep(self) -> None:
+        """As the seam says: its process ends."""
+        await self._end_process(EngineLost("the engine sleeps"))
+        idle = replace(self._report.load, running=0, waiting=0, used_slots=0, cached_slots=0)
+        self._report = self._report._replace(load=idle)
+
+    async def _end_process(self, why: ForerunError) -> None:
+        self._end(why)
         self._engine.channel.close()
         until = self._loop.time() + CLOSING
         while self._engine.process.poll() is None and self._loop.time() < until:

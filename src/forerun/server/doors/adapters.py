@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from typing import Any
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.server.errors import ApiError, as_api_error, from_validation
+from forerun.server.limits import must_be_admin
 from forerun.server.schemas import Body, Name
 from forerun.server.service import Service
 
@@ -55,12 +55,7 @@ async def _changed(work: Any, name: str, how: str) -> Response:
 
 async def _admins_body(request: Request, service: Service, kind: type[BaseModel]) -> Any:
     """What an admin has sent; nobody else is read."""
-    key, given = service.settings.admin_key, request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key is None:
-        raise ApiError(403, "adapters are changed with an admin key, and the server was started without --admin-key")
-    if not hmac.compare_digest(given.strip().encode(), key.encode()):
-        message = "this needs the admin key; send it as `Authorization: Bearer KEY`"
-        raise ApiError(401, message, "authentication_error", code="invalid_api_key")
+    must_be_admin(request.headers, service.settings.admin_key)
     try:
         return kind.model_validate(json.loads(await request.body()))
     except ValidationError as error:

@@ -40,17 +40,31 @@ async function* readEvents(response) {
   }
 }
 
+// What the boxes below the message ask for.
+function options() {
+  const read = (id, what) => {
+    try { return JSON.parse($(id).value.trim() || "null"); } catch { throw new Error(`${what} is not JSON`); }
+  };
+  const schema = read("schema", "the schema"), tools = read("tools", "the list of tools");
+  const prediction = $("prediction").value, thinking = $("thinking").value;
+  return {
+    ...(schema === null ? {} : { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } }),
+    ...(tools === null ? {} : { tools }), ...(thinking === "" ? {} : { max_thinking_tokens: Number(thinking) }),
+    ...(prediction.trim() ? { prediction: { type: "content", content: prediction } } : {}),
+  };
+}
+
 function body(messages, speculative, extra) {
   const seed = $("seed").value;
   return {
     model: state.model, messages, stream: true, temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value), logprobs: true, top_logprobs: 3, speculative,
     stream_options: { include_usage: true, include_speculative: true, include_rejected: true },
-    ...(seed === "" ? {} : { seed: Number(seed) }), ...extra,
+    ...(seed === "" ? {} : { seed: Number(seed) }), ...options(), ...extra,
   };
 }
 
-const emptyAnswer = () => ({ text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null });
+const emptyAnswer = () => ({ text: "", thinking: "", calls: [], rounds: [], tokens: [], metrics: null, seconds: 0, first: null });
 
 // Fills the answer as it comes, so that the caller has what there is of it when it is stopped.
 async function write(messages, speculative, text, facts, signal, extra = {}, answer = emptyAnswer()) {
@@ -58,7 +72,7 @@ async function write(messages, speculative, text, facts, signal, extra = {}, ans
   const request = { method: "POST", signal, body: JSON.stringify(body(messages, speculative, extra)) };
   const response = await ask("v1/chat/completions", request);
   if (!response.ok) throw new Error(await errorText(response));
-  const decoder = new TextDecoder(); // a character may be in several tokens: it is shown with its last one
+  const parts = new Parts(text), decoder = new TextDecoder(); // a character may be in several tokens: it is shown with its last one
   try {
     for await (const chunk of readEvents(response)) {
       if (chunk.error) throw new Error(chunk.error.message);
@@ -66,28 +80,97 @@ async function write(messages, speculative, text, facts, signal, extra = {}, ans
       if (chunk.metrics) answer.metrics = chunk.metrics.speculative_decoding;
       if (chunk.speculative) {
         answer.first ??= performance.now() - started;
-        showPiece(text, answer, piece, chunk.speculative, decoder);
-      }
+        showPiece(parts, answer, piece, chunk.speculative, decoder);
+      } else if (piece?.delta) takeDelta(parts, answer, piece.delta);
     }
+    if ($("schema").value.trim()) showJson(text, answer.text);
   } finally {
-    text.lastElementChild?.append(decoder.decode()); // part of a character, at the end
+    parts.last?.append(decoder.decode()); // part of a character, at the end
     answer.seconds = (performance.now() - started) / 1000;
+    const atEnd = isAtEnd();
     if (answer.tokens.length) facts.textContent = factsOf(answer);
+    if (atEnd) showEnd();
   }
   return answer;
 }
 
-function showPiece(text, answer, piece, spec, decoder) {
-  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+const MARKS = /<\/think>|\[\/THINK\]|<\|end\|>/; // behind which thinking has ended
+
+// The parts of an answer: what was thought, what is said, calls of tools. Tokens of which it is not known yet what
+// they belong to (the head of a call, say) are moved once it is.
+class Parts {
+  constructor(text) { Object.assign(this, { text, kind: "content", place: text, held: [], last: null, thought: false }); }
+
+  begin(kind, title) {
+    const isThere = kind === this.kind && kind !== "call", isOver = kind === "thinking" && this.thought;
+    if (isThere || isOver) { this.held = []; return; }
+    this.kind = kind;
+    this.place = this.text;
+    if (kind !== "content") {
+      const box = document.createElement(kind === "call" ? "div" : "details"), head = document.createElement(kind === "call" ? "h4" : "summary");
+      box.className = kind;
+      box.open = true;
+      head.textContent = title;
+      box.append(head);
+      this.text.append(box);
+      this.place = box;
+    }
+    this.place.append(...this.held);
+    this.held = [];
+  }
+
+  add(node, isMark) {
+    this.place.append(node);
+    this.last = node;
+    this.held.push(node);
+    if (isMark && this.kind === "thinking") Object.assign(this, { kind: "content", place: this.text, held: [], thought: true });
+  }
+}
+
+function takeDelta(parts, answer, delta) {
+  if (delta.reasoning_content) {
+    answer.thinking += delta.reasoning_content;
+    parts.begin("thinking", "Thinking");
+  }
+  if (delta.content) {
+    answer.text += delta.content;
+    parts.begin("content");
+  }
+  for (const call of delta.tool_calls ?? []) {
+    if (call.function.name) {
+      answer.calls.push({ id: call.id, type: "function", function: { name: call.function.name, arguments: "" } });
+      parts.begin("call", `Calls ${call.function.name}`);
+    }
+    answer.calls.at(-1).function.arguments += call.function.arguments ?? "";
+    parts.held = [];
+  }
+}
+
+function showJson(text, said) {
+  const box = document.createElement("details"), head = document.createElement("summary"), shown = document.createElement("pre");
+  box.className = "json";
+  try { shown.textContent = JSON.stringify(JSON.parse(said), null, 2); head.textContent = "As JSON"; }
+  catch { head.textContent = "Not whole JSON: raise Tokens"; }
+  box.append(head, shown);
+  text.append(box);
+}
+
+function showPiece(parts, answer, piece, spec, decoder) {
+  const atEnd = isAtEnd();
   answer.rounds.push({ ...spec, tokens: (piece.logprobs?.content ?? []).map((entry) => entry.token) });
   (piece.logprobs?.content ?? []).forEach((entry, i) => {
-    const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted };
+    const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted, predicted: spec.predicted?.[i] ?? false };
     answer.tokens.push(token);
     const shown = entry.bytes ? decoder.decode(new Uint8Array(entry.bytes), { stream: true }) : entry.token;
-    text.append(tokenNode(token, answer, shown));
+    parts.add(tokenNode(token, answer, shown), MARKS.test(entry.token));
   });
-  answer.text += piece.delta.content ?? "";
+  takeDelta(parts, answer, piece.delta);
   if (atEnd) showEnd(); // whoever has scrolled up is reading there
+}
+
+function isAtEnd() {
+  const log = $("log");
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 }
 
 function showEnd() {
@@ -100,11 +183,12 @@ const SPECIAL = /^<[|/].*>$/; // ends of texts and turns: not part of what the m
 
 function tokenNode(token, answer, shown) {
   const node = document.createElement("span");
-  node.className = `token ${token.drafted ? "drafted" : "own"}${SPECIAL.test(token.token) ? " special" : ""}`;
+  const source = token.drafted ? (token.predicted ? "predicted" : "drafted") : "own";
+  node.className = `token ${source}${SPECIAL.test(token.token) ? " special" : ""}`;
   node.textContent = shown;
   node.tabIndex = answer.tokens.length === 1 ? 0 : -1; // one stop of the Tab key; arrows move from there
   node.setAttribute("role", "button");
-  const about = `${token.drafted ? "drafted and accepted" : "the target's own"}, probability ${percent(token.logprob)}, round ${token.round}`;
+  const about = `${{ predicted: "drafted from the prediction and accepted", drafted: "drafted and accepted", own: "the target's own" }[source]}, probability ${percent(token.logprob)}, round ${token.round}`;
   node.setAttribute("aria-label", `${token.token}: ${about}`);
   node.addEventListener("click", () => showRound(token, answer.rounds[token.round - 1]));
   for (const kind of ["focus", "pointerenter"]) node.addEventListener(kind, () => showTip(node, `${JSON.stringify(token.token)}: ${about}`));
@@ -156,6 +240,8 @@ function factsOf(answer) {
   const spec = m ? `, ${m.mean_acceptance_length.toFixed(2)} tokens per round, ${m.num_draft_tokens ? accepted() : "nothing drafted"}` : "";
   return `${count} tokens in ${answer.seconds.toFixed(2)} s (${rate}/s), first after ${Math.round(answer.first ?? 0)} ms${spec}`;
 }
+
+const said = (answer) => ({ role: "assistant", content: answer.text, ...(answer.calls.length ? { tool_calls: answer.calls } : {}) });
 
 function addTurn(role, parent = $("log")) {
   const turn = document.createElement("div");
@@ -210,7 +296,7 @@ $("ask").addEventListener("submit", (event) => {
   run(messages, async (signal) => {
     const { turn, text, facts } = addTurn("Model"), answer = emptyAnswer();
     const keep = (more) => {
-      state.messages = [...messages, { role: "assistant", content: answer.text }];
+      state.messages = [...messages, said(answer)];
       state.turns.push({ messages, answer, ...more });
     };
     try { await write(messages, speculative(), text, facts, signal, {}, answer); }
@@ -241,7 +327,7 @@ $("compare").addEventListener("click", () => {
     facts.textContent = `${equal ? "The texts are equal" : "THE TEXTS DIFFER"}${drawn}. ${a.seconds.toFixed(2)} s with drafts, ${b.seconds.toFixed(2)} s without: ${ratio}x as fast.`;
     turn.classList.add(equal ? "equal" : "error");
     showEnd();
-    state.messages = [...messages, { role: "assistant", content: a.text }];
+    state.messages = [...messages, said(a)];
     state.turns.push({ messages, answer: a, plain: b, equal });
   });
 });

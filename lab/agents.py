@@ -1,0 +1,269 @@
+"""Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
+
+    python -m lab agents prediction --model qwen2.5-coder-0.5b --json benchmarks/prediction-x86.json
+    python -m lab agents structure | thinking | server
+
+Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
+of CPU seconds, which the machine's other work changes less. The spread is that of the repeats.
+Schemas and thinking models are the ones that tests/structure is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import httpx
+
+from forerun.api.completion import Completion
+from forerun.api.llm import LLM
+from forerun.measure.bench.alternate import in_turn
+from lab.runner import Document, Run, share
+
+FILES = (
+    "def area(width, height):\n    return width * height\n\n\ndef perimeter(width, height):\n"
+    "    return 2 * (width + height)\n\n\ndef diagonal(width, height):\n    return (width**2 + height**2) ** 0.5\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()\n\n"
+    "    def is_empty(self):\n        return not self.items\n",
+    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
+    "def save(path, data):\n    with open(path, 'w') as file:\n        json.dump(data, file)\n",
+    "def mean(values):\n    return sum(values) / len(values)\n\n\ndef variance(values):\n    middle = mean(values)\n"
+    "    return sum((value - middle) ** 2 for value in values) / len(values)\n\n\ndef deviation(values):\n"
+    "    return variance(values) ** 0.5\n",
+)
+EDITS = (
+    "Rename the function {0} to {0}_of everywhere it is used.",
+    "Add a one-line docstring to the first function or method.",
+    "Add a comment line `# checked` at the top of the file.",
+)
+NAMES = ("area", "push", "load", "mean")
+USELESS = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+)
+Contender = Callable[[int], Sequence[Completion]]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("part", choices=["prediction", "structure", "thinking", "server"])
+    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
+    parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
+
+
+def measure(run: Run) -> Document:
+    """One of the parts."""
+    parts: dict[str, Callable[[Run], Document]] = {
+        "prediction": prediction, "structure": structure, "thinking": thinking, "server": server,
+    }  # fmt: skip
+    return parts[run.flags.part](run)
+
+
+def prediction(run: Run) -> Document:
+    """Code edits with the file as prediction, beside plain decoding, look-ups alone and a useless prediction."""
+    flags = run.flags
+    llm = LLM(flags.model, threads=flags.threads, max_batch=1)
+    asked = [
+        (f"{edit.format(name)} Answer with the whole file and nothing else.\n\n```python\n{file}```", file)
+        for name, file in zip(NAMES, FILES, strict=True)
+        for edit in EDITS
+    ][: flags.limit]
+
+    def contender(**options: Any) -> Contender:
+        return lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, **options)]
+
+    contenders = {
+        "plain": contender(drafter="none"),
+        "default": contender(),
+        "prediction": lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, prediction=asked[i][1])],
+        "useless": contender(prediction=20 * USELESS),
+    }
+    times, tokens, equal = alternate(run, contenders, len(asked))
+    pairs = {"prediction over plain": ("plain", "prediction"), "default over plain": ("plain", "default"),
+             "useless over default": ("default", "useless")}  # fmt: skip
+    found = {"drafter": llm.engine.default_drafter, "texts": len(asked), "tokens": tokens}
+    return {"prediction": {**found, "speedups": ratios(times, pairs)}, "equal": equal}
+
+
+def structure(run: Run) -> Document:
+    """Seconds per token with a JSON schema and without one, in batches of 1 and 32; and texts of generated schemas."""
+    from tests.structure.answers import SCHEMAS
+
+    flags, found, equal = run.flags, dict[str, Any](), True
+    pairs = [(schema, text) for schema, texts in SCHEMAS.values() for text in texts]
+    for batch in (1, 32):
+        llm = LLM(flags.model, threads=flags.threads, max_batch=batch, max_length=1024)
+        count = (flags.limit or 24) if batch == 1 else 2
+        free, held = dict[int, int](), dict[int, int]()
+
+        def with_schema(i: int, llm: LLM = llm, batch: int = batch, held: dict[int, int] = held) -> Any:
+            some = [pairs[(i * batch + k) % len(pairs)] for k in range(batch)]
+            each = [{"json_schema": schema, "max_tokens": 200} for schema, _ in some]
+            done = llm.chat([[{"role": "user", "content": text}] for _, text in some], each)
+            held[i] = sum(one.tokens for one in done)
+            return done
+
+        def without(i: int, llm: LLM = llm, batch: int = batch, free: dict[int, int] = free) -> Any:
+            some = [pairs[(i * batch + k) % len(pairs)][1] for k in range(batch)]
+            each = [{"max_tokens": 40, "ignore_eos": True} for _ in some]
+            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for text in some], each)
+            free[i] = sum(one.tokens for one in done)
+            return done
+
+        times, _, _ = alternate(run, {"schema": with_schema, "free": without}, count)
+        each_token = [
+            {name: part / sum((held if name[0] == "schema" else free).values()) for name, part in one.items()}
+            for one in times
+        ]
+        found[f"batch {batch}"] = ratios(each_token, {"per token, schema over free": ("free", "schema")})
+        run.say(f"batch {batch}: {found[f'batch {batch}']}")
+    found["schemas"] = schemas(run)
+    equal = found["schemas"]["valid"] == found["schemas"]["equal"] == found["schemas"]["texts"]
+    return {"structure": found, "equal": equal}
+
+
+def schemas(run: Run) -> dict[str, int]:
+    """Generated schemas: is every text valid, and the same whether it was drafted or not?"""
+    import jsonschema
+
+    from tests.structure.test_generated import schema_of
+
+    llm = LLM(run.flags.model, threads=run.flags.threads, max_batch=32, max_length=1024)
+    valid = equal = written = 0
+    for first in range(0, run.flags.schemas, 32):
+        seeds = range(first, min(first + 32, run.flags.schemas))
+        kinds = [schema_of(seed, bounded=True) for seed in seeds]
+        chats = [[{"role": "user", "content": f"Fill this form, number {seed}."}] for seed in seeds]
+        each = [
+            {"json_schema": kind, "max_tokens": 700, "temperature": float(seed % 2), "seed": seed}
+            for seed, kind in zip(seeds, kinds, strict=True)
+        ]
+        plain, drafted = llm.chat(chats, each, drafter="none"), llm.chat(chats, each)
+        for kind, one, other in zip(kinds, plain, drafted, strict=True):
+            written += 1
+            equal += one.token_ids == other.token_ids
+            try:
+                jsonschema.validate(json.loads(one.text), kind, format_checker=jsonschema.FormatChecker())
+                valid += 1
+            except (ValueError, jsonschema.ValidationError) as error:
+                run.say(f"not valid: {kind} {one.text!r}: {error}")
+        run.say(f"{written} schemas, {valid} valid, {equal} equal")
+    return {"texts": written, "valid": valid, "equal": equal}
+
+
+def thinking(run: Run) -> Document:
+    """Budgets, and schemas behind thinking, under every drafter: how many texts break them?"""
+    from tests.exactness.harness import DRAFTERS
+    from tests.structure import test_thinking as told
+
+    texts = broken = differ = 0
+    for drafter in DRAFTERS:
+        for temperature, kinds in ((0.0, ("many tokens", "harmony")), (1.0, ("one token", "overrunning"))):
+            for kind in kinds:
+                wanted, tokens = (told.written(kind, name, temperature)[0] for name in ("none", drafter))
+                for request, plain, text in zip(told.requests(kind, temperature), wanted, tokens, strict=True):
+                    texts, differ = texts + 1, differ + (plain != text)
+                    try:
+                        told.check(kind, request, text)
+                    except (AssertionError, ValueError) as error:
+                        broken += 1
+                        run.say(f"{drafter}, {kind}: {error}")
+        run.say(f"{drafter}: {texts} texts so far, {broken} broken, {differ} differ from plain's")
+    found = {"drafters": [*DRAFTERS], "texts": texts, "violations": broken, "differ": differ}
+    return {"thinking": found, "equal": not (broken or differ)}
+
+
+def server(run: Run) -> Document:
+    """One client of a server beside the library: the same texts, in turn."""
+    flags, asked = (
+        run.flags,
+        [f"{text} Write at length." for text in ("Tell a story.", "Explain rain.", "Describe a city.")],
+    )
+    llm = LLM(flags.model, threads=flags.threads, max_batch=1, max_length=1024)
+    options = {"max_tokens": flags.max_tokens, "temperature": 0, "ignore_eos": True}
+    texts: dict[tuple[str, int], str] = {}
+
+    def library(i: int) -> Sequence[Completion]:
+        done = llm.chat(asked[i], **options)
+        texts["library", i] = done.text
+        return [done]
+
+    with served(flags) as http:
+
+        def whole(i: int) -> Sequence[Completion]:
+            body = {"messages": [{"role": "user", "content": asked[i]}], **options}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            texts["server", i] = answer["choices"][0]["message"]["content"]
+            return []
+
+        def streamed(i: int) -> Sequence[Completion]:
+            body = {"messages": [{"role": "user", "content": asked[i]}], **options, "stream": True}
+            with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            texts["stream", i] = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+            return []
+
+        times, _, _ = alternate(run, {"library": library, "server": whole, "stream": streamed}, len(asked))
+    equal = all(texts["library", i] == texts["server", i] == texts["stream", i] for i in range(len(asked)))
+    pairs = {"server over library": ("library", "server"), "stream over library": ("library", "stream")}
+    return {"server": {"texts": len(asked), "seconds": ratios(times, pairs, cpu=False, slower=True)}, "equal": equal}
+
+
+@contextmanager
+def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
+    """A server as `forerun serve` starts it, on a free port."""
+    from forerun.server.backends.start import LOAD_LLM, Loader
+    from forerun.server.settings import ServerSettings
+    from tests.server.conftest import start_process
+
+    engine = {"max_batch": 1, "max_length": 1024, "threads": flags.threads}
+    loader = Loader(LOAD_LLM, {"model": flags.model, "engine": engine, "drafting": {}})
+    made, thread, url = start_process(loader, ServerSettings(("model",)))
+    with httpx.Client(base_url=url, timeout=600) as http:
+        yield http
+    made.should_exit = True
+    thread.join(30)
+
+
+Times = dict[tuple[str, str], float]  # of a contender: "wall" and "cpu" seconds
+
+
+def alternate(run: Run, contenders: dict[str, Contender], texts: int) -> tuple[list[Times], int, bool]:
+    """Every text by every contender in turn, in repeats: their seconds, the tokens of a repeat, and are texts equal?"""
+    repeats, tokens, equal = list[Times](), 0, True
+    for contender in contenders.values():
+        contender(0)  # what a first call prepares is not measured
+    for repeat in range(run.flags.repeats):
+        times: Times = {(name, kind): 0.0 for name in contenders for kind in ("wall", "cpu")}
+        tokens = 0
+        for i in range(texts):
+            found = dict[str, list[list[int]]]()
+            for name in in_turn([*contenders], i + repeat):
+                wall, cpu = perf_counter(), process_time()
+                done = contenders[name](i)
+                times[name, "wall"] += perf_counter() - wall
+                times[name, "cpu"] += process_time() - cpu
+                found[name] = [one.token_ids for one in done]
+            first = next(iter(found.values()))
+            tokens += sum(map(len, first))
+            equal = equal and all(other == first for other in found.values())
+        repeats.append(times)
+        run.say(", ".join(f"{name} {times[name, 'wall']:.1f} s" for name in contenders))
+    return repeats, tokens, equal
+
+
+def ratios(
+    times: Sequence[Times], pairs: dict[str, tuple[str, str]], cpu: bool = True, slower: bool = False
+) -> dict[str, Any]:
+    """The second's speed over the first's (`slower`: its seconds over the first's): median, least and most."""
+    found: dict[str, Any] = {}
+    for says, (one, two) in pairs.items():
+        for kind in ("wall", "cpu") if cpu else ("wall",):
+            each = [t[two, kind] / t[one, kind] if slower else t[one, kind] / t[two, kind] for t in times]
+            found[f"{says}, {kind}"] = [round(value, 3) for value in (median(each), min(each), max(each))]
+    return found
