@@ -1,14 +1,12 @@
-"""Acceptance of a menu's forms: expected tokens per draft, corrected over all forms, per form and per sequence.
+"""Acceptance rates: what is accepted of drafts, as rounds have shown.
 
-A drafter's files say how many tokens of each form are accepted on average. Text differs from that text, so the figure
-is multiplied by three factors, each observed / expected: one over all forms, with a short memory; one per form,
-slower and close to 1; and one per sequence, within bounds.
+`Acceptance` is for the forms of a menu. A drafter's files say how many tokens of each form are accepted on average. The
+text at hand differs from the text of those files, so that number is multiplied by three factors, each observed over
+expected: one for all forms, with a short memory; one for each form, slower and close to 1; one for each sequence.
 
-History: how often drafts were accepted so far, by depth, and what rounds gained beyond their time.
-
-All counts decay, because acceptance changes within a sequence. A second rate with a short memory notices when
-acceptance rises; being noisy, it must exceed the first by a margin. A fall needs no such rate: long drafts that
-are rejected lower the first one quickly.
+`History` is for drafters that run sequence by sequence: acceptance by depth, and tokens gained beyond the time that
+drafting took. Counts decay, because acceptance changes within a text. A second rate with a short memory notices a
+rise; it is noisy and must exceed the first by a margin. Rejected long drafts lower the first rate quickly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from.
-
-FixedController: the same budget for every sequence and round.
-"""
+"""The Controller protocol: how much to draft, per sequence and round. What it is built from, and FixedController."""
 
 from __future__ import annotations
 

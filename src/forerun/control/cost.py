@@ -1,17 +1,13 @@
-"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over so many nodes.
+"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over that many nodes.
 
-Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
-second or two on the real target, stored in a file, and corrected by every round at every batch size that follows. A
-curve that was measured while others used the machine is measured again at a start where they do not.
+Whether drafting pays follows from this curve and from acceptance. The curve is measured in a second or two on the real
+target, stored in a file, and corrected by every round, at every batch size. A curve that was measured while other
+processes used the machine is measured again at the next start where they do not.
 
-Is the machine busy with other work? Then what is timed on it is not what it can do.
-
-The tokens that passes are timed with while t(rows) is measured: any for a dense model, real text for experts.
-
-A pass over a mixture of experts costs what the experts cost that its nodes wake, and which those are depends on the
-tokens. A token repeated wakes the same ones again, and random tokens behind a context that makes no sense wake fewer
-than text does (measured: docs/moe.md). So a model with experts first writes a text of its own: short pieces, all at
-once, sampled from what it finds likely, as the nodes of a draft are.
+Passes are timed with any tokens where the model is dense. A pass over a mixture of experts costs what its active
+experts cost, and which are active depends on the tokens: a repeated token activates the same experts again, and random
+tokens activate fewer than text does (measured: docs/moe.md). So a model with experts first writes a text of its own:
+short pieces, all at once, sampled from its likeliest tokens, as the nodes of a draft are.
 """
 
 from __future__ import annotations

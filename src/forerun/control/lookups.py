@@ -1,20 +1,13 @@
 """LookupGate: are look-ups (n-gram, suffix) made for a batch at all? Decided for the whole batch, before any is made.
 
-A look-up costs no pass, but the host makes one per sequence. On a GPU plain passes are launched before the last one
-was read, which hides the host's work; a round that drafts is launched behind it. So with many sequences and few
-matches look-ups lose, whatever is accepted of them.
+A look-up costs no pass, but the host makes one per sequence. On a GPU overlapping plain rounds hide the host's work; a
+round that drafts from look-ups is launched behind it. So with many sequences and few matches look-ups lose, whatever
+is accepted of them.
 
-Where asking all sequences takes a negligible share of a round, all are asked. Elsewhere the gate is open or closed.
-While it is closed, rounds are plain ones, and now and then single sequences are asked, one after the other: their
-matches, put together to a batch, show what drafts would give per second. If that is more than plain decoding gives,
-the gate opens, and it closes when rounds have shown that it was not. What that may lose is bounded (allowance.py).
-
-GateState: is the gate of look-ups open for one size of batch, since when, and what have its open rounds gained?
-
-Rounds of a batch of which all draft by look-ups: budgets, and whether a plain one follows before the last is read.
-
-For the whole batch first (`LookupGate`): is anybody asked, and is what they have found drafted? Both are asked again
-while a plain round is under way: look-ups that are made then cost nothing, as the device is at work.
+Where look-ups for all sequences take a negligible share of a round, all are made. Elsewhere the gate is open or closed.
+While it is closed, rounds are plain, and now and then look-ups are made for single sequences: their matches, put
+together to a batch, show what drafts would give per second. If that is more than plain decoding gives, the gate
+opens, and it closes when rounds have shown that it was not. What that may lose is bounded (allowance.py).
 """
 
 from __future__ import annotations
@@ -28,13 +21,13 @@ from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.times import Around
+from forerun.control.times import RoundOverhead
 from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
 from forerun.core.types import Budget, Round, Seq
 
-LOOKUP_SECONDS = 25e-6  # of one look-up before any was timed
+SEARCH_SECONDS = 25e-6  # of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # that a sequence takes the host longer in a round that drafts, before any was timed
-ALWAYS_ASKED = 8  # sequences: of so few, all are asked in every round
+ALWAYS_SEARCHED = 8  # sequences: of so few, all are asked in every round
 MOST_WITH_TREES = 2  # sequences for which look-ups make trees; of more, chains
 NEGLIGIBLE_SHARE = 0.02  # of a plain round: what asking all may take without being weighed
 SAMPLING_SHARE = 0.002  # of a plain round: what asking single sequences may take while the gate is closed
@@ -65,7 +58,7 @@ class LookupGate:
 
     cost: CostModel
     chains: Chains
-    around: Around = field(default_factory=Around)
+    overhead: RoundOverhead = field(default_factory=RoundOverhead)
     allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
     _sizes: dict[int, GateState] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # "draft" of rounds in which nobody was asked
@@ -91,7 +84,7 @@ class LookupGate:
         """
         batch = len(ids)
         size = self._size(batch)
-        if batch <= ALWAYS_ASKED or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
+        if batch <= ALWAYS_SEARCHED or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
@@ -109,7 +102,7 @@ class LookupGate:
         share = OPENING_SHARE if self._promising else SAMPLING_SHARE
         most = FIRST_CREDIT * plain
         self._credit = most if self._credit is None else min(self._credit + share * plain, most)
-        again, first = self._sampling or LOOKUP_SECONDS, self._reading or LOOKUP_SECONDS
+        again, first = self._sampling or SEARCH_SECONDS, self._reading or SEARCH_SECONDS
         if self._credit < min(again, first):
             return []
         there, wanted = set(ids), len(ids) if self._promising else SAMPLED_SEQUENCES
@@ -137,7 +130,7 @@ class LookupGate:
         if size.plain_left:
             size.plain_left -= 1
             return ()
-        if size.rounds >= size.plain_due and not self.around.is_known(PLAIN, batch):
+        if size.rounds >= size.plain_due and not self.overhead.is_known(PLAIN, batch):
             size.plain_left, size.plain_due = PLAIN_ROUNDS - 1, 1 << 30
             return ()
         return None
@@ -145,21 +138,21 @@ class LookupGate:
     def is_open(self, batch: int) -> bool:
         return self._size(batch).is_open
 
-    def asks_all(self, batch: int) -> bool:
+    def searches_all(self, batch: int) -> bool:
         """Is asking all of so many so cheap that it is not weighed?"""
-        return batch <= ALWAYS_ASKED or self._is_cheap(batch, self.plain_seconds(batch))
+        return batch <= ALWAYS_SEARCHED or self._is_cheap(batch, self.plain_seconds(batch))
 
-    def note_offer(self, offer: Offer) -> None:
+    def note_sample(self, offer: Offer) -> None:
         """What one of the few that were asked has to offer."""
         self._sample.append(offer)
 
     def most_nodes(self, batch: int) -> int:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
-        if batch <= ALWAYS_ASKED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
+        if batch <= ALWAYS_SEARCHED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
         most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
-        around = self._around(LOOKUP, batch)
-        fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + around <= most)
+        overhead = self._overhead(LOOKUP, batch)
+        fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + overhead <= most)
         return next(fits, 0)
 
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
@@ -171,7 +164,7 @@ class LookupGate:
         drafted = self._seconds(LOOKUP, batch + nodes, batch)
         likely = accepted * min(self._kept.value(), MOST_TRUST)
         if (batch + likely) * looked <= batch * drafted:
-            self.around.lower(LOOKUP, batch, self._around(SEARCHED, batch))
+            self.overhead.lower(LOOKUP, batch, self._overhead(SEARCHED, batch))
             return False
         return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
@@ -183,7 +176,7 @@ class LookupGate:
         if form.kind == "plain" and not outcome.followed:
             self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
         if form.kind != "plain" or self._streak >= SETTLED_ROUNDS:
-            self.around.observe(form, batch, own, 0.0, outcome.followed)
+            self.overhead.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         self._streak = 0 if nodes else self._streak + 1
         if nodes:
@@ -215,33 +208,33 @@ class LookupGate:
         return self._seconds(PLAIN, batch, batch)
 
     def _seconds(self, form: Form, rows: int, batch: int) -> float:
-        return self.cost.pass_seconds(rows, batch) + self._around(form, batch)
+        return self.cost.pass_seconds(rows, batch) + self._overhead(form, batch)
 
-    def _around(self, form: Form, batch: int) -> float:
+    def _overhead(self, form: Form, batch: int) -> float:
         """Seconds of a round beside its pass: what rounds took, else by those that were seen."""
-        asking, known = batch * self._seconds_of_one, self.around.is_known
+        asking, known = batch * self._search_seconds, self.overhead.is_known
         if known(form, batch):
-            return self.around.seconds(form, batch, 0.0)
+            return self.overhead.seconds(form, batch, 0.0)
         if form.kind != "plain":
             more = DRAFTED_SECONDS * batch if form.kind == "lookup" else 0.0
-            plain = max(self.around.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
+            plain = max(self.overhead.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
             return plain + asking + more
         seen = next((one for one in (SEARCHED, LOOKUP) if known(one, batch)), PLAIN)
-        return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen.kind != "plain" else 0.0))
+        return max(0.0, self.overhead.seconds(seen, batch, 0.0) - (asking if seen.kind != "plain" else 0.0))
 
     @property
-    def _seconds_of_one(self) -> float:
-        return self._asking or LOOKUP_SECONDS
+    def _search_seconds(self) -> float:
+        return self._asking or SEARCH_SECONDS
 
     def _size(self, batch: int) -> GateState:
         size = self._sizes.get(batch.bit_length())
         if size is None:
-            cheap = batch * self._seconds_of_one <= NEGLIGIBLE_SHARE * self.cost.pass_seconds(batch, batch)
+            cheap = batch * self._search_seconds <= NEGLIGIBLE_SHARE * self.cost.pass_seconds(batch, batch)
             size = self._sizes[batch.bit_length()] = GateState(cheap)
         return size
 
     def _is_cheap(self, batch: int, plain: float) -> bool:
-        return batch <= ALWAYS_ASKED or batch * self._seconds_of_one <= NEGLIGIBLE_SHARE * plain
+        return batch <= ALWAYS_SEARCHED or batch * self._search_seconds <= NEGLIGIBLE_SHARE * plain
 
     def _time_asking(self, seconds: float, asked: int, batch: int) -> None:
         group = batch.bit_length()
@@ -262,7 +255,7 @@ class LookupGate:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
         if size.rounds < size.wait or size.rounds % ROUNDS_BETWEEN_DECISIONS or len(self._sample) < LEAST_SAMPLES:
             return False
-        if not self.around.is_known(PLAIN, len(ids)):
+        if not self.overhead.is_known(PLAIN, len(ids)):
             return False
         few, batch = [*self._sample], len(ids)
         found = sum([sum(offer.free) for offer in few])
@@ -347,8 +340,8 @@ def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     """The budgets of a round of several sequences, and how many were asked for it."""
     batch, few = len(seqs), gate.whom([seq.id for seq in seqs])
     if few is not None:
-        _ask_few(gate, planner, seqs, few)
-        planner.skip()
+        _search_few(gate, planner, seqs, few)
+        planner.take_chains((), ())
         return [NOTHING] * batch, len(few)
     offers = [planner.offer(seq) for seq in seqs]
     planner.take_chains(seqs, offers)
@@ -360,14 +353,14 @@ def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     return [chain_budget(depth) for depth in depths], batch
 
 
-def asked_beside(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> int | None:
+def search_ahead(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> int | None:
     """Of how many it was asked, beside a plain round under way, whether the next is plain too; None = it is not.
 
     What they find is one token old by then: it shows whether it is worth reading the round under way first.
     """
     batch, few = len(seqs), gate.whom([seq.id for seq in seqs], unread=True)
     if few is not None:
-        _ask_few(gate, planner, seqs, few)
+        _search_few(gate, planner, seqs, few)
         return len(few)
     if not gate.is_open(batch):
         return None  # it is to be opened
@@ -376,7 +369,7 @@ def asked_beside(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     return None if gate.pays(sum(depths), accepted, batch) else batch
 
 
-def _ask_few(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq], few: Sequence[int]) -> None:
+def _search_few(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq], few: Sequence[int]) -> None:
     for seq in seqs if few else ():
         if seq.id in few:
-            gate.note_offer(planner.offer(seq))
+            gate.note_sample(planner.offer(seq))

@@ -1,24 +1,15 @@
 """SequencePlanner: budgets of single sequences, for drafters without a menu (n-gram, heads and models on a CPU).
 
-Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), one that must run (a head,
-a model), or no draft. The one with the highest expected gain is taken, in tokens beyond those that would have been
-written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for one that
-cannot stop by itself, depth is fixed beforehand from the acceptance at each depth. Flat costs thus give wide and deep
-trees, steep ones short chains or nothing, by one rule.
+Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), a drafter that must run (a
+head, a model), or no draft. The option with the highest expected gain is taken, in tokens beyond those that would have
+been written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for a
+drafter that cannot stop by itself, depth is fixed beforehand from the acceptance at each depth.
 
-Where nothing pays, only a trial can show that acceptance has risen, and trials cost: they are made within the allowance
-(allowance.py), and are as short as can pay, so that they come often.
-
-FreeDrafts: how far drafts that cost nothing (look-ups) are trusted, what they may lose, and their budgets.
-
-Trials: when a drafter that does not pay is tried again.
-
-A drafter that stops where it is not confident says at once what it would gain, so one round tells. Its trials come
-after 2, 4, ... 32 rounds without a draft, until one pays again; a new text has one at once, and then starts
-from half the wait of the text before. All trials together lose no more than the allowance has (allowance.py). Others
-need several rounds to show what they gain, which only the allowance limits.
-
-Until the next trial a sequence that is alone rests: nothing is planned for it, and its rounds follow each other.
+Where nothing pays, only a trial can show that acceptance has risen (`Trials`). A drafter that stops where it is not
+confident says at once what it would gain: its trials come after 2, 4, ... 32 rounds without a draft, until one pays
+again; a new text has one at once, and then starts from half the wait of the text before. Trials are as short as can
+pay, and all together lose no more than the allowance has (allowance.py). Until the next trial a sequence that is
+alone rests: nothing is planned for it, and its rounds follow each other.
 """
 
 from __future__ import annotations
@@ -32,11 +23,11 @@ from forerun.control.cost import CostModel
 from forerun.control.prices import (
     REFRESH_ROUNDS,
     Levels,
+    MeanNodes,
     Option,
     Pace,
     PriceList,
     PriceLists,
-    UsualNodes,
     allocate,
     best_depth,
     share_chains,
@@ -67,7 +58,7 @@ class SequencePlanner:
         # rounds without a draft that are not booked yet, by sequence; and those in which a drafter that costs rested
         self._idle, self._rested = dict[int, int](), dict[int, int]()
         self._pace, self._prices = Pace(), PriceLists(nodes, width)
-        self._trials, self._usual = Trials(self.allowance), UsualNodes()
+        self._trials, self._usual = Trials(self.allowance), MeanNodes()
 
     @property
     def rate(self) -> float:
@@ -151,10 +142,6 @@ class SequencePlanner:
             self._record(seq_id).idle += rounds
         self._idle, self._rested = {}, {}
 
-    def skip(self) -> None:
-        """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
-        self._offers, self._asked = {}, {}
-
     def free_chains(self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAIN_NODES) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
         self._settle_idle()
@@ -171,7 +158,7 @@ class SequencePlanner:
         return share_chains(chains, costs, self.free.trust)
 
     def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
-        """The round of these is observed here; where `free_chains` has planned it, nobody else is asked."""
+        """The round of these sequences is observed here; of no sequences: there is nothing to learn from it."""
         self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
         self._asked = {}
 

@@ -1,14 +1,9 @@
-"""PriceLists: what nodes cost in tokens, made anew every few rounds, as costs are corrected by every round.
+"""What nodes cost in tokens (`PriceLists`), and how deep to draft at that price.
 
-How deep to draft: arithmetic on survivals, prices and the cost of levels, all in tokens.
-
-Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds
-its price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change
-whether a node pays.
-
-Pace: how many tokens a sequence writes in the time of a plain pass, of late. What time is worth follows from it.
-
-UsualNodes: how many nodes each sequence drafts on average, which tells what others of a batch leave of a pass.
+Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds its
+price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change whether a
+node pays. What time is worth follows from the pace of late (`Pace`), and what others of the batch leave of a pass from
+their mean nodes (`MeanNodes`). Lists are made anew every few rounds, because every round corrects the costs.
 """
 
 from __future__ import annotations
@@ -243,7 +238,7 @@ class Pace:
 NEWEST_DRAFT = 0.2  # weight of the last round in the average
 
 
-class UsualNodes:
+class MeanNodes:
     """Averages by sequence."""
 
     def __init__(self) -> None:

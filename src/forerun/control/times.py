@@ -1,20 +1,15 @@
-"""Around: seconds of a round beside its pass, by form and size of batch, as rounds have shown them.
+"""Seconds of a round beside its pass, as rounds have shown them: by form and batch size, and of sequences alone.
 
-A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
-seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
-is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
-did not run yet can also be judged by drafts that followed.
+`RoundOverhead`: drafting, verdict and the host's work. An overlapping round hides the host's work; a round that was
+read first shows it. The seconds of a form are those of overlapping rounds, once there were any; what other
+rounds take on top of them is kept apart, as the gap. The first plain rounds of a process may be the slowest it ever
+sees: forms that did not run yet can also be judged by drafted rounds that overlapped. A gap is only seen where a round
+is read first, so that one slow round could keep it from ever being seen again: the gap is the median of the last few,
+with a presumed one among them until there are enough, and old gaps are forgotten while none is seen.
 
-What a process does for the first time is slow, and so is a round in which the machine pauses. A gap is only seen when a
-round is read first, so that one of these could keep it from ever being seen again: the gap is the median of the last
-few, what is presumed being one of them until there are enough, and old ones are forgotten while none is seen. Plain
-rounds are what all else is compared with, so that a slow one must not speak for them alone.
-
-RoundSeconds: what rounds of one text take with all their parts, as they were seen, and not the pass alone.
-
-A round that drafts takes the host longer, and ends a row of plain passes that run in one native call. Beside a pass of
-4 ms that is as much as the pass over one more node. So a draft must promise more than its nodes cost, and what it has
-lost is counted from the seconds of its round against those of plain rounds in a row, wherever they went.
+`RoundSeconds`: whole rounds of sequences that are alone. A round that drafts takes the host longer, and ends a row of
+plain passes that run in one native call. Beside a pass of 4 ms that is as much as the pass over one more node. So a
+draft must promise more than its nodes cost, and its loss is counted in seconds of its round against plain rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ PRESUMED_GAP = 5e-4  # seconds, before any was seen
 MOST_PRESUMED = 0.25  # of a round: the same at most
 
 
-class Around:
+class RoundOverhead:
     """Drafting, verdict and the host's work."""
 
     def __init__(self) -> None:
@@ -110,7 +105,7 @@ class Around:
         self._gaps.setdefault(group, deque(maxlen=GAPS_KEPT)).append(max(0.0, seconds - known))
         self._avoided[group] = 0
 
-    def avoid_gap(self, batch: int) -> None:
+    def note_avoided_gap(self, batch: int) -> None:
         """A round was not read first because of what that took: in time it is tried again."""
         group = batch.bit_length()
         if not (seen := self._gaps.get(group)):

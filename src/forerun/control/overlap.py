@@ -1,16 +1,14 @@
-"""Waiting: may the next round start before the last one is read, or does it wait for a look-up, or for the end?
+"""Overlap: is the next round launched before the last one is read, or is that read first, for a look-up or for an end?
 
-A round that drafts on the device follows the last one at no cost to it; a look-up needs the last tokens, so that the
-round before it must be read first, and the one behind it too. While a round is under way the host looks up what would
-follow the tokens that it knows. The match is expected to go on behind the round that is under way as likely as its
-counts say (of matches so long, in this text first). Only if the tokens that it then promises are worth more than what
-the head would write in the same time, and in the gap, does the next round wait.
+A round that drafts on the device follows the last one at no cost. A look-up needs the last tokens, so that the round
+before it must be read first, and the round behind it too. While a round is under way the host looks up what follows the
+tokens that it knows. The match is expected to continue through the round under way as likely as its counts say.
+Only if the tokens that it then promises are worth more than what the head would write in the same time, and in the gap,
+is the round under way read first. Where there is no head, the same holds of plain rounds, which overlap too.
 
-Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
-
-What waiting and look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what
-look-ups have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as
-little as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of it.
+What look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what look-ups
+have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as little
+as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of the bound.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from forerun.control.times import presumed_gap
 from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 
-MOST_WAITED_FOR = 2  # sequences for which a round may wait for look-ups
+MOST_READ_FIRST = 2  # sequences for which a round may wait for look-ups
 MEMORY = 0.95  # per time: of what the head's trees accept where look-ups promise more, and of what waiting brought
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
 LEAST_GAIN_ON_HEAD = 1.0  # tokens that waiting must gain on a head
@@ -45,7 +43,7 @@ class _Matches(NamedTuple):
     accepted: float  # tokens of the batch, if they do
 
 
-class Waiting:
+class Overlap:
     """Weighs look-ups against the form that the device drafts."""
 
     def __init__(self, chains: Chains) -> None:
@@ -61,13 +59,13 @@ class Waiting:
         """What is offered for the coming round, or, asked meanwhile, for the one under way."""
         self._promised = sum([sum(offer.free) for offer in offers])
         if not self._promised:
-            self._give_up()
+            self._note_missed()
 
     def takes(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         """Is a round of look-ups better than the head's, where the last one was read in any case, and covered?"""
         taken = self._is_better(chooser, head, free, batch)
         if not taken:
-            self._give_up()
+            self._note_missed()
         return taken
 
     def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
@@ -82,7 +80,7 @@ class Waiting:
         """Should the next round wait until the one under way is read?"""
         batch = len(offers)
         self.note(offers)
-        if not (head.form.nodes or chooser.around.follows(PLAIN, batch)):
+        if not (head.form.nodes or chooser.overhead.follows(PLAIN, batch)):
             return False  # what all else is compared with; one that follows shows it
         least = LEAST_GAIN_ON_HEAD if head.form.nodes else LEAST_GAIN_ON_PLAIN
         matches = self._behind(offers, head.tokens / batch, least)
@@ -90,7 +88,7 @@ class Waiting:
         if not matches.nodes and other <= least * batch:
             return False
         trust = min(1.0, self._kept.value())
-        free = free_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
+        free = lookup_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
         gain += (1.0 - matches.holds) * max(0.0, batch + trust * other - rate * free.seconds)
@@ -115,7 +113,7 @@ class Waiting:
             return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
-    def _give_up(self) -> None:
+    def _note_missed(self) -> None:
         """What the last round waited for has not come."""
         self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
         self._hoped = 0.0
@@ -146,30 +144,30 @@ class Waiting:
         self.allowance.book(0.0)
         self._kept.add(0.0, 0.0, FORGIVING)
         expected = head.tokens - batch
-        if batch <= MOST_WAITED_FOR and self._promised > expected > 0.0:
+        if batch <= MOST_READ_FIRST and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
 
 
-def beside_plain() -> Allowance:
+def lookup_allowance() -> Allowance:
     """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
     return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8, earned_up_to=0.8)
 
 
-def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
+def lookup_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
     """A round that drafts so many nodes from look-ups. It is read first, and the one behind it too."""
     free = chooser.promise_of(LOOKUP, batch + nodes, batch, batch + accepted)
-    if chooser.around.is_known(LOOKUP, batch) or not chooser.around.follows(PLAIN, batch):
+    if chooser.overhead.is_known(LOOKUP, batch) or not chooser.overhead.follows(PLAIN, batch):
         return free
     return free._replace(seconds=free.seconds + _gap(chooser, head, batch))
 
 
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
-    around = chooser.around
-    gap = chooser.gap(batch) if around.follows(PLAIN, batch) else 0.0
-    around.lower(LOOKUP, batch, around.seconds(PLAIN, batch, 0.0) + gap)
-    around.avoid_gap(batch)
+    overhead = chooser.overhead
+    gap = chooser.gap(batch) if overhead.follows(PLAIN, batch) else 0.0
+    overhead.lower(LOOKUP, batch, overhead.seconds(PLAIN, batch, 0.0) + gap)
+    overhead.note_avoided_gap(batch)
 
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
