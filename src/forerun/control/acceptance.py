@@ -109,7 +109,7 @@ class History:
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
     gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
     rounds: float = PRIOR_TRIES
-    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted, and those that were
+    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted; next: tokens that were
     accepted: float = PRIOR_TRIES
     nodes: float = 0.0  # drafted per level
     wait: int = FIRST_WAIT  # rounds without a draft before a trial
@@ -137,7 +137,7 @@ class History:
         )
 
     def count(self, depth: int, accepted: int, nodes: int = 0) -> None:
-        """A tree so deep was drafted, and this many tokens of it were accepted."""
+        """A tree of `nodes` nodes and `depth` levels was drafted, and `accepted` tokens of it were accepted."""
         tried = min(accepted + 1, depth)
         memory = MEMORY**tried
         self.hits = self.hits * memory + accepted
@@ -153,7 +153,7 @@ class History:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
     def count_gain(self, gain: float, memory: float = MEMORY) -> None:
-        """A round with this drafter gained so many tokens beyond what its time was worth."""
+        """A round with this drafter gained `gain` tokens beyond what its time was worth."""
         self.gain = self.gain * memory + gain
         self.rounds = self.rounds * memory + 1.0
 
@@ -162,7 +162,7 @@ class History:
         self.idle, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
 
     def count_expected(self, expected: float, accepted: int) -> None:
-        """The drafter expected so many tokens to be accepted, and so many were."""
+        """The drafter expected `expected` tokens to be accepted, and `accepted` tokens were."""
         self.expected = self.expected * TRUST_MEMORY + expected
         self.accepted = self.accepted * TRUST_MEMORY + accepted
 

@@ -24,7 +24,7 @@ from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-# rounds that drafted nothing: one of so many is timed, out of step with calls of up to eight, and all of the first
+# rounds without a draft: one of 11 is timed (a prime: native calls run up to 8 of them), and each of the first 16
 TIMED_EVERY, TIMED_AT_FIRST = 11, 16
 REPEATS = 64  # rounds that follow under one plan at most, before one is read first
 UNFOLLOWED_ROUNDS = 4  # plain rounds that were read first, after which none is expected to follow
@@ -75,7 +75,7 @@ class AdaptiveController:
         looks_up: Callable[[Seq], bool] = lambda seq: False,
         follows: bool = False,
     ) -> None:
-        """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
+        """`follows`: plain rounds overlap on this target."""
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
@@ -347,7 +347,7 @@ def starts(outcome: Round) -> bool:
 
 
 def delayed_by_prompts(outcome: Round) -> bool:
-    """Had anybody begun to write before this round? Else its prompts lay beside no trees: nobody was delayed."""
+    """Had a sequence begun to write before this round? Else its prompts delayed no sequence."""
     columns = zip(outcome.seqs, outcome.accepted, strict=True)
     return any([len(seq.tokens) - seq.prompt_length > count + 1 for seq, count in columns])  # noqa: C419
 

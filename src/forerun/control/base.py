@@ -37,7 +37,7 @@ class WaitingPrompts:
 
     requests: int = 0  # that have a place in the batch
     rows: int = 0  # their tokens that are not cached
-    taken: int = 0  # of these rows, those that the coming pass reads at most
+    taken: int = 0  # rows of prompts that the coming pass prefills at most
     room: int = 1 << 30  # rows of a pass, trees included
 
 

@@ -37,7 +37,7 @@ RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at
 METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
 NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
-# rounds whose corrections count at once, while much is new; later, those of so many count together
+# rounds: the corrections of the first 32 count at once, while much is new; later those of 4 rounds together
 FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
 PRIOR_ROUNDS = 3.0  # that a less specific ratio counts for
 MEMORY_ROUNDS = 30.0  # that a ratio remembers
@@ -80,7 +80,7 @@ class Corrections:
         return found
 
     def add(self, batch: int, weights: Mapping[int, float], ratio: float) -> None:
-        """A round took so many times what was measured; it lies between sizes of these weights."""
+        """A round took `ratio` times what was measured; its rows lie between sizes of these weights."""
         self.overall.add(ratio)
         self.by_batch.setdefault(batch, Ratio()).add(ratio)
         for size, weight in weights.items():
@@ -103,10 +103,10 @@ class CostModel:
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
-        """Seconds of a pass over so many nodes of so many sequences, without what prompts beside them take.
+        """Seconds of a pass over `rows` nodes of `batch` sequences, without what prompts in the same pass take.
 
         A node costs little where weights are what takes time, and more in a pass that prompts have filled: it is
-        priced behind those that there are of late. What they take themselves is left out, because prompts must be read
+        priced on top of recent prompt rows. What prompts take themselves is left out, because prompts must be read
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
         if self.beside < 0.5:
@@ -115,7 +115,7 @@ class CostModel:
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
 
     def whole_seconds(self, rows: int, batch: int) -> float:
-        """Seconds of a pass over so many rows, prompts among them."""
+        """Seconds of a pass over `rows` rows, prompts included."""
         return self._known(rows, batch)
 
     def _prompts_seconds(self, batch: int) -> float:
@@ -160,7 +160,7 @@ class CostModel:
         return found
 
     def note_prompts(self, rows: int) -> None:
-        """The last pass had so many rows of prompts beside its trees."""
+        """The last pass had `rows` rows of prompts beside its trees."""
         self.beside += NEWEST * (rows - self.beside)
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
@@ -180,7 +180,7 @@ class CostModel:
             self._found.clear()
 
     def _between(self, rows: int) -> tuple[int, int, float]:
-        """Places of the sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
+        """The measured sizes below and above `rows`, and the share of the way between them; above 1 beyond the last."""
         sizes, last = self._sizes, len(self._sizes) - 1
         place = bisect_left(sizes, rows)
         if place > last:
@@ -257,7 +257,7 @@ class CostModel:
 
 
 def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[PlainSeq]:
-    """Sequences to measure passes of up to so many rows on, with ids that no engine gives; as many as there is room."""
+    """Sequences to time passes of up to `rows` rows on, as many as there is room for; no engine gives their ids."""
     context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
     while context > 2 and not target.has_room(context + 1):
         context //= 2  # a small KV cache: measure on a shorter sequence
@@ -269,7 +269,7 @@ def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[Pl
 
 
 def time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:
-    """Seconds of one pass over so many rows of a text, of these sequences together."""
+    """Seconds of one pass over `rows` rows of a text, shared by these sequences."""
     each = rows // len(probes)
     chains = [[text[(i * each + j) % len(text)] for j in range(each)] for i in range(len(probes))]
     for probe, chain in zip(probes, chains, strict=True):
@@ -308,7 +308,7 @@ def is_busy(load: float | None, available: int) -> bool:
 
 
 STRIDE = 7919  # a prime, so that tokens differ
-PIECES, PIECE_LENGTH = 8, 16  # of a text of its own: so many rows in so many passes
+PIECES, PIECE_LENGTH = 8, 16  # of a text that the model writes: 8 pieces at once, of 16 tokens each
 LIKELY = 8  # tokens that each token of it is drawn from
 _SEED = 1
 _FIRST_ID = -1_000_000  # of sequences that no engine and no other measurement gives

@@ -34,10 +34,10 @@ HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes 
 HOPED_SECONDS_KNOWN, HOPED_SECONDS_GUESSED = 0.92, 0.75
 ROUNDS_TO_REGAIN = 8  # in which another form must gain as much as is lost by reading one first
 ROUNDS_BETWEEN_LOOKS = 4  # rounds that follow, from one look at other forms to the next
-# tokens of those that write, for one of a request that has not begun: somebody waits for its first
+# tokens of running sequences that one token of a request in prefill is worth: a user waits for its first token
 WAITING_TOKEN_WORTH = 8.0
-BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
-BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
+BURST, BURST_SHARE = 3, 1 / 6  # requests in prefill that make a burst: 3, and a sixth of the running sequences
+BURST_ENDS = 1 / 16  # of the running sequences: with fewer requests in prefill the burst is over
 REFRESH_ROUNDS = 8  # for which the seconds of all forms are kept: they change little
 
 
@@ -82,7 +82,7 @@ class FormChooser:
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
-        if not self._knows_plain(batch):  # what all else is compared with
+        if not self._knows_plain(batch):  # drafting is compared with it
             return self.promise_of(PLAIN, batch, batch, batch)._replace(is_trial=True)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
@@ -217,7 +217,7 @@ class FormChooser:
         return self.cost.pass_seconds(batch, batch) + self.overhead.seconds(PLAIN, batch, 0.0)
 
     def promise_of(self, form: Form, rows: int, batch: int, tokens: float, drafting: int = 0) -> Promise:
-        """What a round of this form takes that has so many rows; `drafting` sequences get a draft of the menu's."""
+        """A round of this form with `rows` rows, in which `drafting` sequences get a draft of the menu."""
         return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + self._overhead(form, drafting, batch))
 
     def _overhead(self, form: Form, drafting: int, batch: int) -> float:
@@ -232,7 +232,7 @@ class FormChooser:
         return slow and self.last.nodes > 0
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
-        """Of a pass in which so many of a batch get a draft of the menu's."""
+        """Rows of a pass in which `drafting` sequences of a batch get a draft of the menu."""
         return self.menu.rows(form, drafting) + batch - drafting if form.nodes else batch
 
     def _seconds(self, drafting: int, batch: int) -> list[float]:

@@ -36,7 +36,7 @@ SAMPLING_SHARE = 0.002  # of a plain round: what asking single sequences may tak
 OPENING_SHARE = 0.04
 FIRST_CREDIT = 0.2  # of a plain round: what asking single sequences may take at once
 BETTER = 1.03  # times what plain decoding gives, for the gate to open
-SAMPLED_SEQUENCES = 4  # that are asked again and again while it is closed: who was never asked has more to read
+SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first search reads the whole text
 LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
 KEPT_SAMPLES = 32  # the last offers, which show what is found of late
 ROUNDS_BETWEEN_DECISIONS = 16  # while the gate is closed
@@ -61,20 +61,20 @@ class LookupGate:
     overhead: RoundOverhead = field(default_factory=RoundOverhead)
     allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
     _sizes: dict[int, GateState] = field(default_factory=dict)
-    _drafting: dict[int, float] = field(default_factory=dict)  # "draft" of rounds in which nobody was asked
+    _drafting: dict[int, float] = field(default_factory=dict)  # the part "draft" of rounds without look-ups
     # beside the pass, of plain rounds that were read first
     _shown: dict[int, float] = field(default_factory=dict)
     _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
     _asking: float = 0.0  # seconds of one look-up where all are asked; 0 = none was timed
-    _sampling: float = 0.0  # the same of those that are asked now and then
-    _reading: float = 0.0  # the same of those that were never asked before
-    _panel: list[int] = field(default_factory=list)  # whom to ask, the next one first
+    _sampling: float = 0.0  # the same of the sampled sequences
+    _reading: float = 0.0  # the same of sequences that were never searched before
+    _panel: list[int] = field(default_factory=list)  # sampled sequences, the next one first
     _met: set[int] = field(default_factory=set)  # sequences that were asked
-    _fresh: int = 0  # of those asked in this round, those that never were before
+    _fresh: int = 0  # sequences of this round that were searched for the first time
     _credit: float | None = None  # seconds that asking single sequences may take; None = it was never closed
     _promising: bool = False  # drafts seem to pay, but it is too dear to ask all at once
     _streak: int = 0  # rounds in a row that drafted nothing
-    _kept: Factor = field(default_factory=lambda: Factor(8.0))  # tokens accepted, by those that were promised
+    _kept: Factor = field(default_factory=lambda: Factor(8.0))  # tokens accepted over tokens promised
     _promised: float = 0.0  # of this round
 
     def whom(self, ids: Sequence[int], unread: bool = False) -> Sequence[int] | None:
@@ -115,7 +115,7 @@ class LookupGate:
         for one in panel:
             fresh = one not in self._met
             if self._credit < (first if fresh else again) or (asked and fresh != bool(self._fresh)):
-                break  # those that were never asked are timed apart
+                break  # first searches are timed apart
             self._credit -= first if fresh else again
             self._fresh += fresh
             asked.append(one)
@@ -139,7 +139,7 @@ class LookupGate:
         return self._size(batch).is_open
 
     def searches_all(self, batch: int) -> bool:
-        """Is asking all of so many so cheap that it is not weighed?"""
+        """Do look-ups for all of `batch` sequences take too little to be weighed?"""
         return batch <= ALWAYS_SEARCHED or self._is_cheap(batch, self.plain_seconds(batch))
 
     def note_sample(self, offer: Offer) -> None:
@@ -156,7 +156,7 @@ class LookupGate:
         return next(fits, 0)
 
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
-        """Is a round that drafts so many nodes worth more than one that drafts nothing, and covered?"""
+        """Is a round that drafts `nodes` nodes worth more than a round without drafts, and covered?"""
         size, self._promised = self._size(batch), accepted
         if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
@@ -169,7 +169,7 @@ class LookupGate:
         return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
     def observe(self, outcome: Round, asked: int) -> None:
-        """A round in which so many were asked."""
+        """A round in which look-ups were made for `asked` sequences."""
         batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
         form = LOOKUP if nodes else SEARCHED if asked >= batch else PLAIN
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
@@ -211,7 +211,7 @@ class LookupGate:
         return self.cost.pass_seconds(rows, batch) + self._overhead(form, batch)
 
     def _overhead(self, form: Form, batch: int) -> float:
-        """Seconds of a round beside its pass: what rounds took, else by those that were seen."""
+        """Seconds of a round beside its pass: what rounds of this kind took, else estimated from other kinds."""
         asking, known = batch * self._search_seconds, self.overhead.is_known
         if known(form, batch):
             return self.overhead.seconds(form, batch, 0.0)
@@ -307,7 +307,7 @@ class GateState:
         self.is_open, self.rounds, self.gain, self.plain_due = True, 0, 0.0, 1 << 30
 
     def note(self, gain: float) -> None:
-        """An open round gained so many plain rounds."""
+        """An open round gained the time of `gain` plain rounds."""
         self.rounds += 1
         self.gain += max(NEWEST_GAIN, 1.0 / self.rounds) * (gain - self.gain)
 
@@ -326,7 +326,7 @@ class GateState:
 
 @lru_cache(maxsize=64)
 def chain_budget(depth: int) -> Budget:
-    """A chain that was found, so long."""
+    """The budget of a chain of `depth` tokens that was found."""
     return Budget(depth, depth, source="free") if depth else NOTHING
 
 

@@ -81,7 +81,7 @@ class Overlap:
         batch = len(offers)
         self.note(offers)
         if not (head.form.nodes or chooser.overhead.follows(PLAIN, batch)):
-            return False  # what all else is compared with; one that follows shows it
+            return False  # only an overlapping plain round shows what look-ups are compared with
         least = LEAST_GAIN_ON_HEAD if head.form.nodes else LEAST_GAIN_ON_PLAIN
         matches = self._behind(offers, head.tokens / batch, least)
         other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
@@ -119,7 +119,7 @@ class Overlap:
         self._hoped = 0.0
 
     def _behind(self, offers: Sequence[Offer], written: float, least: float) -> _Matches:
-        """The same matches behind so many tokens more, given that these are right."""
+        """The same matches `written` tokens further on, given that these tokens are right."""
         more = round(written)
         if sum([sum(offer.free[more:]) for offer in offers]) <= least * len(offers):  # the usual case
             return _Matches(0.0, 0, 0.0)
@@ -133,7 +133,7 @@ class Overlap:
         return batch + (head.tokens - batch) * max(1.0, self._copied.value())
 
     def observe(self, head: Promise, taken: Form, seconds: float, accepted: int, batch: int) -> None:
-        """A round of the head's form, or of look-ups in its place, that took so long and accepted so many tokens."""
+        """A round of the head's form, or of look-ups in its place: its seconds, and tokens accepted."""
         if taken.kind == "lookup":
             if head.form.nodes:
                 self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
@@ -155,7 +155,7 @@ def lookup_allowance() -> Allowance:
 
 
 def lookup_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
-    """A round that drafts so many nodes from look-ups. It is read first, and the one behind it too."""
+    """A round that drafts `nodes` nodes from look-ups. The round before it is read first, and so is this one."""
     free = chooser.promise_of(LOOKUP, batch + nodes, batch, batch + accepted)
     if chooser.overhead.is_known(LOOKUP, batch) or not chooser.overhead.follows(PLAIN, batch):
         return free
@@ -193,7 +193,7 @@ def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
 
 
 def level_rate(accepted: float, depth: int) -> float:
-    """The acceptance rate of every level of a tree so deep of which so many tokens are accepted on average."""
+    """The acceptance rate per level of a tree of `depth` levels, of which `accepted` tokens are accepted on average."""
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2

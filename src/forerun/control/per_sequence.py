@@ -146,7 +146,9 @@ class SequencePlanner:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
         self._settle_idle()
         chains = [offer.free[: self.nodes] for offer in offers]
-        if not (any(chains) and self.free.allowance.covers_usual):  # nobody has one: the usual case of a few
+        if not (
+            any(chains) and self.free.allowance.covers_usual
+        ):  # no sequence has a match: the usual case of small batches
             return [0] * len(offers), 0.0
         if batch == 1:  # by the list that its budget will have
             price = self._price(1, self.rate, 0).price
@@ -209,7 +211,7 @@ class SequencePlanner:
     def _book(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
         """Record what a drafter that costs gained, against the passes that it took.
 
-        `once` are those that went into reading the sequence so far: later rounds do not need them again.
+        `once` is the part of `spent` that went into reading the sequence so far: later rounds do not repeat it.
         """
         following = self.offer(seq)  # it also says what was expected of the round that is being booked
         self._next[seq.id] = len(seq.tokens), following
@@ -251,7 +253,7 @@ class SequencePlanner:
         return Option(offer, free.levels, idle=not free_gain)
 
     def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
-        """How deep each of several sequences should draft beside so many nodes of others."""
+        """How deep each of several sequences should draft beside `beside` nodes of others."""
         most = sum(round(len(one.survivals) * one.nodes) + 1 for one in levels)
         seconds = self.cost.passes_seconds(batch + beside, most + 1, batch)
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
@@ -289,7 +291,7 @@ class SequencePlanner:
         return self._prices.of(self.cost, batch, rate, others)
 
     def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
-        """Tokens that would have been written in that time, per sequence of those that share it."""
+        """Tokens that would have been written in that time, per sequence of the `sharing` ones."""
         return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
 
     def _record(self, seq_id: int) -> History:
@@ -310,7 +312,7 @@ class FreeDrafts:
     def __init__(self) -> None:
         # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
         self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
-        self._kept = Factor(4.0)  # tokens accepted, by those that were expected
+        self._kept = Factor(4.0)  # tokens accepted over tokens expected
 
     @property
     def trust(self) -> float:
@@ -352,7 +354,7 @@ class FreeDrafts:
         self.allowance.rest(rounds)
 
     def note_chain(self, accepted: int, expected: float) -> None:
-        """Of a chain so many tokens were accepted."""
+        """Of a chain `accepted` tokens were accepted, and `expected` were expected."""
         self._kept.add(accepted, expected, FREE_MEMORY)
 
 

@@ -33,7 +33,7 @@ class PriceList:
 
 
 class PriceLists:
-    """Lists by batch size, pace and nodes of others, for trees of so many nodes and children at most."""
+    """Lists by batch size, pace and nodes of others, for trees of at most `nodes` nodes and `width` children."""
 
     def __init__(self, nodes: int, width: int) -> None:
         self.nodes, self.width, self.rounds, self._age = nodes, width, 0, 0.0
@@ -55,7 +55,7 @@ class PriceLists:
             self._lists.clear()
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
-        """For one sequence of a batch whose others draft so many nodes; `rate` is its pace."""
+        """For one sequence of a batch whose others draft `others` nodes; `rate` is its pace."""
         key = batch, round(rate * 20) / 20, others
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
@@ -142,7 +142,7 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
 def share_options(
     options: Sequence[Option], depths: Sequence[int], batch: int, beside: int
 ) -> tuple[list[Option], list[int]]:
-    """The same with one pass for all sequences, so deep each: and how many nodes the others of each have."""
+    """The options with one pass for all sequences, of these depths; and the nodes that the others of each have."""
     nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
     shared = [
         Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
@@ -168,7 +168,7 @@ def share_chains(
     if not best:
         return [0] * len(chains), 0.0
     least, depths = ranked[best - 1], list[int]()
-    # places for those that are just as likely
+    # nodes for survivals that are equal to the least
     ties = best - sum([survival > least for survival in ranked[:best]])
     for chain in chains:
         above = 0

@@ -123,7 +123,7 @@ class RoundOverhead:
 
 
 def presumed_gap(seconds: float) -> float:
-    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
+    """The gap before any was seen, for rounds of `seconds`: the host's work, which the device does not change."""
     return min(PRESUMED_GAP, MOST_PRESUMED * seconds)
 
 
@@ -162,9 +162,10 @@ class RoundSeconds:
             self._end_row()
 
     def note(self, seconds: Mapping[str, float], expected: float, nodes: int, cost: float) -> float:
-        """A round that drafted so many nodes: what they cost in plain rounds, the host's work included.
+        """A round that drafted `nodes` nodes: what they cost in plain rounds, the host's work included.
 
-        Its pass was expected to take so long. `cost`: by the pass alone, which counts until plain rounds were seen.
+        Its pass was expected to take `expected` seconds. `cost` is by the pass alone: it counts until plain rounds were
+        seen.
         """
         if nodes:
             return self._note_drafted(seconds, expected, cost)
@@ -192,7 +193,7 @@ class RoundSeconds:
 
 
 def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:
-    """What the drafters that were asked so deep took; a pause of the machine is not charged to them."""
+    """Seconds that drafters took which were asked for these depths; a pause of the machine is not charged to them."""
     most = 0.0
     for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
         if seq.id in asked:
