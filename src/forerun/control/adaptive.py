@@ -17,7 +17,7 @@ from forerun.control.allowance import Allowance
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import NO_FORMS, FormChooser, Promise
-from forerun.control.lookups import MOST_WITH_TREES, LookupGate, chain_budget, plan_lookup, plan_lookups, search_ahead
+from forerun.control.lookups import MOST_WITH_TREES, LookupGate, chain_budget, plan_lookups, search_ahead
 from forerun.control.overlap import MOST_READ_FIRST, Overlap, ends, lookup_allowance, lookup_promise, within
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
@@ -139,7 +139,7 @@ class AdaptiveController:
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         if len(seqs) == 1:
-            budget = plan_lookup(self.planner, seqs[0])
+            budget = self.planner.lookup_budget(seqs[0])
             self._planned.rests = None if budget.nodes else False
             return [budget]
         budgets, self._planned.searched = plan_lookups(self.gate, self.planner, seqs)

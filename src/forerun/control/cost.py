@@ -110,21 +110,17 @@ class CostModel:
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
         if self.beside < 0.5:
-            return self._known(rows, batch)
-        found = self._known(rows + round(self.beside), batch)
+            return self.whole_seconds(rows, batch)
+        found = self.whole_seconds(rows + round(self.beside), batch)
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
-
-    def whole_seconds(self, rows: int, batch: int) -> float:
-        """Seconds of a pass over `rows` rows, prompts included."""
-        return self._known(rows, batch)
 
     def _prompts_seconds(self, batch: int) -> float:
         """What prompts add to a plain pass of such a batch."""
         rows = round(self.beside)
-        return self._known(rows + batch, batch) - self._known(batch, batch) if rows else 0.0
+        return self.whole_seconds(rows + batch, batch) - self.whole_seconds(batch, batch) if rows else 0.0
 
-    def _known(self, rows: int, batch: int) -> float:
-        """`_alone`, looked up once."""
+    def whole_seconds(self, rows: int, batch: int) -> float:
+        """Seconds of a pass over `rows` rows, prompts included."""
         found = self._found.get((rows, batch))
         if found is None:
             found = self._found[rows, batch] = self._alone(rows, batch)
@@ -165,7 +161,7 @@ class CostModel:
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
-        known, sizes, (low, high, share) = self._known(rows, batch), self._sizes, self._between(rows)
+        known, sizes, (low, high, share) = self.whole_seconds(rows, batch), self._sizes, self._between(rows)
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
         below, above = self.seconds[sizes[low]], self.seconds[sizes[high]]
         measured = max((1 - share) * below + share * above, 1e-3 * above)

@@ -194,8 +194,8 @@ class LookupGate:
         size.note(gain)
         if self._is_cheap(batch, plain):
             return
-        if size.has_gained:
-            size.note_success()
+        if size.has_tried and size.gain > 0.0:
+            size.next_wait = FIRST_WAIT  # the next opening in vain counts as the first
         elif size.has_tried or not self.allowance.covers(0.2 * self.allowance.floor):
             size.close()
             self._sample.clear()  # what was found before is known to have misled
@@ -311,14 +311,6 @@ class GateState:
         self.rounds += 1
         self.gain += max(NEWEST_GAIN, 1.0 / self.rounds) * (gain - self.gain)
 
-    @property
-    def has_gained(self) -> bool:
-        return self.has_tried and self.gain > 0.0
-
-    def note_success(self) -> None:
-        """It has gained: the next opening in vain counts as the first."""
-        self.next_wait = FIRST_WAIT
-
     def close(self) -> None:
         self.is_open, self.rounds, self.wait = False, 0, self.next_wait
         self.next_wait = min(2 * self.next_wait, LONGEST_WAIT)
@@ -328,12 +320,6 @@ class GateState:
 def chain_budget(depth: int) -> Budget:
     """The budget of a chain of `depth` tokens that was found."""
     return Budget(depth, depth, source="free") if depth else NOTHING
-
-
-def plan_lookup(planner: SequencePlanner, seq: Seq) -> Budget:
-    """Of a sequence that is alone: nothing where a draft promises too little."""
-    offer = planner.offer(seq)
-    return planner.lookup_budget(seq, offer) if offer.free else NOTHING
 
 
 def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:

@@ -272,8 +272,11 @@ class SequencePlanner:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
-    def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
-        """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
+    def lookup_budget(self, seq: Seq) -> Budget:
+        """Of a sequence that is alone and has look-ups alone: nothing where they promise too little."""
+        offer = self.offer(seq)
+        if not offer.free:
+            return NOTHING
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
         # what plain rounds take comes first

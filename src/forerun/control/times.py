@@ -167,10 +167,15 @@ class RoundSeconds:
         Its pass was expected to take `expected` seconds. `cost` is by the pass alone: it counts until plain rounds were
         seen.
         """
-        if nodes:
-            return self._note_drafted(seconds, expected, cost)
-        self.note_plain(seconds)
-        return cost
+        if not nodes:
+            self.note_plain(seconds)
+            return cost
+        self._end_row()
+        total = sum(seconds.values())
+        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
+        if not self.plain:
+            return cost
+        return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
 
     def note_asked(self, seconds: Mapping[str, float]) -> float:
         """A round of a drafter that had to run: what the host took longer, in plain rounds, beside the draft itself."""
@@ -182,14 +187,6 @@ class RoundSeconds:
     def _end_row(self) -> None:
         self._row = self._row_beside = 0.0
         self._rounds = 0
-
-    def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
-        self._end_row()
-        total = sum(seconds.values())
-        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
-        if not self.plain:
-            return cost
-        return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
 
 
 def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:
