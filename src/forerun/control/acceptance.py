@@ -20,8 +20,8 @@ from forerun.core.offer import Form
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
 SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
 FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
-LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # of the common factor
-PRIOR_TOKENS = 2.0  # expected tokens that a prior counts for
+LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
+PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
 
 
 @dataclass(slots=True)
@@ -86,9 +86,9 @@ class Acceptance:
         self._own.pop(seq_id, None)
 
 
-PRIOR_ACCEPTANCE = 0.7  # acceptance before anything was seen
-PRIOR_TRIES = 3.0  # tries that a prior counts for
-MEMORY = 0.95  # per position tested, or per round
+PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
+PRIOR_TRIES = 3.0  # positions or rounds that a prior counts for: a few drafts outweigh it
+MEMORY = 0.95  # per position tested, or per round: acceptance changes within tens of tokens
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32

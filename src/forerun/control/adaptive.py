@@ -23,10 +23,10 @@ from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 
-MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
+MOST_NODES, MOST_WIDTH = 60, 10  # nodes and children where no limit was set: room for the largest form of a head
 # rounds without a draft: one of 11 is timed (a prime: native calls run up to 8 of them), and each of the first 16
 TIMED_EVERY, TIMED_AT_FIRST = 11, 16
-REPEATS = 64  # rounds that follow under one plan at most, before one is read first
+REPEATS = 64  # rounds under one plan before one is read first, so that every plan is made anew in time
 UNFOLLOWED_ROUNDS = 4  # plain rounds that were read first, after which none is expected to follow
 
 

@@ -81,7 +81,7 @@ class SeesPrompts(Protocol):
         ...
 
 
-USUAL_NODES = 8  # drafted every round, where no number was set
+USUAL_NODES = 8  # nodes of every round where no number was set
 
 
 class FixedController:

@@ -28,19 +28,19 @@ import torch
 from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import Target
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
 # a GPU: as its passes are
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
 METHOD = 2  # of measuring: curves kept by others are measured again
-CONTEXT = 128  # tokens cached while measuring
+CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to prefill
 NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
 # rounds: the corrections of the first 32 count at once, while much is new; later those of 4 rounds together
 FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
-PRIOR_ROUNDS = 3.0  # that a less specific ratio counts for
-MEMORY_ROUNDS = 30.0  # that a ratio remembers
+PRIOR_ROUNDS = 3.0  # rounds that a less specific ratio counts for: soon outweighed
+MEMORY_ROUNDS = 30.0  # rounds that a ratio remembers: a machine that slows down is noticed within a text
 
 
 @dataclass(slots=True)
@@ -305,8 +305,8 @@ def is_busy(load: float | None, available: int) -> bool:
 
 STRIDE = 7919  # a prime, so that tokens differ
 PIECES, PIECE_LENGTH = 8, 16  # of a text that the model writes: 8 pieces at once, of 16 tokens each
-LIKELY = 8  # tokens that each token of it is drawn from
-_SEED = 1
+LIKELY = 8  # likeliest tokens that each token of such a text is drawn from
+_SEED = 1  # of these draws: every start times the same text
 _FIRST_ID = -1_000_000  # of sequences that no engine and no other measurement gives
 
 

@@ -20,25 +20,25 @@ from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
+from forerun.control.prices import BEST_ACCEPTANCE
 from forerun.control.times import RoundOverhead, presumed_gap
 from forerun.core.offer import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
 BETTER = 1.03  # times the tokens per second of the last form, for another one
-ROUNDS_BETWEEN_TRIALS = 64
+ROUNDS_BETWEEN_TRIALS = 64  # rounds: more often, trials would cost what they find
 FOLLOWED_ROUND = 0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
-BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
 # times the seconds of a form, if all goes well: where rounds have shown them, and where they are a guess
 HOPED_SECONDS_KNOWN, HOPED_SECONDS_GUESSED = 0.92, 0.75
 ROUNDS_TO_REGAIN = 8  # in which another form must gain as much as is lost by reading one first
-ROUNDS_BETWEEN_LOOKS = 4  # rounds that follow, from one look at other forms to the next
+ROUNDS_BETWEEN_LOOKS = 4  # overlapping rounds from one comparison of all forms to the next: it takes the host long
 # tokens of running sequences that one token of a request in prefill is worth: a user waits for its first token
 WAITING_TOKEN_WORTH = 8.0
 BURST, BURST_SHARE = 3, 1 / 6  # requests in prefill that make a burst: 3, and a sixth of the running sequences
 BURST_ENDS = 1 / 16  # of the running sequences: with fewer requests in prefill the burst is over
-REFRESH_ROUNDS = 8  # for which the seconds of all forms are kept: they change little
+REFRESH_ROUNDS = 8  # rounds for which the seconds of all forms are kept: they change little
 
 
 class Promise(NamedTuple):

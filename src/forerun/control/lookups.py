@@ -25,28 +25,24 @@ from forerun.control.times import RoundOverhead
 from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
 from forerun.core.types import Budget, Round, Seq
 
-SEARCH_SECONDS = 25e-6  # of one look-up before any was timed
-DRAFTED_SECONDS = 5e-5  # that a sequence takes the host longer in a round that drafts, before any was timed
-ALWAYS_SEARCHED = 8  # sequences: of so few, all are asked in every round
-MOST_WITH_TREES = 2  # sequences for which look-ups make trees; of more, chains
-NEGLIGIBLE_SHARE = 0.02  # of a plain round: what asking all may take without being weighed
-SAMPLING_SHARE = 0.002  # of a plain round: what asking single sequences may take while the gate is closed
-# the same where drafts seem to pay, but the sequences never asked, who have their whole text to read, are too many to
-# be asked at once
-OPENING_SHARE = 0.04
-FIRST_CREDIT = 0.2  # of a plain round: what asking single sequences may take at once
+SEARCH_SECONDS = 25e-6  # seconds of one look-up before any was timed
+DRAFTED_SECONDS = 5e-5  # seconds of the host for each sequence of a round that drafts, before any was timed
+ALWAYS_SEARCHED = 8  # sequences: look-ups for 8 lose nothing, whatever they find
+MOST_WITH_TREES = 2  # sequences for which look-ups make trees; for more, chains, which are quicker to share out
+NEGLIGIBLE_SHARE = 0.02  # of a plain round: what look-ups for all may take without being weighed
+SAMPLING_SHARE = 0.002  # of a plain round: what samples may take while the gate is closed
+FIRST_CREDIT = 0.2  # of a plain round: what samples may take at once
 BETTER = 1.03  # times what plain decoding gives, for the gate to open
 SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first search reads the whole text
 LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
-KEPT_SAMPLES = 32  # the last offers, which show what is found of late
-ROUNDS_BETWEEN_DECISIONS = 16  # while the gate is closed
-TRUST_MEMORY = 0.97  # per drafted round, of tokens accepted by those promised
+KEPT_SAMPLES = 32  # offers: the last ones show what is found now
+ROUNDS_BETWEEN_DECISIONS = 16  # rounds while the gate is closed: weighing a batch takes the host long
+TRUST_MEMORY = 0.97  # per drafted round, of tokens accepted over tokens promised
 MOST_TRUST = 2.0  # trees have more accepted than the chains that are promised
 NEWEST = 0.05  # weight of the last round in averages of seconds
-PLAIN_ROUNDS = 8  # in a row while it is open, once, which show what plain rounds take
-SETTLED_ROUNDS = 4  # plain rounds in a row before they tell that: then they follow each other
+SETTLED_ROUNDS = 4  # plain rounds in a row before they are timed: by then they overlap
 
-NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # that a round may draft at most
+NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # nodes of a round at most, largest first
 
 # offers, batch, nodes at most -> depth of each, tokens accepted of all
 Chains = Callable[[Sequence[Offer], int, int], tuple[list[int], float]]
@@ -65,27 +61,26 @@ class LookupGate:
     # beside the pass, of plain rounds that were read first
     _shown: dict[int, float] = field(default_factory=dict)
     _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
-    _asking: float = 0.0  # seconds of one look-up where all are asked; 0 = none was timed
+    _asking: float = 0.0  # seconds of one look-up where all sequences are searched; 0 = none was timed
     _sampling: float = 0.0  # the same of the sampled sequences
     _reading: float = 0.0  # the same of sequences that were never searched before
     _panel: list[int] = field(default_factory=list)  # sampled sequences, the next one first
-    _met: set[int] = field(default_factory=set)  # sequences that were asked
+    _met: set[int] = field(default_factory=set)  # sequences that were searched
     _fresh: int = 0  # sequences of this round that were searched for the first time
-    _credit: float | None = None  # seconds that asking single sequences may take; None = it was never closed
-    _promising: bool = False  # drafts seem to pay, but it is too dear to ask all at once
+    _credit: float | None = None  # seconds that samples may take; None = it was never closed
     _streak: int = 0  # rounds in a row that drafted nothing
     _kept: Factor = field(default_factory=lambda: Factor(8.0))  # tokens accepted over tokens promised
     _promised: float = 0.0  # of this round
 
-    def whom(self, ids: Sequence[int], unread: bool = False) -> Sequence[int] | None:
-        """Which of these sequences are asked in this round: None = all, and what pays may be drafted.
+    def to_search(self, ids: Sequence[int], unread: bool = False) -> Sequence[int] | None:
+        """The sequences that look-ups are made for in this round: None = all, and what pays may be drafted.
 
-        `unread`: of a round that would start before the last one is known; if the gate is to open, that is read first.
+        `unread`: the round would overlap the last one; if the gate is to open, that is read first.
         """
         batch = len(ids)
         size = self._size(batch)
         if batch <= ALWAYS_SEARCHED or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
-            return self._open_round(size, batch)
+            return None
         size.rounds += 1
         if self._should_open(size, ids, plain):
             if unread:
@@ -93,19 +88,17 @@ class LookupGate:
                 return None
             size.open()
             self._met.update(ids)
-            self._promising = False
             return None
-        return self._few(ids, plain)
+        return self._sampled(ids, plain)
 
-    def _few(self, ids: Sequence[int], plain: float) -> list[int]:
-        """Those that are asked while it is closed: a few, the same ones for long, as far as the credit goes."""
-        share = OPENING_SHARE if self._promising else SAMPLING_SHARE
+    def _sampled(self, ids: Sequence[int], plain: float) -> list[int]:
+        """Sequences that are searched while it is closed: a few, the same ones for long, as far as the credit goes."""
         most = FIRST_CREDIT * plain
-        self._credit = most if self._credit is None else min(self._credit + share * plain, most)
+        self._credit = most if self._credit is None else min(self._credit + SAMPLING_SHARE * plain, most)
         again, first = self._sampling or SEARCH_SECONDS, self._reading or SEARCH_SECONDS
         if self._credit < min(again, first):
             return []
-        there, wanted = set(ids), len(ids) if self._promising else SAMPLED_SEQUENCES
+        there, wanted = set(ids), SAMPLED_SEQUENCES
         panel = [one for one in self._panel if one in there]
         if len(panel) < wanted:
             known = set(panel)
@@ -119,21 +112,9 @@ class LookupGate:
             self._credit -= first if fresh else again
             self._fresh += fresh
             asked.append(one)
-        if self._promising:
-            self.allowance.book((self._fresh * first + (len(asked) - self._fresh) * again) / plain)
         self._met.update(asked)
         self._panel = panel[len(asked) :] + asked
         return asked
-
-    def _open_round(self, size: GateState, batch: int) -> Sequence[int] | None:
-        """A round while it is open: all are asked, but for a few plain rounds that show what plain rounds take."""
-        if size.plain_left:
-            size.plain_left -= 1
-            return ()
-        if size.rounds >= size.plain_due and not self.overhead.is_known(PLAIN, batch):
-            size.plain_left, size.plain_due = PLAIN_ROUNDS - 1, 1 << 30
-            return ()
-        return None
 
     def is_open(self, batch: int) -> bool:
         return self._size(batch).is_open
@@ -261,7 +242,6 @@ class LookupGate:
         found = sum([sum(offer.free) for offer in few])
         most = 1.0 + found / len(few)  # tokens of a sequence, if all were drafted
         if most * plain <= BETTER * self._seconds(LOOKUP, batch, batch):
-            self._promising = False
             return False
         depths, accepted = self.chains([few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch))
         nodes = sum(depths)
@@ -269,9 +249,7 @@ class LookupGate:
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
         worst = seconds / plain - 1.0
         unread = self._reading / plain * len([one for one in ids if one not in self._met])
-        covered = self.allowance.covers(worst + unread)
-        self._promising = better and not covered and self.allowance.covers(worst)
-        return better and covered
+        return better and self.allowance.covers(worst + unread)
 
 
 def _moved(mean: float, value: float) -> float:
@@ -281,9 +259,8 @@ def _moved(mean: float, value: float) -> float:
 
 
 FIRST_WAIT, LONGEST_WAIT = (64, 512)  # rounds that it stays closed behind an opening in vain, twice as many each time
-LEAST_OPEN_ROUNDS = 48  # before it may close again: the gain of fewer is chance
+LEAST_OPEN_ROUNDS = 48  # rounds before it may close again: the gain of fewer is chance
 NEWEST_GAIN = 0.02  # weight of the last round in the average gain
-PLAIN_AFTER = 8  # open rounds before some are plain, to show what plain ones take
 
 
 @dataclass(slots=True)
@@ -295,8 +272,6 @@ class GateState:
     gain: float = 0.0  # of open rounds, in plain rounds: a moving average
     wait: int = 0  # rounds that it stays closed
     next_wait: int = FIRST_WAIT
-    plain_left: int = 0  # plain rounds that are still to be made to time them
-    plain_due: int = PLAIN_AFTER  # open rounds before that
 
     @property
     def has_tried(self) -> bool:
@@ -304,7 +279,7 @@ class GateState:
         return self.rounds >= LEAST_OPEN_ROUNDS
 
     def open(self) -> None:
-        self.is_open, self.rounds, self.gain, self.plain_due = True, 0, 0.0, 1 << 30
+        self.is_open, self.rounds, self.gain = True, 0, 0.0
 
     def note(self, gain: float) -> None:
         """An open round gained the time of `gain` plain rounds."""
@@ -324,7 +299,7 @@ def chain_budget(depth: int) -> Budget:
 
 def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:
     """The budgets of a round of several sequences, and how many were asked for it."""
-    batch, few = len(seqs), gate.whom([seq.id for seq in seqs])
+    batch, few = len(seqs), gate.to_search([seq.id for seq in seqs])
     if few is not None:
         _search_few(gate, planner, seqs, few)
         planner.take_chains((), ())
@@ -344,7 +319,7 @@ def search_ahead(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
 
     What they find is one token old by then: it shows whether it is worth reading the round under way first.
     """
-    batch, few = len(seqs), gate.whom([seq.id for seq in seqs], unread=True)
+    batch, few = len(seqs), gate.to_search([seq.id for seq in seqs], unread=True)
     if few is not None:
         _search_few(gate, planner, seqs, few)
         return len(few)

@@ -25,12 +25,11 @@ from forerun.control.times import presumed_gap
 from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 
-MOST_READ_FIRST = 2  # sequences for which a round may wait for look-ups
-MEMORY = 0.95  # per time: of what the head's trees accept where look-ups promise more, and of what waiting brought
-FORGIVING = 0.997  # of the same, per round, so that distrust does not last
-LEAST_GAIN_ON_HEAD = 1.0  # tokens that waiting must gain on a head
-LEAST_GAIN_ON_PLAIN = 0.15  # the same on plain rounds
-BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place
+MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
+MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more
+LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head, whose trees overlap
+LEAST_GAIN_ON_PLAIN = 0.15  # tokens, the same on plain rounds
+BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place: matches are overrated
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
 
@@ -52,23 +51,13 @@ class Overlap:
         # what a head's trees accept where look-ups promise more, by what was expected
         self._copied = Factor(4.0)
         self._promised = 0.0  # tokens by the look-ups of the round under way
-        self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
-        self._hoped = 0.0  # tokens for which the next round waits
 
     def note(self, offers: Sequence[Offer]) -> None:
         """What is offered for the coming round, or, asked meanwhile, for the one under way."""
         self._promised = sum([sum(offer.free) for offer in offers])
-        if not self._promised:
-            self._note_missed()
 
     def takes(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         """Is a round of look-ups better than the head's, where the last one was read in any case, and covered?"""
-        taken = self._is_better(chooser, head, free, batch)
-        if not taken:
-            self._note_missed()
-        return taken
-
-    def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         better = BETTER_THAN_HEAD if head.form.nodes else 1.0
         if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
@@ -87,11 +76,10 @@ class Overlap:
         other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
         if not matches.nodes and other <= least * batch:
             return False
-        trust = min(1.0, self._kept.value())
-        free = lookup_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
+        free = lookup_promise(chooser, head, matches.nodes, batch, matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
-        gain += (1.0 - matches.holds) * max(0.0, batch + trust * other - rate * free.seconds)
+        gain += (1.0 - matches.holds) * max(0.0, batch + other - rate * free.seconds)
         if gain <= least * batch:
             _forgive(chooser, batch)
             return False
@@ -100,7 +88,6 @@ class Overlap:
             return False
         if head.form.nodes:
             self.allowance.book(lost)
-        self._hoped = matches.holds * matches.accepted + (1.0 - matches.holds) * other
         return True
 
     def _covers(
@@ -112,11 +99,6 @@ class Overlap:
         if not head.form.nodes:
             return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
-
-    def _note_missed(self) -> None:
-        """What the last round waited for has not come."""
-        self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
-        self._hoped = 0.0
 
     def _behind(self, offers: Sequence[Offer], written: float, least: float) -> _Matches:
         """The same matches `written` tokens further on, given that these tokens are right."""
@@ -137,12 +119,8 @@ class Overlap:
         if taken.kind == "lookup":
             if head.form.nodes:
                 self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
-            if self._hoped:
-                self._kept.add(accepted, self._hoped, MEMORY)
-                self._hoped = 0.0
             return
         self.allowance.book(0.0)
-        self._kept.add(0.0, 0.0, FORGIVING)
         expected = head.tokens - batch
         if batch <= MOST_READ_FIRST and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)

@@ -39,7 +39,7 @@ from forerun.core.offer import FREE, Offer, total
 from forerun.core.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
-MOST_CHAIN_NODES = 1024  # nodes of a round's chains
+MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 
 class SequencePlanner:
@@ -302,10 +302,10 @@ class SequencePlanner:
 
 
 UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
-FREE_MEMORY = 0.99  # of tokens accepted by those expected, per draft that cost nothing
-FORGIVING = 0.997  # of the same, per round: distrust does not last
-DISTRUST_PER_LOSS = 0.4  # what is expected counts for so much less per plain round lost
-LEAST_TRUST = 0.4  # and for so much of itself at least
+FREE_MEMORY = 0.99  # per look-up that was drafted, of tokens accepted over tokens expected
+FORGIVING = 0.997  # per round, of the same: distrust does not last
+DISTRUST_PER_LOSS = 0.4  # by which expectations are scaled down per plain round lost
+LEAST_TRUST = 0.4  # the least factor of expectations: look-ups stay possible
 NOTHING = Budget(0, 0, source="free")
 
 

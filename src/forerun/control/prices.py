@@ -209,7 +209,7 @@ def deepest(price: Sequence[float]) -> int:
     return best_depth(Levels(survivals), price)[0]
 
 
-PACE_MEMORY = 0.97  # per round
+PACE_MEMORY = 0.97  # per round, of tokens and passes: about the last 30 rounds
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ class Pace:
         return max(1.0, self.written / self.passes)
 
 
-NEWEST_DRAFT = 0.2  # weight of the last round in the average
+NEWEST_DRAFT = 0.2  # weight of the last round in the mean nodes of a sequence
 
 
 class MeanNodes:

@@ -24,11 +24,11 @@ from forerun.core.types import Round
 
 FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
 NEWEST = 0.1  # weight of the newest round in a moving average of seconds
-GAPS_KEPT = 7  # the last ones, whose median counts
+GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
 FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
 PRESUMED_GAP = 5e-4  # seconds, before any was seen
-MOST_PRESUMED = 0.25  # of a round: the same at most
+MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
 
 
 class RoundOverhead:
