@@ -10,7 +10,7 @@ import pytest
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser
-from forerun.control.times import Around
+from forerun.control.times import RoundOverhead
 from forerun.core.offer import PLAIN, Form
 
 SMALL, LARGE = Form(15, 6, 5), Form(59, 7, 10)
@@ -34,7 +34,7 @@ class _Menu:
 
 
 def test_a_form_that_did_not_run_is_judged_by_drafts_that_followed() -> None:
-    around = Around()
+    around = RoundOverhead()
     around.observe(PLAIN, 1, 5.0, 0.0)
     assert around.seconds(SMALL, 1, 0.26) == pytest.approx(5.26)  # nothing else is known
     around.observe(LARGE, 1, 0.5, 5.35, followed=True, drafting=0.35)
@@ -46,7 +46,7 @@ def test_a_form_that_did_not_run_is_judged_by_drafts_that_followed() -> None:
 
 
 def test_rounds_that_were_read_first_show_nothing_of_other_forms() -> None:
-    around = Around()
+    around = RoundOverhead()
     around.observe(PLAIN, 1, 0.2, 0.0)
     around.observe(LARGE, 1, 3.0, 0.55, followed=False, drafting=0.35)
     assert around.seconds(SMALL, 1, 0.26, follows=True) == pytest.approx(0.46)

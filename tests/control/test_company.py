@@ -137,7 +137,7 @@ def stays_plain(first: Sequence[str], then: Sequence[str]) -> bool:
         assert not any(budget.nodes for budget in controller.plan(written))
         counts = (0,) * len(written)
         controller.observe(Round(tuple(written), counts, counts, counts, {"pass": 1.0, "host": 0.1}))
-    assert not controller._decisions[0].promise.insists, "there is a decision to inherit"
+    assert not controller._planned.decisions[0].promise.is_trial, "there is a decision to inherit"
     return controller.follow([seqs[name] for name in then], RoundPlan("plain"), bool) is not None
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from forerun.control import times as around_module
 from forerun.control.allowance import Allowance
-from forerun.control.times import GAPS_KEPT, STALE_ROUNDS, Around
-from forerun.control.waiting import beside_plain
+from forerun.control.overlap import lookup_allowance
+from forerun.control.times import GAPS_KEPT, STALE_ROUNDS, RoundOverhead
 from forerun.core.offer import PLAIN
 from tests.control.lookup_texts import RECORDED
 from tests.control.simulate.follow import FollowHistory, FollowSimulation
@@ -73,7 +73,7 @@ def test_recorded_texts_gain_in_a_first_text_too() -> None:
 
 
 def test_the_gap_is_the_median_and_at_first_no_more_than_presumed() -> None:
-    seen = Around()
+    seen = RoundOverhead()
     seen.observe(PLAIN, 1, 0.1, 0.0, followed=True)
     for slow in (9.0, 8.0):
         seen.observe(PLAIN, 1, 0.1 + slow, 0.0)
@@ -84,20 +84,20 @@ def test_the_gap_is_the_median_and_at_first_no_more_than_presumed() -> None:
 
 
 def test_gaps_that_nobody_risks_any_more_are_forgotten() -> None:
-    seen = Around()
+    seen = RoundOverhead()
     seen.observe(PLAIN, 1, 0.0, 0.0, followed=True)
     for _ in range(3):
         seen.observe(PLAIN, 1, 9.0, 0.0)
     for _ in range(3 * STALE_ROUNDS - 1):
-        seen.avoid_gap(1)
+        seen.note_avoided_gap(1)
     assert seen.gap(1) == pytest.approx(9.0)
-    seen.avoid_gap(1)
+    seen.note_avoided_gap(1)
     assert seen.gap(1) == 0.0, "as before any was seen"
-    seen.avoid_gap(1)  # where there is nothing to forget
+    seen.note_avoided_gap(1)  # where there is nothing to forget
 
 
 def test_doubtful_drafts_leave_room_for_sure_ones() -> None:
-    allowance = beside_plain()
+    allowance = lookup_allowance()
     doubtful, sure, worst = 0.2, 5.0, 0.45
     while allowance.covers_stake(worst, doubtful):
         allowance.book(worst)

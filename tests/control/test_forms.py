@@ -275,7 +275,7 @@ def test_a_trial_that_was_not_launched_is_due_as_before() -> None:
         controller.observe(Round(tuple(seqs), *drafted, seconds))
         plan, said = controller.follow(seqs, RoundPlan("trees"), lambda: True), controller._next
         following = None if plan is None else Budget(*(plan.form or PLAIN).sizes, source="costly", repeats=plan.repeats)
-        refused = said is not None and said[0] is not None and said[0].promise.insists
+        refused = said is not None and said.decisions[0].promise.is_trial
         trials += refused
         budget = controller.plan(seqs)[0] if following is None or refused else following
         assert not refused or budget == following, "the same again"

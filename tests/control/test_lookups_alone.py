@@ -9,7 +9,7 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
-from forerun.control.waiting import Waiting, beside_plain
+from forerun.control.overlap import Overlap, lookup_allowance
 from forerun.core.offer import RoundPlan
 from forerun.core.types import PlainSeq, Round
 from forerun.drafters.base import LookupDrafter, NoDrafter
@@ -49,7 +49,7 @@ def test_never_slower_than_plain(cost: CostModel, texts: str, make: type[LookupD
 
 def test_whoever_reads_every_round_first_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what was measured on a GPU, 0.8 to 0.9 of plain decoding."""
-    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: True)
+    monkeypatch.setattr(Overlap, "waits", lambda self, chooser, head, offers: True)
     both, plain = run(SMALL, TEXTS["wrong matches"])
     assert both.least_speed(plain, 200) < 0.95
 
@@ -100,7 +100,7 @@ def lost_in_vain(allowance: Allowance) -> float:
 
 def test_plain_rounds_save_nothing_up_that_could_be_lost_at_once() -> None:
     """1.5% of 200 rounds, whatever came before; what was gained may be lost again."""
-    fresh, rested, resting, gained = beside_plain(), beside_plain(), beside_plain(), beside_plain()
+    fresh, rested, resting, gained = lookup_allowance(), lookup_allowance(), lookup_allowance(), lookup_allowance()
     for _ in range(400):
         rested.book(0.0)
     resting.rest(400)
@@ -126,7 +126,7 @@ def test_where_no_plain_round_follows_look_ups_are_planned_as_elsewhere(asks: bo
         CostModel(SMALL.seconds), 60, 10, NgramDrafter().offer, lambda seq: True, follows=True
     )
     play(controller, 8, asks)
-    assert bool(controller._decisions) == asks, "the gate plans where nothing follows"
+    assert bool(controller._planned.decisions) == asks, "the gate plans where nothing follows"
 
 
 def test_who_can_never_draft_stays_plain() -> None:

@@ -20,10 +20,10 @@ def trials_of(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> list[
     real = controller.observe
 
     def observe(outcome: Round) -> None:
-        (decision,) = controller._decisions or [None]
+        (decision,) = controller._planned.decisions or [None]
         ended = all(len(seq.tokens) == seq.max_length for seq in outcome.seqs)
         unplanned = outcome.undrafted == len(outcome.seqs)
-        if decision and decision.promise.insists and decision.promise.form.nodes and not (ended or unplanned):
+        if decision and decision.promise.is_trial and decision.promise.form.nodes and not (ended or unplanned):
             found.append(sum(outcome.drafted))
         real(outcome)
 

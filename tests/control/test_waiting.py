@@ -8,8 +8,8 @@ import pytest
 
 from forerun.control import adaptive
 from forerun.control.cost import CostModel
-from forerun.control.times import Around
-from forerun.control.waiting import Waiting, level_rate
+from forerun.control.overlap import Overlap, level_rate
+from forerun.control.times import RoundOverhead
 from forerun.core.offer import Form
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
@@ -52,7 +52,7 @@ def test_never_slower_than_the_head_alone(cost: CostModel, gap: float, rate: flo
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["1.5B", "8B"])
 def test_whoever_waits_for_any_match_is_slower(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what was measured on a GPU, 0.9 of the head alone."""
-    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
+    monkeypatch.setattr(Overlap, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
     both, alone = (run(cost, RECORDED, 1e-3, 0.8, looks_up=looks_up) for looks_up in (True, False))
     assert both.speed(alone) < 0.985
 
@@ -107,7 +107,7 @@ def test_what_an_adversary_can_take_is_bounded(patience: int) -> None:
 
 
 def test_the_gap_is_what_rounds_show() -> None:
-    form, around = Form(24, 5, 6), Around()
+    form, around = Form(24, 5, 6), RoundOverhead()
     around.observe(form, 1, 2.0, 1.0)  # read first, as nothing else is known
     assert around.gap(1) == 0.0
     for _ in range(20):
@@ -134,7 +134,7 @@ def test_the_first_round_of_a_text_tells_no_gap() -> None:
     for _ in range(300):
         simulation._step()
         (chooser,) = simulation.controller._choosers.values()
-        seen.append(chooser.around.gap(1))
+        seen.append(chooser.overhead.gap(1))
     assert simulation.texts.started > 5
     assert seen[-1] == pytest.approx(8e-4, rel=0.3)
 

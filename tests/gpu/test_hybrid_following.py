@@ -12,7 +12,7 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.waiting import Waiting
+from forerun.control.overlap import Overlap
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, TreeBatch, Verdict
 from forerun.drafters.compose import HybridDrafter
@@ -138,7 +138,7 @@ def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(monkeypatc
 def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: as every match once did."""
     target, some = counting_target(), asked(misleading(1), 20)
-    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
+    monkeypatch.setattr(Overlap, "waits", lambda self, chooser, head, offers: any(one.free for one in offers))
     head, _, wanted = followed_rounds(target, some, monkeypatch, lookup=False)
     both, _, texts = followed_rounds(target, some, monkeypatch, lookup=True)
     assert texts == wanted

@@ -38,7 +38,7 @@ def test_texts_are_those_that_the_target_knows(drafter: str, copied: float) -> N
 def test_while_the_gate_is_closed_rounds_are_plain_and_nobody_looks_anything_up(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LookupGate, "whom", lambda self, ids, unread=False: ())
+    monkeypatch.setattr(LookupGate, "to_search", lambda self, ids, unread=False: ())
     monkeypatch.setattr(LookupGate, "asks_all", lambda self, batch: False)
     texts = [(prompt, answer[:24]) for prompt, answer in made_texts(40, 0.9)]
     engine = make(drafter, texts, 40, None)

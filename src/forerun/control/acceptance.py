@@ -1,14 +1,12 @@
-"""Acceptance of a menu's forms: expected tokens per draft, corrected over all forms, per form and per sequence.
+"""Acceptance rates: what is accepted of drafts, as rounds have shown.
 
-A drafter's files say how many tokens of each form are accepted on average. Text differs from that text, so the figure
-is multiplied by three factors, each observed / expected: one over all forms, with a short memory; one per form,
-slower and close to 1; and one per sequence, within bounds.
+`Acceptance` is for the forms of a menu. A drafter's files say how many tokens of each form are accepted on average. The
+text at hand differs from the text of those files, so that number is multiplied by three factors, each observed over
+expected: one for all forms, with a short memory; one for each form, slower and close to 1; one for each sequence.
 
-History: how often drafts were accepted so far, by depth, and what rounds gained beyond their time.
-
-All counts decay, because acceptance changes within a sequence. A second rate with a short memory notices when
-acceptance rises; being noisy, it must exceed the first by a margin. A fall needs no such rate: long drafts that
-are rejected lower the first one quickly.
+`History` is for drafters that run sequence by sequence: acceptance by depth, and tokens gained beyond the time that
+drafting took. Counts decay, because acceptance changes within a text. A second rate with a short memory notices a
+rise; it is noisy and must exceed the first by a margin. Rejected long drafts lower the first rate quickly.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from forerun.core.offer import Form
 MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
 SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
 FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
-LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # of the common factor
-PRIOR_TOKENS = 2.0  # expected tokens that a prior counts for
+LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # bounds of the common factor, so that it can return from any text
+PRIOR_TOKENS = 2.0  # expected tokens: a prior counts for about one draft
 
 
 @dataclass(slots=True)
@@ -88,9 +86,9 @@ class Acceptance:
         self._own.pop(seq_id, None)
 
 
-PRIOR_ACCEPTANCE = 0.7  # acceptance before anything was seen
-PRIOR_TRIES = 3.0  # tries that a prior counts for
-MEMORY = 0.95  # per position tested, or per round
+PRIOR_ACCEPTANCE = 0.7  # per position, before any draft was tested: high, so that a drafter gets its first trials
+PRIOR_TRIES = 3.0  # positions or rounds that a prior counts for: a few drafts outweigh it
+MEMORY = 0.95  # per position tested, or per round: acceptance changes within tens of tokens
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -111,7 +109,7 @@ class History:
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
     gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
     rounds: float = PRIOR_TRIES
-    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted, and those that were
+    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted; next: tokens that were
     accepted: float = PRIOR_TRIES
     nodes: float = 0.0  # drafted per level
     wait: int = FIRST_WAIT  # rounds without a draft before a trial
@@ -139,7 +137,7 @@ class History:
         )
 
     def count(self, depth: int, accepted: int, nodes: int = 0) -> None:
-        """A tree so deep was drafted, and this many tokens of it were accepted."""
+        """A tree of `nodes` nodes and `depth` levels was drafted, and `accepted` tokens of it were accepted."""
         tried = min(accepted + 1, depth)
         memory = MEMORY**tried
         self.hits = self.hits * memory + accepted
@@ -155,7 +153,7 @@ class History:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
     def count_gain(self, gain: float, memory: float = MEMORY) -> None:
-        """A round with this drafter gained so many tokens beyond what its time was worth."""
+        """A round with this drafter gained `gain` tokens beyond what its time was worth."""
         self.gain = self.gain * memory + gain
         self.rounds = self.rounds * memory + 1.0
 
@@ -164,7 +162,7 @@ class History:
         self.idle, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
 
     def count_expected(self, expected: float, accepted: int) -> None:
-        """The drafter expected so many tokens to be accepted, and so many were."""
+        """The drafter expected `expected` tokens to be accepted, and `accepted` tokens were."""
         self.expected = self.expected * TRUST_MEMORY + expected
         self.accepted = self.accepted * TRUST_MEMORY + accepted
 

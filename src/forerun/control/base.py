@@ -1,7 +1,4 @@
-"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from.
-
-FixedController: the same budget for every sequence and round.
-"""
+"""The Controller protocol: how much to draft, per sequence and round. What it is built from, and FixedController."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class WaitingPrompts:
 
     requests: int = 0  # that have a place in the batch
     rows: int = 0  # their tokens that are not cached
-    taken: int = 0  # of these rows, those that the coming pass reads at most
+    taken: int = 0  # rows of prompts that the coming pass prefills at most
     room: int = 1 << 30  # rows of a pass, trees included
 
 
@@ -84,7 +81,7 @@ class SeesPrompts(Protocol):
         ...
 
 
-USUAL_NODES = 8  # drafted every round, where no number was set
+USUAL_NODES = 8  # nodes of every round where no number was set
 
 
 class FixedController:

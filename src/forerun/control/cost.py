@@ -1,17 +1,13 @@
-"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over so many nodes.
+"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over that many nodes.
 
-Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
-second or two on the real target, stored in a file, and corrected by every round at every batch size that follows. A
-curve that was measured while others used the machine is measured again at a start where they do not.
+Whether drafting pays follows from this curve and from acceptance. The curve is measured in a second or two on the real
+target, stored in a file, and corrected by every round, at every batch size. A curve that was measured while other
+processes used the machine is measured again at the next start where they do not.
 
-Is the machine busy with other work? Then what is timed on it is not what it can do.
-
-The tokens that passes are timed with while t(rows) is measured: any for a dense model, real text for experts.
-
-A pass over a mixture of experts costs what the experts cost that its nodes wake, and which those are depends on the
-tokens. A token repeated wakes the same ones again, and random tokens behind a context that makes no sense wake fewer
-than text does (measured: docs/moe.md). So a model with experts first writes a text of its own: short pieces, all at
-once, sampled from what it finds likely, as the nodes of a draft are.
+Passes are timed with any tokens where the model is dense. A pass over a mixture of experts costs what its active
+experts cost, and which are active depends on the tokens: a repeated token activates the same experts again, and random
+tokens activate fewer than text does (measured: docs/moe.md). So a model with experts first writes a text of its own:
+short pieces, all at once, sampled from its likeliest tokens, as the nodes of a draft are.
 """
 
 from __future__ import annotations
@@ -32,19 +28,19 @@ import torch
 from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import Target
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
 # a GPU: as its passes are
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
 METHOD = 2  # of measuring: curves kept by others are measured again
-CONTEXT = 128  # tokens cached while measuring
+CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to prefill
 NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
-# rounds whose corrections count at once, while much is new; later, those of so many count together
+# rounds: the corrections of the first 32 count at once, while much is new; later those of 4 rounds together
 FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
-PRIOR_ROUNDS = 3.0  # that a less specific ratio counts for
-MEMORY_ROUNDS = 30.0  # that a ratio remembers
+PRIOR_ROUNDS = 3.0  # rounds that a less specific ratio counts for: soon outweighed
+MEMORY_ROUNDS = 30.0  # rounds that a ratio remembers: a machine that slows down is noticed within a text
 
 
 @dataclass(slots=True)
@@ -84,7 +80,7 @@ class Corrections:
         return found
 
     def add(self, batch: int, weights: Mapping[int, float], ratio: float) -> None:
-        """A round took so many times what was measured; it lies between sizes of these weights."""
+        """A round took `ratio` times what was measured; its rows lie between sizes of these weights."""
         self.overall.add(ratio)
         self.by_batch.setdefault(batch, Ratio()).add(ratio)
         for size, weight in weights.items():
@@ -107,28 +103,24 @@ class CostModel:
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
-        """Seconds of a pass over so many nodes of so many sequences, without what prompts beside them take.
+        """Seconds of a pass over `rows` nodes of `batch` sequences, without what prompts in the same pass take.
 
         A node costs little where weights are what takes time, and more in a pass that prompts have filled: it is
-        priced behind those that there are of late. What they take themselves is left out, because prompts must be read
+        priced on top of recent prompt rows. What prompts take themselves is left out, because prompts must be read
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
         if self.beside < 0.5:
-            return self._known(rows, batch)
-        found = self._known(rows + round(self.beside), batch)
+            return self.whole_seconds(rows, batch)
+        found = self.whole_seconds(rows + round(self.beside), batch)
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
-
-    def whole_seconds(self, rows: int, batch: int) -> float:
-        """Seconds of a pass over so many rows, prompts among them."""
-        return self._known(rows, batch)
 
     def _prompts_seconds(self, batch: int) -> float:
         """What prompts add to a plain pass of such a batch."""
         rows = round(self.beside)
-        return self._known(rows + batch, batch) - self._known(batch, batch) if rows else 0.0
+        return self.whole_seconds(rows + batch, batch) - self.whole_seconds(batch, batch) if rows else 0.0
 
-    def _known(self, rows: int, batch: int) -> float:
-        """`_alone`, looked up once."""
+    def whole_seconds(self, rows: int, batch: int) -> float:
+        """Seconds of a pass over `rows` rows, prompts included."""
         found = self._found.get((rows, batch))
         if found is None:
             found = self._found[rows, batch] = self._alone(rows, batch)
@@ -164,12 +156,12 @@ class CostModel:
         return found
 
     def note_prompts(self, rows: int) -> None:
-        """The last pass had so many rows of prompts beside its trees."""
+        """The last pass had `rows` rows of prompts beside its trees."""
         self.beside += NEWEST * (rows - self.beside)
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
-        known, sizes, (low, high, share) = self._known(rows, batch), self._sizes, self._between(rows)
+        known, sizes, (low, high, share) = self.whole_seconds(rows, batch), self._sizes, self._between(rows)
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
         below, above = self.seconds[sizes[low]], self.seconds[sizes[high]]
         measured = max((1 - share) * below + share * above, 1e-3 * above)
@@ -184,7 +176,7 @@ class CostModel:
             self._found.clear()
 
     def _between(self, rows: int) -> tuple[int, int, float]:
-        """Places of the sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
+        """The measured sizes below and above `rows`, and the share of the way between them; above 1 beyond the last."""
         sizes, last = self._sizes, len(self._sizes) - 1
         place = bisect_left(sizes, rows)
         if place > last:
@@ -261,7 +253,7 @@ class CostModel:
 
 
 def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[PlainSeq]:
-    """Sequences to measure passes of up to so many rows on, with ids that no engine gives; as many as there is room."""
+    """Sequences to time passes of up to `rows` rows on, as many as there is room for; no engine gives their ids."""
     context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
     while context > 2 and not target.has_room(context + 1):
         context //= 2  # a small KV cache: measure on a shorter sequence
@@ -273,7 +265,7 @@ def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[Pl
 
 
 def time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:
-    """Seconds of one pass over so many rows of a text, of these sequences together."""
+    """Seconds of one pass over `rows` rows of a text, shared by these sequences."""
     each = rows // len(probes)
     chains = [[text[(i * each + j) % len(text)] for j in range(each)] for i in range(len(probes))]
     for probe, chain in zip(probes, chains, strict=True):
@@ -312,9 +304,9 @@ def is_busy(load: float | None, available: int) -> bool:
 
 
 STRIDE = 7919  # a prime, so that tokens differ
-PIECES, PIECE_LENGTH = 8, 16  # of a text of its own: so many rows in so many passes
-LIKELY = 8  # tokens that each token of it is drawn from
-_SEED = 1
+PIECES, PIECE_LENGTH = 8, 16  # of a text that the model writes: 8 pieces at once, of 16 tokens each
+LIKELY = 8  # likeliest tokens that each token of such a text is drawn from
+_SEED = 1  # of these draws: every start times the same text
 _FIRST_ID = -1_000_000  # of sequences that no engine and no other measurement gives
 
 

@@ -1,15 +1,13 @@
-"""FormChooser: one decision per round for all sequences that draft together from one menu.
+"""FormChooser: one form per round for all sequences that draft together from one menu.
 
 The form that promises most tokens per second is taken, plain decoding being a form of 0 nodes:
 
-    (B + sum of E over the sequences) / (T_pass(rows) + T_around(form))
+    (B + sum of E over the sequences) / (T_pass(rows) + T_overhead(form))
 
-E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_around all else that a round
-of this form takes, drafting first of all: what the menu says, then what rounds took. The last form stays unless
-another is better by 3%. Rarely, a form is tried that might do better than is believed: one that pays even if its worst
-case is all that comes of it is covered by the allowance (allowance.py), so that trials cannot cost more than that.
-
-NO_FORMS: the menu of look-ups alone. Plain decoding is all that they are compared with.
+E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_overhead what else a round
+of this form takes, drafting first of all: what the menu says, then what rounds took (times.py). The last form stays
+unless another is better by 3%. Now and then a form is tried that might do better than is believed; a trial must be
+covered by the allowance (allowance.py), which bounds what all trials together can lose.
 """
 
 from __future__ import annotations
@@ -22,25 +20,25 @@ from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.times import Around, presumed_gap
+from forerun.control.prices import BEST_ACCEPTANCE
+from forerun.control.times import RoundOverhead, presumed_gap
 from forerun.core.offer import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
 BETTER = 1.03  # times the tokens per second of the last form, for another one
-ROUNDS_BETWEEN_TRIALS = 64
+ROUNDS_BETWEEN_TRIALS = 64  # rounds: more often, trials would cost what they find
 FOLLOWED_ROUND = 0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
-BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
 # times the seconds of a form, if all goes well: where rounds have shown them, and where they are a guess
 HOPED_SECONDS_KNOWN, HOPED_SECONDS_GUESSED = 0.92, 0.75
 ROUNDS_TO_REGAIN = 8  # in which another form must gain as much as is lost by reading one first
-ROUNDS_BETWEEN_LOOKS = 4  # rounds that follow, from one look at other forms to the next
-# tokens of those that write, for one of a request that has not begun: somebody waits for its first
+ROUNDS_BETWEEN_LOOKS = 4  # overlapping rounds from one comparison of all forms to the next: it takes the host long
+# tokens of running sequences that one token of a request in prefill is worth: a user waits for its first token
 WAITING_TOKEN_WORTH = 8.0
-BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
-BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
-REFRESH_ROUNDS = 8  # for which the seconds of all forms are kept: they change little
+BURST, BURST_SHARE = 3, 1 / 6  # requests in prefill that make a burst: 3, and a sixth of the running sequences
+BURST_ENDS = 1 / 16  # of the running sequences: with fewer requests in prefill the burst is over
+REFRESH_ROUNDS = 8  # rounds for which the seconds of all forms are kept: they change little
 
 
 class Promise(NamedTuple):
@@ -50,7 +48,7 @@ class Promise(NamedTuple):
     tokens: float  # of the whole batch
     seconds: float
     missed: float = 0.0  # tokens that requests would have written whose prompts are read later for it
-    insists: bool = False  # it was chosen to learn, not to gain
+    is_trial: bool = False  # it was chosen to learn, not to gain
 
     @property
     def rate(self) -> float:
@@ -63,7 +61,7 @@ class FormChooser:
     def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance, nodes: int, width: int) -> None:
         """`nodes` and `width` are the most that the user allows."""
         self.menu, self.cost, self.allowance = menu, cost, allowance
-        self.acceptance, self.around = Acceptance(), Around()
+        self.acceptance, self.overhead = Acceptance(), RoundOverhead()
         self.last = PLAIN
         self._priors = {PLAIN: 0.0} | {
             form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
@@ -84,8 +82,8 @@ class FormChooser:
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
-        if not self._knows_plain(batch):  # what all else is compared with
-            return self.promise_of(PLAIN, batch, batch, batch)._replace(insists=True)
+        if not self._knows_plain(batch):  # drafting is compared with it
+            return self.promise_of(PLAIN, batch, batch, batch)._replace(is_trial=True)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
         if bool(best.form.nodes) != bool(self.last.nodes):
@@ -96,12 +94,12 @@ class FormChooser:
             trial := self._find_trial(promises, batch)
         ) is not None:
             self._since = 0.0
-            return trial._replace(insists=True)
+            return trial._replace(is_trial=True)
         return best
 
-    def take_back(self, promise: Promise) -> None:
+    def cancel(self, promise: Promise) -> None:
         """What was chosen was not launched: a trial is due as before."""
-        if promise.insists:
+        if promise.is_trial:
             self._since = ROUNDS_BETWEEN_TRIALS
 
     def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
@@ -159,12 +157,12 @@ class FormChooser:
             return [plain, *[one._replace(missed=inf) for one in promises[1:]]]
         each = max([one.rate for one in promises]) / batch
         read = max(1, min(prompts.rows, prompts.taken, prompts.room - batch))  # a prompt of one token: 0 rows
-        beside = self.cost.whole_seconds(batch + read, batch) + self._around(plain.form, drafting, batch)
+        beside = self.cost.whole_seconds(batch + read, batch) + self._overhead(plain.form, drafting, batch)
         found = list[Promise]()
         for one in promises:
             rows = self.rows_of(one.form, drafting, batch)
             some = min(read, max(0, prompts.room - rows))
-            seconds = self.cost.whole_seconds(rows + some, batch) + self._around(one.form, drafting, batch)
+            seconds = self.cost.whole_seconds(rows + some, batch) + self._overhead(one.form, drafting, batch)
             later = max(0.0, seconds - beside * some / read) if one.form.nodes else 0.0
             found.append(one._replace(missed=WAITING_TOKEN_WORTH * prompts.requests * each * later))
         return found
@@ -198,13 +196,13 @@ class FormChooser:
             self._times.clear()
         if not delayed:  # else it waited for a pass of another round
             said = self._said(form, len(ids))
-            known = self.around.seconds(form, batch, said)
+            known = self.overhead.seconds(form, batch, said)
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-            self.around.observe(form, batch, own, known, followed, said)
+            self.overhead.observe(form, batch, own, known, followed, said)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
-        self._paid = promise.insists and form.nodes > 0 and self.last == PLAIN and gained > 0.0
+        self._paid = promise.is_trial and form.nodes > 0 and self.last == PLAIN and gained > 0.0
 
     def _delay(self, batch: int) -> float:
         """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""
@@ -212,29 +210,29 @@ class FormChooser:
 
     def gap(self, batch: int) -> float:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
-        return self.around.gap(batch, presumed_gap(self.plain_seconds(batch)))
+        return self.overhead.gap(batch, presumed_gap(self.plain_seconds(batch)))
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""
-        return self.cost.pass_seconds(batch, batch) + self.around.seconds(PLAIN, batch, 0.0)
+        return self.cost.pass_seconds(batch, batch) + self.overhead.seconds(PLAIN, batch, 0.0)
 
     def promise_of(self, form: Form, rows: int, batch: int, tokens: float, drafting: int = 0) -> Promise:
-        """What a round of this form takes that has so many rows; `drafting` sequences get a draft of the menu's."""
-        return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + self._around(form, drafting, batch))
+        """A round of this form with `rows` rows, in which `drafting` sequences get a draft of the menu."""
+        return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + self._overhead(form, drafting, batch))
 
-    def _around(self, form: Form, drafting: int, batch: int) -> float:
-        return self.around.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
+    def _overhead(self, form: Form, drafting: int, batch: int) -> float:
+        return self.overhead.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
 
     def _knows_plain(self, batch: int) -> bool:
-        return self.around.knows_plain(batch, COLD_SHARE * self.cost.pass_seconds(batch, batch))
+        return self.overhead.knows_plain(batch, COLD_SHARE * self.cost.pass_seconds(batch, batch))
 
     def _was_cold(self, batch: int) -> bool:
         """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
-        slow = self.around.seconds(PLAIN, batch, 0.0) > COLD_SHARE * self.cost.pass_seconds(batch, batch)
+        slow = self.overhead.seconds(PLAIN, batch, 0.0) > COLD_SHARE * self.cost.pass_seconds(batch, batch)
         return slow and self.last.nodes > 0
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
-        """Of a pass in which so many of a batch get a draft of the menu's."""
+        """Rows of a pass in which `drafting` sequences of a batch get a draft of the menu."""
         return self.menu.rows(form, drafting) + batch - drafting if form.nodes else batch
 
     def _seconds(self, drafting: int, batch: int) -> list[float]:
@@ -276,7 +274,7 @@ class FormChooser:
         if idle:  # acceptance may have risen to anything since
             best = sum(BEST_ACCEPTANCE**depth for depth in range(1, form.depth + 1))
             hoped = max(hoped, batch * (1.0 + best))
-        known = self.around.is_known(form, batch)
+        known = self.overhead.is_known(form, batch)
         return (hoped - promise.missed) / (promise.seconds * (HOPED_SECONDS_KNOWN if known else HOPED_SECONDS_GUESSED))
 
     def forget(self, seq_id: int) -> None:

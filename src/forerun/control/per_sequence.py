@@ -1,24 +1,15 @@
 """SequencePlanner: budgets of single sequences, for drafters without a menu (n-gram, heads and models on a CPU).
 
-Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), one that must run (a head,
-a model), or no draft. The one with the highest expected gain is taken, in tokens beyond those that would have been
-written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for one that
-cannot stop by itself, depth is fixed beforehand from the acceptance at each depth. Flat costs thus give wide and deep
-trees, steep ones short chains or nothing, by one rule.
+Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), a drafter that must run (a
+head, a model), or no draft. The option with the highest expected gain is taken, in tokens beyond those that would have
+been written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for a
+drafter that cannot stop by itself, depth is fixed beforehand from the acceptance at each depth.
 
-Where nothing pays, only a trial can show that acceptance has risen, and trials cost: they are made within the allowance
-(allowance.py), and are as short as can pay, so that they come often.
-
-FreeDrafts: how far drafts that cost nothing (look-ups) are trusted, what they may lose, and their budgets.
-
-Trials: when a drafter that does not pay is tried again.
-
-A drafter that stops where it is not confident says at once what it would gain, so one round tells. Its trials come
-after 2, 4, ... 32 rounds without a draft, until one pays again; a new text has one at once, and then starts
-from half the wait of the text before. All trials together lose no more than the allowance has (allowance.py). Others
-need several rounds to show what they gain, which only the allowance limits.
-
-Until the next trial a sequence that is alone rests: nothing is planned for it, and its rounds follow each other.
+Where nothing pays, only a trial can show that acceptance has risen (`Trials`). A drafter that stops where it is not
+confident says at once what it would gain: its trials come after 2, 4, ... 32 rounds without a draft, until one pays
+again; a new text has one at once, and then starts from half the wait of the text before. Trials are as short as can
+pay, and all together lose no more than the allowance has (allowance.py). Until the next trial a sequence that is
+alone rests: nothing is planned for it, and its rounds follow each other.
 """
 
 from __future__ import annotations
@@ -32,11 +23,11 @@ from forerun.control.cost import CostModel
 from forerun.control.prices import (
     REFRESH_ROUNDS,
     Levels,
+    MeanNodes,
     Option,
     Pace,
     PriceList,
     PriceLists,
-    UsualNodes,
     allocate,
     best_depth,
     share_chains,
@@ -48,7 +39,7 @@ from forerun.core.offer import FREE, Offer, total
 from forerun.core.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
-MOST_CHAIN_NODES = 1024  # nodes of a round's chains
+MOST_CHAIN_NODES = 1024  # nodes of all chains of a round: the rows of the largest pass
 
 
 class SequencePlanner:
@@ -67,7 +58,7 @@ class SequencePlanner:
         # rounds without a draft that are not booked yet, by sequence; and those in which a drafter that costs rested
         self._idle, self._rested = dict[int, int](), dict[int, int]()
         self._pace, self._prices = Pace(), PriceLists(nodes, width)
-        self._trials, self._usual = Trials(self.allowance), UsualNodes()
+        self._trials, self._usual = Trials(self.allowance), MeanNodes()
 
     @property
     def rate(self) -> float:
@@ -151,15 +142,13 @@ class SequencePlanner:
             self._record(seq_id).idle += rounds
         self._idle, self._rested = {}, {}
 
-    def skip(self) -> None:
-        """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
-        self._offers, self._asked = {}, {}
-
     def free_chains(self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAIN_NODES) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
         self._settle_idle()
         chains = [offer.free[: self.nodes] for offer in offers]
-        if not (any(chains) and self.free.allowance.covers_usual):  # nobody has one: the usual case of a few
+        if not (
+            any(chains) and self.free.allowance.covers_usual
+        ):  # no sequence has a match: the usual case of small batches
             return [0] * len(offers), 0.0
         if batch == 1:  # by the list that its budget will have
             price = self._price(1, self.rate, 0).price
@@ -171,7 +160,7 @@ class SequencePlanner:
         return share_chains(chains, costs, self.free.trust)
 
     def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
-        """The round of these is observed here; where `free_chains` has planned it, nobody else is asked."""
+        """The round of these sequences is observed here; of no sequences: there is nothing to learn from it."""
         self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
         self._asked = {}
 
@@ -222,7 +211,7 @@ class SequencePlanner:
     def _book(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
         """Record what a drafter that costs gained, against the passes that it took.
 
-        `once` are those that went into reading the sequence so far: later rounds do not need them again.
+        `once` is the part of `spent` that went into reading the sequence so far: later rounds do not repeat it.
         """
         following = self.offer(seq)  # it also says what was expected of the round that is being booked
         self._next[seq.id] = len(seq.tokens), following
@@ -264,7 +253,7 @@ class SequencePlanner:
         return Option(offer, free.levels, idle=not free_gain)
 
     def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
-        """How deep each of several sequences should draft beside so many nodes of others."""
+        """How deep each of several sequences should draft beside `beside` nodes of others."""
         most = sum(round(len(one.survivals) * one.nodes) + 1 for one in levels)
         seconds = self.cost.passes_seconds(batch + beside, most + 1, batch)
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
@@ -283,8 +272,11 @@ class SequencePlanner:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
-    def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
-        """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
+    def lookup_budget(self, seq: Seq) -> Budget:
+        """Of a sequence that is alone and has look-ups alone: nothing where they promise too little."""
+        offer = self.offer(seq)
+        if not offer.free:
+            return NOTHING
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
         # what plain rounds take comes first
@@ -302,7 +294,7 @@ class SequencePlanner:
         return self._prices.of(self.cost, batch, rate, others)
 
     def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
-        """Tokens that would have been written in that time, per sequence of those that share it."""
+        """Tokens that would have been written in that time, per sequence of the `sharing` ones."""
         return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
 
     def _record(self, seq_id: int) -> History:
@@ -310,10 +302,10 @@ class SequencePlanner:
 
 
 UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
-FREE_MEMORY = 0.99  # of tokens accepted by those expected, per draft that cost nothing
-FORGIVING = 0.997  # of the same, per round: distrust does not last
-DISTRUST_PER_LOSS = 0.4  # what is expected counts for so much less per plain round lost
-LEAST_TRUST = 0.4  # and for so much of itself at least
+FREE_MEMORY = 0.99  # per look-up that was drafted, of tokens accepted over tokens expected
+FORGIVING = 0.997  # per round, of the same: distrust does not last
+DISTRUST_PER_LOSS = 0.4  # by which expectations are scaled down per plain round lost
+LEAST_TRUST = 0.4  # the least factor of expectations: look-ups stay possible
 NOTHING = Budget(0, 0, source="free")
 
 
@@ -323,7 +315,7 @@ class FreeDrafts:
     def __init__(self) -> None:
         # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
         self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
-        self._kept = Factor(4.0)  # tokens accepted, by those that were expected
+        self._kept = Factor(4.0)  # tokens accepted over tokens expected
 
     @property
     def trust(self) -> float:
@@ -365,7 +357,7 @@ class FreeDrafts:
         self.allowance.rest(rounds)
 
     def note_chain(self, accepted: int, expected: float) -> None:
-        """Of a chain so many tokens were accepted."""
+        """Of a chain `accepted` tokens were accepted, and `expected` were expected."""
         self._kept.add(accepted, expected, FREE_MEMORY)
 
 

@@ -1,14 +1,9 @@
-"""PriceLists: what nodes cost in tokens, made anew every few rounds, as costs are corrected by every round.
+"""What nodes cost in tokens (`PriceLists`), and how deep to draft at that price.
 
-How deep to draft: arithmetic on survivals, prices and the cost of levels, all in tokens.
-
-Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds
-its price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change
-whether a node pays.
-
-Pace: how many tokens a sequence writes in the time of a plain pass, of late. What time is worth follows from it.
-
-UsualNodes: how many nodes each sequence drafts on average, which tells what others of a batch leave of a pass.
+Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds its
+price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change whether a
+node pays. What time is worth follows from the pace of late (`Pace`), and what others of the batch leave of a pass from
+their mean nodes (`MeanNodes`). Lists are made anew every few rounds, because every round corrects the costs.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ class PriceList:
 
 
 class PriceLists:
-    """Lists by batch size, pace and nodes of others, for trees of so many nodes and children at most."""
+    """Lists by batch size, pace and nodes of others, for trees of at most `nodes` nodes and `width` children."""
 
     def __init__(self, nodes: int, width: int) -> None:
         self.nodes, self.width, self.rounds, self._age = nodes, width, 0, 0.0
@@ -60,7 +55,7 @@ class PriceLists:
             self._lists.clear()
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
-        """For one sequence of a batch whose others draft so many nodes; `rate` is its pace."""
+        """For one sequence of a batch whose others draft `others` nodes; `rate` is its pace."""
         key = batch, round(rate * 20) / 20, others
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
@@ -147,7 +142,7 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
 def share_options(
     options: Sequence[Option], depths: Sequence[int], batch: int, beside: int
 ) -> tuple[list[Option], list[int]]:
-    """The same with one pass for all sequences, so deep each: and how many nodes the others of each have."""
+    """The options with one pass for all sequences, of these depths; and the nodes that the others of each have."""
     nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
     shared = [
         Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
@@ -173,7 +168,7 @@ def share_chains(
     if not best:
         return [0] * len(chains), 0.0
     least, depths = ranked[best - 1], list[int]()
-    # places for those that are just as likely
+    # nodes for survivals that are equal to the least
     ties = best - sum([survival > least for survival in ranked[:best]])
     for chain in chains:
         above = 0
@@ -214,7 +209,7 @@ def deepest(price: Sequence[float]) -> int:
     return best_depth(Levels(survivals), price)[0]
 
 
-PACE_MEMORY = 0.97  # per round
+PACE_MEMORY = 0.97  # per round, of tokens and passes: about the last 30 rounds
 
 
 @dataclass(slots=True)
@@ -240,10 +235,10 @@ class Pace:
         return max(1.0, self.written / self.passes)
 
 
-NEWEST_DRAFT = 0.2  # weight of the last round in the average
+NEWEST_DRAFT = 0.2  # weight of the last round in the mean nodes of a sequence
 
 
-class UsualNodes:
+class MeanNodes:
     """Averages by sequence."""
 
     def __init__(self) -> None:

@@ -1,20 +1,15 @@
-"""Around: seconds of a round beside its pass, by form and size of batch, as rounds have shown them.
+"""Seconds of a round beside its pass, as rounds have shown them: by form and batch size, and of sequences alone.
 
-A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
-seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
-is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
-did not run yet can also be judged by drafts that followed.
+`RoundOverhead`: drafting, verdict and the host's work. An overlapping round hides the host's work; a round that was
+read first shows it. The seconds of a form are those of overlapping rounds, once there were any; what other
+rounds take on top of them is kept apart, as the gap. The first plain rounds of a process may be the slowest it ever
+sees: forms that did not run yet can also be judged by drafted rounds that overlapped. A gap is only seen where a round
+is read first, so that one slow round could keep it from ever being seen again: the gap is the median of the last few,
+with a presumed one among them until there are enough, and old gaps are forgotten while none is seen.
 
-What a process does for the first time is slow, and so is a round in which the machine pauses. A gap is only seen when a
-round is read first, so that one of these could keep it from ever being seen again: the gap is the median of the last
-few, what is presumed being one of them until there are enough, and old ones are forgotten while none is seen. Plain
-rounds are what all else is compared with, so that a slow one must not speak for them alone.
-
-RoundSeconds: what rounds of one text take with all their parts, as they were seen, and not the pass alone.
-
-A round that drafts takes the host longer, and ends a row of plain passes that run in one native call. Beside a pass of
-4 ms that is as much as the pass over one more node. So a draft must promise more than its nodes cost, and what it has
-lost is counted from the seconds of its round against those of plain rounds in a row, wherever they went.
+`RoundSeconds`: whole rounds of sequences that are alone. A round that drafts takes the host longer, and ends a row of
+plain passes that run in one native call. Beside a pass of 4 ms that is as much as the pass over one more node. So a
+draft must promise more than its nodes cost, and its loss is counted in seconds of its round against plain rounds.
 """
 
 from __future__ import annotations
@@ -29,14 +24,14 @@ from forerun.core.types import Round
 
 FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
 NEWEST = 0.1  # weight of the newest round in a moving average of seconds
-GAPS_KEPT = 7  # the last ones, whose median counts
+GAPS_KEPT = 7  # gaps whose median counts: three slow rounds do not move it far
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
 FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
 PRESUMED_GAP = 5e-4  # seconds, before any was seen
-MOST_PRESUMED = 0.25  # of a round: the same at most
+MOST_PRESUMED = 0.25  # of a round: the most that is presumed of a gap
 
 
-class Around:
+class RoundOverhead:
     """Drafting, verdict and the host's work."""
 
     def __init__(self) -> None:
@@ -110,7 +105,7 @@ class Around:
         self._gaps.setdefault(group, deque(maxlen=GAPS_KEPT)).append(max(0.0, seconds - known))
         self._avoided[group] = 0
 
-    def avoid_gap(self, batch: int) -> None:
+    def note_avoided_gap(self, batch: int) -> None:
         """A round was not read first because of what that took: in time it is tried again."""
         group = batch.bit_length()
         if not (seen := self._gaps.get(group)):
@@ -128,7 +123,7 @@ class Around:
 
 
 def presumed_gap(seconds: float) -> float:
-    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
+    """The gap before any was seen, for rounds of `seconds`: the host's work, which the device does not change."""
     return min(PRESUMED_GAP, MOST_PRESUMED * seconds)
 
 
@@ -167,14 +162,20 @@ class RoundSeconds:
             self._end_row()
 
     def note(self, seconds: Mapping[str, float], expected: float, nodes: int, cost: float) -> float:
-        """A round that drafted so many nodes: what they cost in plain rounds, the host's work included.
+        """A round that drafted `nodes` nodes: what they cost in plain rounds, the host's work included.
 
-        Its pass was expected to take so long. `cost`: by the pass alone, which counts until plain rounds were seen.
+        Its pass was expected to take `expected` seconds. `cost` is by the pass alone: it counts until plain rounds were
+        seen.
         """
-        if nodes:
-            return self._note_drafted(seconds, expected, cost)
-        self.note_plain(seconds)
-        return cost
+        if not nodes:
+            self.note_plain(seconds)
+            return cost
+        self._end_row()
+        total = sum(seconds.values())
+        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
+        if not self.plain:
+            return cost
+        return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
 
     def note_asked(self, seconds: Mapping[str, float]) -> float:
         """A round of a drafter that had to run: what the host took longer, in plain rounds, beside the draft itself."""
@@ -187,17 +188,9 @@ class RoundSeconds:
         self._row = self._row_beside = 0.0
         self._rounds = 0
 
-    def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
-        self._end_row()
-        total = sum(seconds.values())
-        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
-        if not self.plain:
-            return cost
-        return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
-
 
 def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:
-    """What the drafters that were asked so deep took; a pause of the machine is not charged to them."""
+    """Seconds that drafters took which were asked for these depths; a pause of the machine is not charged to them."""
     most = 0.0
     for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
         if seq.id in asked:

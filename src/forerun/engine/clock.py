@@ -49,7 +49,7 @@ class RoundClock:
         self._last = now
 
     def move(self, seconds: float, part: str, other: str) -> float:
-        """Move so many seconds from one part to another, at most what it has; returns how many."""
+        """Move `seconds` from one part to another, at most what `part` has; returns how many were moved."""
         seconds = min(seconds, self.seconds[part])
         self.seconds[part] -= seconds
         self.seconds[other] += seconds

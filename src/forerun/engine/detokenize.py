@@ -38,7 +38,7 @@ class Detokenizer:
         self.text = ""  # all that is decoded, cut at a stop string
         self._taken = 0  # characters already handed out
         self._may_stop = True  # whether stop strings counted at the last token
-        self._ids: list[int] = []  # those that still influence what follows; never changed, only replaced
+        self._ids: list[int] = []  # tokens that still influence what follows; never changed, only replaced
         self._from = 0  # ids before this one no longer do
         self._done = 0  # ids before this one are in `text`
         self._ahead = 0  # characters of later ids that are in `text`: those before an incomplete one

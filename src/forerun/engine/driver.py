@@ -177,7 +177,7 @@ class Driver:
                 self.abort(handle)
 
     def stream(self, requests: Iterable[Request], at_once: int | None = None) -> Iterator[tuple[int, Event]]:
-        """The events of many requests as they come, with the place of each; at most so many are served at once."""
+        """Events of many requests as they come, each with the index of its request; `at_once` are served at a time."""
         coming, places, active = iter(requests), count(), dict[int, Handle]()
         try:
             while True:

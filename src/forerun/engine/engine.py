@@ -366,7 +366,7 @@ class Engine:
         rows: int,
         sampled: bool = True,
     ) -> tuple[list[SequenceState], TreeBatch]:
-        """Readers who start beside trees of a form, in place of its padding, and the trees of all.
+        """Prefilled sequences that start beside trees of a form, in place of its padding, and the trees of all.
 
         Forms have trees for 8, 12 or 16 sequences, not for 9: a starter's tree costs nothing there. Its nodes were not
         drafted; what is accepted of them, by chance, is all that counts as drafted. There are no starters where the
@@ -579,7 +579,7 @@ class Engine:
 
 
 def _seats(last: LaunchedRound, running: Sequence[SequenceState]) -> Seats:
-    """All running sequences but those that one more token ends."""
+    """All running sequences but the ones that one more token ends."""
     if last.seqs == running:  # the usual case
         return [(seq, b) for b, seq in enumerate(running) if len(seq.tokens) + 1 < seq.max_length]
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}

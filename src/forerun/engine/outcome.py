@@ -43,7 +43,7 @@ def outcome_of(
     advances, accepted = list[Advance](), list[int]()
     counted: dict[tuple[int, int, int, int], RoundCounts] = {}  # in a large batch many are alike
     drafted_for = len(seqs) - started
-    for b in range(drafted_for, len(seqs)):  # nobody has drafted what was not accepted there
+    for b in range(drafted_for, len(seqs)):  # what was not accepted there was not drafted
         sizes[b], deepest[b] = 1 + len(paths[b]), len(paths[b])
     columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, sizes, deepest, strict=False)
     for b, (seq, fresh, path, first, size, depth) in enumerate(columns):

@@ -171,7 +171,7 @@ class DrafterPool:
         return name is not None and isinstance(self._made[name], NoDrafter)
 
     def device(self, seqs: Sequence[SequenceState]) -> DeviceDrafter | None:
-        """What drafts for these, who share a drafter, behind unread rounds; None = their rounds are read first."""
+        """The device drafter that these sequences share; None = their rounds are read before the next is drafted."""
         return device_of(self._made[seqs[0].drafting], seqs)
 
     def looks_up(self, seq: Seq) -> bool:

@@ -172,7 +172,7 @@ class Scheduler:
             self.reading = [seq for seq in self.reading if seq not in seqs]
 
     def starters(self, readers: Sequence[SequenceState], nodes: int, rows: int) -> list[SequenceState]:
-        """Readers who can start with the pass that reads the rest of their prompts, where so many nodes are scored."""
+        """Sequences in prefill that can start with the pass that completes their prompts and scores `nodes` nodes."""
         target = self.target
         if not readers or not _starts_with_prompts(target):
             return []
@@ -196,7 +196,7 @@ class Scheduler:
             self.limit = self.limit + 1 if self.limit < self.max_batch else None
 
     def queue_again(self, seqs: Sequence[SequenceState]) -> None:
-        """Back into the queue; those that failed most come first."""
+        """Back into the queue; sequences that failed most come first."""
         hit = {seq.id for seq in seqs}
         self.running = [seq for seq in self.running if seq.id not in hit]
         self.reading = [seq for seq in self.reading if seq.id not in hit]

@@ -44,8 +44,8 @@ class SequenceStats:
     accepted: int = 0
     reached: list[int] = field(default_factory=list)  # [depth-1] rounds whose tree reached that depth
     kept: list[int] = field(default_factory=list)  # [depth-1] rounds whose path reached that depth
-    seconds: float = 0.0  # of the engine's steps that it took part in, those that read its prompt included
-    prompt_seconds: float = 0.0  # of these, reading its prompt, beside those that were read with it
+    seconds: float = 0.0  # of the engine's steps that it took part in, prefill included
+    prompt_seconds: float = 0.0  # of these seconds, prefill of its prompt and of prompts in the same passes
 
     @classmethod
     def of(cls, rounds: Sequence[RoundCounts], prompt_seconds: float = 0.0) -> SequenceStats:
@@ -191,7 +191,7 @@ class EngineStats:
             self.trace.add_prompts(clock.started, clock.seconds["prompt"], rows)
 
     def _add_drafts(self, sequences: int, drafted: int, depth: int, accepted: int) -> None:
-        """What a round came to for each of so many sequences."""
+        """What a round came to for each of `sequences` sequences."""
         form = form_of(drafted, depth)
         self.drafted += sequences * drafted
         self.accepted += sequences * accepted

@@ -1,16 +1,14 @@
-"""Waiting: may the next round start before the last one is read, or does it wait for a look-up, or for the end?
+"""Overlap: is the next round launched before the last one is read, or is that read first, for a look-up or for an end?
 
-A round that drafts on the device follows the last one at no cost to it; a look-up needs the last tokens, so that the
-round before it must be read first, and the one behind it too. While a round is under way the host looks up what would
-follow the tokens that it knows. The match is expected to go on behind the round that is under way as likely as its
-counts say (of matches so long, in this text first). Only if the tokens that it then promises are worth more than what
-the head would write in the same time, and in the gap, does the next round wait.
+A round that drafts on the device follows the last one at no cost. A look-up needs the last tokens, so that the round
+before it must be read first, and the round behind it too. While a round is under way the host looks up what follows the
+tokens that it knows. The match is expected to continue through the round under way as likely as its counts say.
+Only if the tokens that it then promises are worth more than what the head would write in the same time, and in the gap,
+is the round under way read first. Where there is no head, the same holds of plain rounds, which overlap too.
 
-Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
-
-What waiting and look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what
-look-ups have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as
-little as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of it.
+What look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what look-ups
+have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as little
+as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of the bound.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ from forerun.control.times import presumed_gap
 from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 
-MOST_WAITED_FOR = 2  # sequences for which a round may wait for look-ups
-MEMORY = 0.95  # per time: of what the head's trees accept where look-ups promise more, and of what waiting brought
-FORGIVING = 0.997  # of the same, per round, so that distrust does not last
-LEAST_GAIN_ON_HEAD = 1.0  # tokens that waiting must gain on a head
-LEAST_GAIN_ON_PLAIN = 0.15  # the same on plain rounds
-BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place
+MOST_READ_FIRST = 2  # sequences: for the look-ups of more, no round is read first
+MEMORY = 0.95  # per round, of what the head's trees accept where look-ups promise more
+LEAST_GAIN_ON_HEAD = 1.0  # tokens that reading a round first must gain on a head, whose trees overlap
+LEAST_GAIN_ON_PLAIN = 0.15  # tokens, the same on plain rounds
+BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place: matches are overrated
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
 
@@ -45,7 +42,7 @@ class _Matches(NamedTuple):
     accepted: float  # tokens of the batch, if they do
 
 
-class Waiting:
+class Overlap:
     """Weighs look-ups against the form that the device drafts."""
 
     def __init__(self, chains: Chains) -> None:
@@ -54,23 +51,13 @@ class Waiting:
         # what a head's trees accept where look-ups promise more, by what was expected
         self._copied = Factor(4.0)
         self._promised = 0.0  # tokens by the look-ups of the round under way
-        self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
-        self._hoped = 0.0  # tokens for which the next round waits
 
     def note(self, offers: Sequence[Offer]) -> None:
         """What is offered for the coming round, or, asked meanwhile, for the one under way."""
         self._promised = sum([sum(offer.free) for offer in offers])
-        if not self._promised:
-            self._give_up()
 
     def takes(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         """Is a round of look-ups better than the head's, where the last one was read in any case, and covered?"""
-        taken = self._is_better(chooser, head, free, batch)
-        if not taken:
-            self._give_up()
-        return taken
-
-    def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         better = BETTER_THAN_HEAD if head.form.nodes else 1.0
         if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
@@ -82,18 +69,17 @@ class Waiting:
         """Should the next round wait until the one under way is read?"""
         batch = len(offers)
         self.note(offers)
-        if not (head.form.nodes or chooser.around.follows(PLAIN, batch)):
-            return False  # what all else is compared with; one that follows shows it
+        if not (head.form.nodes or chooser.overhead.follows(PLAIN, batch)):
+            return False  # only an overlapping plain round shows what look-ups are compared with
         least = LEAST_GAIN_ON_HEAD if head.form.nodes else LEAST_GAIN_ON_PLAIN
         matches = self._behind(offers, head.tokens / batch, least)
         other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
         if not matches.nodes and other <= least * batch:
             return False
-        trust = min(1.0, self._kept.value())
-        free = free_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
+        free = lookup_promise(chooser, head, matches.nodes, batch, matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
-        gain += (1.0 - matches.holds) * max(0.0, batch + trust * other - rate * free.seconds)
+        gain += (1.0 - matches.holds) * max(0.0, batch + other - rate * free.seconds)
         if gain <= least * batch:
             _forgive(chooser, batch)
             return False
@@ -102,7 +88,6 @@ class Waiting:
             return False
         if head.form.nodes:
             self.allowance.book(lost)
-        self._hoped = matches.holds * matches.accepted + (1.0 - matches.holds) * other
         return True
 
     def _covers(
@@ -115,13 +100,8 @@ class Waiting:
             return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
-    def _give_up(self) -> None:
-        """What the last round waited for has not come."""
-        self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
-        self._hoped = 0.0
-
     def _behind(self, offers: Sequence[Offer], written: float, least: float) -> _Matches:
-        """The same matches behind so many tokens more, given that these are right."""
+        """The same matches `written` tokens further on, given that these tokens are right."""
         more = round(written)
         if sum([sum(offer.free[more:]) for offer in offers]) <= least * len(offers):  # the usual case
             return _Matches(0.0, 0, 0.0)
@@ -135,41 +115,37 @@ class Waiting:
         return batch + (head.tokens - batch) * max(1.0, self._copied.value())
 
     def observe(self, head: Promise, taken: Form, seconds: float, accepted: int, batch: int) -> None:
-        """A round of the head's form, or of look-ups in its place, that took so long and accepted so many tokens."""
+        """A round of the head's form, or of look-ups in its place: its seconds, and tokens accepted."""
         if taken.kind == "lookup":
             if head.form.nodes:
                 self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
-            if self._hoped:
-                self._kept.add(accepted, self._hoped, MEMORY)
-                self._hoped = 0.0
             return
         self.allowance.book(0.0)
-        self._kept.add(0.0, 0.0, FORGIVING)
         expected = head.tokens - batch
-        if batch <= MOST_WAITED_FOR and self._promised > expected > 0.0:
+        if batch <= MOST_READ_FIRST and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
 
 
-def beside_plain() -> Allowance:
+def lookup_allowance() -> Allowance:
     """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
     return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8, earned_up_to=0.8)
 
 
-def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
-    """A round that drafts so many nodes from look-ups. It is read first, and the one behind it too."""
+def lookup_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
+    """A round that drafts `nodes` nodes from look-ups. The round before it is read first, and so is this one."""
     free = chooser.promise_of(LOOKUP, batch + nodes, batch, batch + accepted)
-    if chooser.around.is_known(LOOKUP, batch) or not chooser.around.follows(PLAIN, batch):
+    if chooser.overhead.is_known(LOOKUP, batch) or not chooser.overhead.follows(PLAIN, batch):
         return free
     return free._replace(seconds=free.seconds + _gap(chooser, head, batch))
 
 
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
-    around = chooser.around
-    gap = chooser.gap(batch) if around.follows(PLAIN, batch) else 0.0
-    around.lower(LOOKUP, batch, around.seconds(PLAIN, batch, 0.0) + gap)
-    around.avoid_gap(batch)
+    overhead = chooser.overhead
+    gap = chooser.gap(batch) if overhead.follows(PLAIN, batch) else 0.0
+    overhead.lower(LOOKUP, batch, overhead.seconds(PLAIN, batch, 0.0) + gap)
+    overhead.note_avoided_gap(batch)
 
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
@@ -195,7 +171,7 @@ def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
 
 
 def level_rate(accepted: float, depth: int) -> float:
-    """The acceptance rate of every level of a tree so deep of which so many tokens are accepted on average."""
+    """The acceptance rate per level of a tree of `depth` levels, of which `accepted` tokens are accepted on average."""
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
