@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.families import COMMON, FAMILIES, Family, Norms, rotates
+from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -70,7 +70,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     qk_norm: Literal["head", "all"] | None = None  # queries and keys are normed head by head, or all heads at once
     norm_offset: bool = False  # norms multiply by 1 + weight
-    norms: Norms = Norms()
+    norms: Norms = BEFORE
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # dimensions that the checkpoint rotates together
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts

@@ -34,7 +34,13 @@ from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_HAS = {"norms with an offset", "several ropes", "rotations of neighbours", "layers without positions", "sliding windows"}
+_HAS = {
+    "norms with an offset",
+    "several ropes",
+    "rotations of neighbours",
+    "layers without positions",
+    "sliding windows",
+}
 _HAS |= {"experts"}
 
 

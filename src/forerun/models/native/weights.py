@@ -106,7 +106,9 @@ class NativeReader:
         norms = [None, None]
         if config.qk_norm is not None:
             lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
-            norms = [self._norm(f"{at}self_attn.{one}_norm.weight", size) for one, size in zip("qk", lengths, strict=True)]
+            norms = [
+                self._norm(f"{at}self_attn.{one}_norm.weight", size) for one, size in zip("qk", lengths, strict=True)
+            ]
         return Layer(
             attention_norm=before,
             mlp_norm=mlp_before,
