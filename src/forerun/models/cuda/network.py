@@ -136,6 +136,8 @@ class Model:
             raise UnsupportedModel(
                 "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
             )
+        assert block.attention_norm is not None
+        assert block.mlp_norm is not None  # `check_supported` has seen to it
         return Layer(
             attention_norm=block.attention_norm,
             qkv=self._pack(block.qkv),
