@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -278,12 +278,15 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             from forerun.verify.sampled import SampledTokens
 
             kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8", "w4") else "plain"
-            # parts that its kernels do not have run in torch, which has no weights of one byte
-            with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
+            try:
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
                     kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device), sampling=SampledTokens(),
                 )  # fmt: skip
+            except UnsupportedModel as error:  # torch runs every part, and has no weights of one byte
+                if kind != "plain":
+                    raise
+                log.info("%s: %s", checkpoint.name, error)
         return Decoder(
             family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory
         )

@@ -193,6 +193,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         slides=_but_every_nth,
         local_rope=True,
+        gguf="olmo2",
     ),
     "granite": Family(
         "GraniteForCausalLM",

@@ -55,7 +55,7 @@ def check_supported(config: DecoderConfig) -> None:
     elif any(width % 16 for width in widths):
         reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
     if reason:
-        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; use the plain decoder")
+        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; dtype='bfloat16' runs it in torch")
 
 
 @dataclass(frozen=True, slots=True)
