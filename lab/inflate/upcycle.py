@@ -22,7 +22,6 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layers import rms_norm
 
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -114,5 +113,5 @@ class _Listener(Decoder):
         self.heard = [[] for _ in range(config.layers)]
 
     def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
-        self.heard[index].append(rms_norm(x, block.mlp_norm, self.config.norm_eps))
+        self.heard[index].append(self._normed(x, block.mlp_norm))
         super()._add_mlp(x, block, index, layers)

@@ -7,6 +7,7 @@ from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
+from forerun.models.families import FAMILIES
 from forerun.testing import FakeSeq, check_target
 from tests.gpu.tiny import SHAPES, SMALL, VOCAB, make_reference, make_target, need_cuda, weights_of
 
@@ -90,10 +91,12 @@ def test_what_it_cannot_run_is_refused() -> None:
     config, _ = weights_of(make_reference("llama"))
     with pytest.raises(UnsupportedModel, match="head_dim=24"):
         check_supported(_changed(config, head_dim=24))
-    with pytest.raises(UnsupportedModel, match="gelu_tanh"):
+    with pytest.raises(UnsupportedModel, match="GeGLU"):
         check_supported(_changed(config, activation="gelu_tanh"))
-    with pytest.raises(UnsupportedModel, match="gemma2"):
-        check_supported(_changed(config, family="gemma2"))
+    with pytest.raises(UnsupportedModel, match="norms behind attention"):
+        check_supported(_changed(config, norms=FAMILIES["gemma2"].norms))
+    with pytest.raises(UnsupportedModel, match="soft caps of logits"):
+        check_supported(_changed(config, logit_softcap=30.0))
 
 
 def _changed(config: DecoderConfig, **values: object) -> DecoderConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -281,12 +281,15 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             kind: WeightKind = "file" if keeps_packed(checkpoint, family, config.dtype, device) else "plain"
             if config.dtype in ("int8", "fp8", "w4"):
                 kind = config.dtype
-            # parts that its kernels do not have run in torch, which has no weights of one byte
-            with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
+            try:
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
                     kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device), sampling=SampledTokens(),
                 )  # fmt: skip
+            except UnsupportedModel as error:  # torch runs every part, and has no weights of one byte
+                if kind not in ("plain", "file"):
+                    raise
+                log.info("%s: %s", checkpoint.name, error)
         return Decoder(
             family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory
         )
@@ -317,8 +320,13 @@ def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, devi
 
     if device.type != "cuda" or dtype != "auto" or not isinstance(checkpoint.weights, QuantizedWeights):
         return False
+    from forerun.models.cuda.network import check_supported
     from forerun.models.cuda.pool import has_compiled, pick_kernels
 
+    try:
+        check_supported(family)
+    except UnsupportedModel:
+        return False
     return has_compiled("file", family, device, pick_kernels("auto", device, torch.bfloat16))
 
 

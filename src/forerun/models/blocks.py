@@ -63,7 +63,7 @@ class Checkpoint:
         config, at = self.config, f"{self.prefix}layers.{index}."
         rope = None if config.rope_pairs == "neighbours" else config.layer_ropes[index]
         rotary_dims = 0 if rope is None else config.ropes[rope].dims
-        before, after, mlp_before, mlp_after = (name and self.norm(f"{at}{name}.weight") for name in config.norms)
+        before, after, mlp_before, mlp_after = self.norms(at)
         return Block(
             attention_norm=before,
             qkv=self._qkv(at + "self_attn.", "weight", rotary_dims),
@@ -76,6 +76,10 @@ class Checkpoint:
             after_attention_norm=after,
             after_mlp_norm=mlp_after,
         )
+
+    def norms(self, at: str) -> list[Tensor | None]:
+        """Of a layer, in the order of `Norms`."""
+        return [None if name is None else self.norm(f"{at}{name}.weight") for name in self.config.norms]
 
     def _has_bias(self, at: str) -> bool:
         return any(f"{at}self_attn.{name}_proj.bias" in self.weights for name in ("q", "qkv"))

@@ -1,7 +1,7 @@
 """DecoderConfig: the architecture of a checkpoint, read from its config.json.
 
 Families spell the same architecture differently, and their files leave out whatever equals the family's default
-(forerun.models.families); here every spelling becomes one `DecoderConfig`, with one entry per layer where layers differ.
+(forerun.models.families); here every spelling becomes one `DecoderConfig`, with an entry per layer where layers differ.
 A family or setting that is not understood raises UnsupportedModel: never a guess.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.families import COMMON, FAMILIES, Family, Norms, rotates
+from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -70,7 +70,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     qk_norm: Literal["head", "all"] | None = None  # queries and keys are normed head by head, or all heads at once
     norm_offset: bool = False  # norms multiply by 1 + weight
-    norms: Norms = Norms()
+    norms: Norms = BEFORE
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # dimensions that the checkpoint rotates together
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
@@ -173,7 +173,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
     if "attention_multiplier" in values:
         return _positive(values, "attention_multiplier")
-    return _positive(values, "query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return float(_positive(values, "query_pre_attn_scalar", float(head_dim)) ** -0.5)
 
 
 def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:

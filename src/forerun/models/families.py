@@ -24,6 +24,7 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+BEFORE = Norms()
 _SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -65,7 +66,7 @@ class Family:
 
     class_name: str  # transformers'
     settings: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their values where the file has none
-    norms: Norms = Norms()
+    norms: Norms = BEFORE
     norm_offset: bool = False  # norms multiply by 1 + weight
     scaled_embedding: bool = False  # by the root of the width
     qk_norm: Literal["head", "all"] | None = None  # queries and keys are normed head by head, or all heads at once
@@ -192,6 +193,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         slides=_but_every_nth,
         local_rope=True,
+        gguf="olmo2",
     ),
     "granite": Family(
         "GraniteForCausalLM",

@@ -313,7 +313,7 @@ class NativeRunner:
         self.cache = HeadCache(config, torch.float32, head.device)
         self._last: dict[int, tuple[Floats, int]] = {}  # where the output of each sequence's last row is: [N, D], row
         rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
-        self._tables = RotationTables(Rotations(rope, head.device))
+        self._tables = RotationTables([Rotations(rope, head.device)])
         self._pass, self._known = HeadPass(), self.cache.data  # the slots that it points to
         self._ranking = Ranking(1, 1, head.int32_ids)
         self._outs = [self._room(1) for _ in range(2)]
@@ -394,7 +394,7 @@ class NativeRunner:
 
     def _current_pass(self, longest: int) -> HeadPass:
         """The pass over this head's slots, for positions up to `longest`; its rows are filled in later."""
-        one, data, table = self._pass, self.cache.data, self._tables.at(0, longest)
+        one, data, table = self._pass, self.cache.data, self._tables.at((0,), longest)
         if self._known is not data:
             one.keys = at = data.data_ptr()
             one.layer_stride, one.head_stride = data[0].numel(), data.shape[4] * data.shape[5]

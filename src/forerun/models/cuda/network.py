@@ -58,7 +58,7 @@ def check_supported(config: DecoderConfig) -> None:
     elif any(width % 16 for width in widths):
         reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
     if reason:
-        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; use the plain decoder")
+        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; dtype='bfloat16' runs it in torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,8 @@ class Model:
             raise UnsupportedModel(
                 "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
             )
+        assert block.attention_norm is not None
+        assert block.mlp_norm is not None  # `check_supported` has seen to it
         return Layer(
             attention_norm=block.attention_norm,
             qkv=self._pack(block.qkv, "layer", stored.get("qkv")),

@@ -211,7 +211,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     family, layers = FAMILIES[model_type], _count_layers(metadata, file)
     width, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")
     rope_width = metadata.integer(".rope.dimension_count", max(1, width // heads))
-    head_dim = metadata.integer(".attention.key_length", rope_width if family.gguf_interleaves else max(1, width // heads))
+    head_dim = metadata.integer(
+        ".attention.key_length", rope_width if family.gguf_interleaves else max(1, width // heads)
+    )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != width:
         raise DamagedFile(f"{file.path} is damaged: it has no token_embd.weight of width {width}; pull it again")

@@ -8,6 +8,7 @@ handled by the torch decoder that this one extends; so are the sizes that `reaso
 from __future__ import annotations
 
 import ctypes
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -35,6 +36,8 @@ from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.slots import SlotTarget
+
+log = logging.getLogger(__name__)
 
 
 class NativeDecoder(Decoder):
@@ -306,6 +309,8 @@ def native_decoder(
     """The native decoder of a checkpoint; None where it runs in torch."""
     mode = choose_mode(config, weights, dtype)
     if mode is None:
+        if (reason := NativeDecoder.reason_against(config)) is not None:
+            log.info("the C kernels cannot run this model: %s; it runs in torch", reason)
         return None
     return NativeDecoder(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory)
 

@@ -102,11 +102,16 @@ class NativeReader:
         window, rope = config.windows[index], config.layer_ropes[index]
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         sizes = {"q": queries, "k": keys, "v": keys}
-        before, after, mlp_before, mlp_after = (name and self._norm(f"{at}{name}.weight") for name in config.norms)
-        norms = [None, None]
+        before, after, mlp_before, mlp_after = (
+            None if norm is None else self._keep(norm.contiguous()) for norm in self.names.norms(at)
+        )
+        norms: list[int | None] = [None, None]
         if config.qk_norm is not None:
             lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
-            norms = [self._norm(f"{at}self_attn.{one}_norm.weight", size) for one, size in zip("qk", lengths, strict=True)]
+            norms = [
+                self._keep(self.names.norm(f"{at}self_attn.{one}_norm.weight", size).contiguous())
+                for one, size in zip("qk", lengths, strict=True)
+            ]
         return Layer(
             attention_norm=before,
             mlp_norm=mlp_before,
@@ -197,9 +202,6 @@ class NativeReader:
             packed = pack_floats(weight.detach(), self.mode, bias)
         self.kept.extend(tensor for tensor in (packed.data, packed.bias) if tensor is not None)
         return packed
-
-    def _norm(self, name: str, size: int | None = None) -> int:
-        return self._keep(self.names.norm(name, size).contiguous())
 
     def _keep(self, tensor: Tensor) -> int:
         self.kept.append(tensor)

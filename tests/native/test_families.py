@@ -1,0 +1,199 @@
+"""Families beyond Llama's parts on the C kernels against transformers: logits, greedy texts, drafts, GGUF, controls.
+
+Each control computes with one part of the description wrong; logits must then differ from transformers'.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.core.types import Needs, TreeBatch
+from forerun.models.config import DecoderConfig
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.native.target import NativeDecoder
+from forerun.testing import FakeSeq
+from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
+from tests.models.tiny_folder import LETTERS, make_tiny_folder
+from tests.models.tiny_gguf import gguf
+from tests.native.blocks import needs_native
+
+pytestmark = needs_native
+NEW = ["gemma2", "gemma3", "gemma3-odd", "olmo2", "olmo3", "granite", "glm", "glm4"]
+TEXT = random.Random(7).choices(range(VOCAB), k=40)
+CLOSE, FAR = 1e-4, 1e-2
+Made = tuple[Any, dict[str, Any], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    found: dict[str, Made] = {}
+
+    def make(name: str) -> Made:
+        if name not in found:
+            model = make_reference(name)
+            found[name] = model, *save(model, tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return make
+
+
+def _off(model: Any, config: DecoderConfig, weights: Any) -> float:
+    """How far logits of a prompt and a chain behind it are from transformers'."""
+    target = NativeDecoder(config, weights, mode="float32", kv_slots=None)
+    got = score_chain(target, TEXT, 13, len(TEXT))
+    return float((got - reference_logits(model, TEXT)[13:]).abs().max())
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_logits_equal_transformers(name: str, made: Callable[[str], Made]) -> None:
+    model, config, weights = made(name)
+    assert _off(model, DecoderConfig.from_hf(config), weights) < CLOSE
+
+
+def _shorter(config: DecoderConfig) -> DecoderConfig:
+    return replace(config, windows=tuple(window and window - 1 for window in config.windows))
+
+
+def _longer(config: DecoderConfig) -> DecoderConfig:
+    return replace(config, windows=tuple(window and window + 1 for window in config.windows))
+
+
+CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
+    "a window that is one short": ("gemma3", _shorter),
+    "a window that is one long": ("gemma2", _longer),
+    "a window of two for one": ("gemma3-odd", _longer),
+    "no cap of scores": ("gemma2", lambda config: replace(config, attention_softcap=None)),
+    "no cap of logits": ("gemma2", lambda config: replace(config, logit_softcap=None)),
+    "no offset of norms": ("gemma3", lambda config: replace(config, norm_offset=False)),
+    "no scale of the embedding": ("gemma3", lambda config: replace(config, embedding_scale=1.0)),
+    "another scale of scores": ("gemma3", lambda config: replace(config, attention_scale=config.head_dim**-0.5)),
+    "another activation": ("gemma3", lambda config: replace(config, activation="silu")),
+    "one rope for all layers": ("gemma3", lambda config: replace(config, layer_ropes=(0,) * 3)),
+    "ropes the other way round": ("olmo3", lambda config: replace(config, ropes=config.ropes[::-1])),
+    "no scale of residuals": ("granite", lambda config: replace(config, residual_scale=1.0)),
+    "no scale of logits": ("granite", lambda config: replace(config, logit_scale=1.0)),
+    "halves for neighbours": ("glm4", lambda config: replace(config, rope_pairs="halves")),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_negative_control(control: str, made: Callable[[str], Made]) -> None:
+    name, change = CONTROLS[control]
+    model, config, weights = made(name)
+    assert _off(model, change(DecoderConfig.from_hf(config)), weights) > FAR
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_second_text_that_starts_alike_has_the_same_bits(name: str, made: Callable[[str], Made]) -> None:
+    _, settings, weights = made(name)
+    config, text = DecoderConfig.from_hf(settings), (TEXT * 4)[:150]
+    fresh, target = (NativeDecoder(config, weights, mode="q8", kv_slots=None) for _ in range(2))
+    first = FakeSeq(1, [*text[:130], 5], max_length=200, cache_salt="")
+    target.prefill([first], Needs())
+    target.release(first)
+    results = []
+    for one in (fresh, target):
+        seq = FakeSeq(2, list(text), max_length=200, cache_salt="")
+        one.prefill([seq], Needs())
+        results.append(one.score([seq], TreeBatch.chains([text[-1:]]), Needs()).required_logits)
+    assert target.reused_tokens(seq) >= 128
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_folder(tmp_path, name)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    prompts = ["abcabcabcabc", "the cat. the cat. the", "Q"]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([[LETTERS.index(letter) for letter in prompt]])
+        # without its cache, which keeps too much of a window of one
+        out = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=1, pad_token_id=0, use_cache=False)
+        wanted.append([token for token in out[0, ids.shape[1] :].tolist() if token != 1])
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    for drafter in ("none", "ngram"):
+        with LLM(folder, drafter=drafter, device="cpu") as llm:
+            done = llm.generate(prompts, params)
+            assert [[token for token in one.token_ids if token != 1] for one in done] == wanted, drafter
+
+
+ARCHITECTURES = {"gemma2": "GEMMA2", "gemma3": "GEMMA3", "olmo2": "OLMO2", "granite": "GRANITE", "glm4": "GLM4"}
+KEYS = {
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "attention_multiplier": "attention.scale",
+}  # fmt: skip
+
+
+def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    """As llama.cpp's converter writes it, under gguf's own names."""
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[name]]
+    arch, parsed = gguf.MODEL_ARCH_NAMES[architecture], DecoderConfig.from_hf(config)
+    names = gguf.get_tensor_name_map(architecture, parsed.layers)
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(parsed.layers)
+    writer.add_context_length(parsed.max_length)
+    writer.add_embedding_length(parsed.width)
+    writer.add_feed_forward_length(parsed.inner)
+    writer.add_head_count(parsed.heads)
+    writer.add_head_count_kv(parsed.kv_heads)
+    writer.add_key_length(parsed.head_dim)
+    writer.add_layer_norm_rms_eps(parsed.norm_eps)
+    writer.add_rope_freq_base(parsed.ropes[0].theta)
+    writer.add_rope_dimension_count(parsed.ropes[0].dims)
+    if any(parsed.windows):
+        writer.add_sliding_window(max(filter(None, parsed.windows)))
+    for key, ours in KEYS.items():
+        if config.get(key) is not None:
+            writer.add_float32(f"{arch}.{ours}", float(config[key]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+    writer.add_token_types([1] * VOCAB)
+    writer.add_token_merges([])
+    for key, weight in weights.items():
+        if key.endswith("norm.weight") and name.startswith("gemma"):
+            weight = weight + 1
+        if name == "granite" and key.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = parsed.heads if "q_proj" in key else parsed.kv_heads
+            weight = weight.view(heads, 2, -1, parsed.width).transpose(1, 2).reshape(weight.shape)
+        ours = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert ours is not None, key
+        writer.add_tensor(ours, weight.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gguf_files_equal_transformers(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    model, config, weights = made(name)
+    if name == "gemma3":  # GGUF has no list of layers, no scaled ropes of this kind, and derives the scale of scores
+        model = make_reference("gemma3")
+        model.config.rope_parameters["full_attention"] = {"rope_type": "default", "rope_theta": 1e6}
+        own = model.config.to_dict() | {"layer_types": None, "query_pre_attn_scalar": 16, "num_hidden_layers": 3}
+        model = type(model)._from_config(type(model.config)(**own), attn_implementation="eager").float().eval()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(0.0, 0.25)
+        config, weights = save(model, tmp_path / "folder")
+    if name == "gemma2":
+        config = {**config, "query_pre_attn_scalar": config["head_dim"]}
+        for layer in model.model.layers:
+            layer.self_attn.scaling = config["head_dim"] ** -0.5
+    opened = open_checkpoint(_write(tmp_path / "tiny.gguf", name, config, weights))
+    parsed = DecoderConfig.from_hf(opened.config)
+    assert parsed.features == DecoderConfig.from_hf(config).features
+    assert _off(model, parsed, opened.weights) < CLOSE
