@@ -30,10 +30,8 @@ from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.measure.bench.batches import parse_batches
-from forerun.models.base import ON_GPU
 from lab.runner import Document, Run, share
 from lab.simulate.device import KnownAnswers, SimulatedDevice, WallClock
 from lab.simulate.speeds import AT_ONCE, SimulatedMenu, Speeds, h200
@@ -124,8 +122,6 @@ def make(drafter: str, texts: Sequence[Text], batch: int, speeds: Speeds | None 
     name = "ngram" if drafter in (HEAD, NGRAM_HEAD) else drafter
     speculative = SpeculativeConfig(drafter=name, controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=batch))
-    engine.timeline.depth = 2
-    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows, None)
     if drafter in (HEAD, NGRAM_HEAD):
         head: Drafter = HeadLike(known)
         engine.drafters.add("ngram", head if drafter == HEAD else HybridDrafter(NgramDrafter(), head))

@@ -40,6 +40,7 @@ COMMANDS = {
     "translate": ("lab.translate", "an encoder-decoder against transformers"),
     "host": ("lab.host", "the host's time per round over an emulated device"),
     "load": ("lab.simulated_load", "a server under load in simulation"),
+    "referee": ("lab.referee.command", "`forerun verify` against real engines"),
     "inflate": ("lab.inflate.command", "write a checkpoint or head at the cost of a larger shape"),
     "serve-inflated": ("lab.serve.inflated", "serve a small model at the cost of a larger shape"),
     "serve-emulated": ("lab.serve.emulated", "serve known texts over an emulated device"),

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from forerun.core.errors import UnsupportedModel
-from forerun.models.config import FAMILIES, DecoderConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.cuda.weights import WeightKind
+from forerun.models.families import FAMILIES
 from forerun.models.load.quants import LAYOUTS
 from forerun.models.native.target import NativeDecoder
 from forerun.train.network import is_plain
@@ -28,8 +29,8 @@ def model_matrix() -> str:
 
 def _places_of(family: str) -> Iterator[str]:
     config = DecoderConfig.from_hf({"model_type": family, **supported._ORDINARY})
-    yield "safetensors, GGUF" if supported._architectures().get(family) else "safetensors"
-    yield "C kernels" if NativeDecoder.supports(config) else TORCH
+    yield "safetensors, GGUF" if FAMILIES[family].gguf else "safetensors"
+    yield "C kernels" if NativeDecoder.reason_against(config) is None else TORCH
     try:
         check_supported(config)
     except UnsupportedModel:
@@ -47,7 +48,7 @@ def file_formats() -> str:
     read = [layout.name for kind, layout in LAYOUTS.items() if supported._is_read(kind)]
     own = [name for name in read if name in packed]
     other = [name for name in read if name not in packed]
-    kinds = [f"`{kind}`" for kind in get_args(WeightKind) if kind != "plain"]
+    kinds = [f"`{kind}`" for kind in get_args(WeightKind) if kind not in ("plain", "file")]
     gpu = f"bfloat16; {', '.join(kinds[:-1])} or {kinds[-1]} on request"
     rows = [
         ("safetensors (a folder, or a hub id)", "float32; `bfloat16`, `q8` on request", gpu),

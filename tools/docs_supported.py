@@ -19,9 +19,9 @@ from forerun.core import registry
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
-from forerun.models.config import FAMILIES, DecoderConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
-from forerun.models.load import gguf_families
+from forerun.models.families import FAMILIES
 from forerun.models.load.catalog import known_models
 from forerun.models.load.quantized.scheme import quantization_of
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
@@ -55,24 +55,14 @@ def families() -> str:
 
 def _kernels_of(family: str) -> Iterator[str]:
     config = DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
-    yield ", ".join(f"`{name}`" for name in sorted(_architectures().get(family, ()))) or NO
-    yield YES if NativeDecoder.supports(config) else NO
+    yield f"`{FAMILIES[family].gguf}`" if FAMILIES[family].gguf else NO
+    yield YES if NativeDecoder.reason_against(config) is None else NO
     try:
         check_supported(config)
     except UnsupportedModel:
         yield NO
     else:
         yield YES
-
-
-def _architectures() -> dict[str, set[str]]:
-    """Hugging Face's model_type -> what GGUF files call it; Mistral and Mixtral are told by their metadata."""
-    found: dict[str, set[str]] = {}
-    for name, family in gguf_families._FAMILIES.items():
-        found.setdefault(family.model_type, set()).add(name)
-    for family in (gguf_families._MISTRAL, gguf_families._MIXTRAL_FAMILY):
-        found.setdefault(family.model_type, set()).add("llama")
-    return found
 
 
 def gguf_types() -> str:

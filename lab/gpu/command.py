@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -42,6 +42,7 @@ NODES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256)
 QUICK_NODES = (1, 8, 64)
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 512
+KINDS: tuple[WeightKind, ...] = ("plain", "int8", "fp8", "w4")  # of weights
 
 
 def copy_rate() -> float:
@@ -152,7 +153,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     share(group, batches=",".join(map(str, SIZES)))
     add = group.add_argument
     add("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate the model to")
-    add("--text-weights", default="plain", choices=get_args(WeightKind), help="kind of the target's weights in texts")
+    add("--text-weights", default="plain", choices=KINDS, help="kind of the target's weights in texts")
     add("--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package")
     add("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8")
     add("--forms", default="adaptive", help="drafts of the head: adaptive, or nodes:depth:width, by comma")
@@ -178,7 +179,7 @@ def measure(run: Run) -> Document:
     # a mistake there shows before minutes are spent
     rival = [] if flags.vllm is None else read_rival(flags.vllm)
     parse_batches(flags.batches)
-    kinds = [kind for kind in get_args(WeightKind) if kind in words(flags.weights)]
+    kinds = [kind for kind in KINDS if kind in words(flags.weights)]
     if not torch.cuda.is_available():
         raise InvalidInput("this benchmark needs a CUDA device and torch sees none; use `python -m lab cpu`")
     rate = copy_rate()

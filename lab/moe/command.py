@@ -51,7 +51,9 @@ def measure(run: Run) -> Document:
     flags = run.flags
     if flags.device == "cpu":
         torch.set_num_threads(1)
-    forms = {form.nodes: Budget(*form) for form in FORMS} if flags.device != "cpu" and flags.drafter != "ngram" else {}
+    forms = (
+        {one.nodes: Budget(*one.sizes) for one in FORMS} if flags.device != "cpu" and flags.drafter != "ngram" else {}
+    )
     budgets = sorted({0, *(flags.budgets or sorted(forms) or BUDGETS)} - {ADAPTIVE})
     bench = Twins(open_checkpoint(flags.model), flags)
     passes, rates, texts = dict[str, Passes](), dict[str, tuple[dict[int, Rate], bool]](), list[Text]()

@@ -10,16 +10,17 @@ What the target says comes from texts that are known, or is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter, sleep
+from dataclasses import dataclass, field, replace
+from time import sleep
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from forerun.core.clock import WALL
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
 from forerun.drafters.device.plan import form_of
-from forerun.models.base import SharedWeights
+from forerun.models.base import ON_CPU, ON_GPU, Abilities, SharedWeights
 from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from forerun.models.slots import UnpagedTarget
 from forerun.verify.greedy import greedy_verdict
@@ -30,10 +31,11 @@ NEVER_COMES = 0  # what the target would say behind a draft that is wrong
 
 
 class Clock(Protocol):
-    """Seconds from some start."""
+    """A `forerun.core.clock.Clock` that can wait."""
 
     @property
     def seconds(self) -> float: ...
+    def __call__(self) -> float: ...
     def spend(self, seconds: float) -> None:
         """The host works for so long."""
 
@@ -61,13 +63,16 @@ class WallClock:
 
     @property
     def seconds(self) -> float:
-        return perf_counter()
+        return WALL()
+
+    def __call__(self) -> float:
+        return WALL()
 
     def spend(self, seconds: float) -> None:
         """It was spent already."""
 
     def wait_until(self, when: float) -> None:
-        while (left := when - perf_counter()) > 0.0:
+        while (left := when - WALL()) > 0.0:
             sleep(left)
 
 
@@ -169,6 +174,7 @@ class SimulatedDevice(UnpagedTarget):
     passes: list[tuple[int, int]] = field(default_factory=list)  # rows of trees and of prompts, of every pass
     spent: float = 0.0  # real seconds of the host in here, waits included
     vocab_size: int = field(init=False)
+    can: Abilities = field(init=False)  # rounds overlap as on a GPU, nothing is captured, and the clock is its own
     _promised: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
     _free_at: float = 0.0  # when the device has nothing to do
@@ -176,6 +182,7 @@ class SimulatedDevice(UnpagedTarget):
 
     def __post_init__(self) -> None:
         self.vocab_size = self.answers.vocab_size
+        self.can = replace(ON_CPU, overlap=ON_GPU.overlap, prefill=ON_GPU.prefill, clock=self.clock)
         self._logits = torch.zeros(1, self.vocab_size)
 
     @property
@@ -204,7 +211,7 @@ class SimulatedDevice(UnpagedTarget):
 
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """Prompts share the pass."""
-        began = perf_counter()
+        began = WALL()
         self.host_works(len(seqs))
         fresh, starting = list[list[int]](), set[int]()
         if prompts is not None:
@@ -217,7 +224,7 @@ class SimulatedDevice(UnpagedTarget):
             verdict=lambda: self._decide(seqs, trees, end, starting), next_roots=next_roots if follows else None
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
-        self.spent += perf_counter() - began
+        self.spent += WALL() - began
         return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -238,10 +245,10 @@ class SimulatedDevice(UnpagedTarget):
         self.answers.forget(seq)
 
     def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float, starting: Collection[int]) -> Verdict:
-        began = perf_counter()
+        began = WALL()
         self.clock.wait_until(end)
         verdict = self.answers.verdict(seqs, trees, starting)
-        self.spent += perf_counter() - began
+        self.spent += WALL() - began
         return verdict
 
     def host_works(self, sequences: int) -> None:

@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller
+from forerun.control.base import Controller, FixedController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import PrefillRows
-from forerun.models.base import ON_GPU
 from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
 from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds, h200
@@ -82,10 +79,6 @@ class SimulatedServer:
         else:
             controller = FixedController(0)
         self.engine.controller = controller
-        self.engine.prefill_rows = PrefillRows(ON_GPU.prefill, self.gpu.pass_rows, None)
-        self.engine.stats.now = self.clock
-        self.engine.timeline.depth = 2
-        self.engine.scheduler.reads_early = True
 
     def serve(self, some: Sequence[Ask], clients: int, apart: float = 0.0) -> Answered:
         """All of these, by so many clients who begin at once, or so many seconds after each other."""

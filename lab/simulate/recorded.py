@@ -27,9 +27,7 @@ from forerun.drafters.device.plan import BUCKETS, DraftMenu, bucket_of, form_of
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
-from forerun.models.base import ON_GPU
 from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
 from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds
@@ -164,9 +162,7 @@ def make(texts: Sequence[RecordedText], seed: int) -> tuple[Engine, Watched]:
     cost = CostModel(speeds.curve())
     watched = Watched(cost, MOST_NODES, MOST_WIDTH, pools.offer, pools.looks_up, follows=True)  # type: ignore[arg-type]
     watched.reset()
-    engine.controller, engine.stats.now = watched, clock
-    engine.prefill_rows = PrefillRows(ON_GPU.prefill, gpu.pass_rows, None)
-    engine.timeline.depth, engine.scheduler.reads_early = 2, True
+    engine.controller = watched
     step = engine.step
 
     def stepped() -> list[Event]:

@@ -24,8 +24,8 @@ import torch
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
+from forerun.control.base import FixedController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm
 from forerun.drafters.compose import HybridDrafter
@@ -33,8 +33,6 @@ from forerun.drafters.device.plan import form_of
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import PrefillRows
-from forerun.models.base import ON_GPU
 from lab.simulate.device import SimulatedClock
 from lab.simulate.head import SimulatedHead
 from lab.simulate.load import SimulatedServer, asks
@@ -152,9 +150,6 @@ def engine_of(
         if make is None
         else make(CostModel(speeds.curve()), 60, 10, pool.offer, pool.looks_up, follows=True)
     )
-    engine.stats.now = clock
-    engine.prefill_rows = PrefillRows(ON_GPU.prefill, gpu.pass_rows, None)
-    engine.timeline.depth, engine.scheduler.reads_early = 2, True
     return engine, gpu
 
 

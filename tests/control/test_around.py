@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from forerun.control.allowance import Allowance
-from forerun.control.around import PLAIN, Around
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser
-from forerun.core.offer import Form
+from forerun.control.times import Around
+from forerun.core.offer import PLAIN, Form
 
 SMALL, LARGE = Form(15, 6, 5), Form(59, 7, 10)
 # of a 1.5B on an H200, in ms

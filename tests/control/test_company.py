@@ -15,7 +15,7 @@ import pytest
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import NEVER as NEVER_DRAFTS
-from forerun.core.offer import Form, Offer
+from forerun.core.offer import Form, Offer, RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import PlainSeq, Request, Round
 from forerun.drafters.lookup.suffix import SuffixDrafter
@@ -138,7 +138,7 @@ def stays_plain(first: Sequence[str], then: Sequence[str]) -> bool:
         counts = (0,) * len(written)
         controller.observe(Round(tuple(written), counts, counts, counts, {"pass": 1.0, "host": 0.1}))
     assert not controller._decisions[0].promise.insists, "there is a decision to inherit"
-    return controller.stays_plain([seqs[name] for name in then])
+    return controller.follow([seqs[name] for name in then], RoundPlan("plain"), bool) is not None
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from forerun.control import cost
-from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.acceptance import History
+from forerun.control.base import FixedController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
-from forerun.control.history import History
+from forerun.control.prices import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.core.request import budget_of
 from forerun.models.base import Abilities
 from forerun.testing import FakeSeq, TableLM

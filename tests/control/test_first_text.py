@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from forerun.control import around as around_module
+from forerun.control import times as around_module
 from forerun.control.allowance import Allowance
-from forerun.control.around import GAPS_KEPT, PLAIN, STALE_ROUNDS, Around
+from forerun.control.times import GAPS_KEPT, STALE_ROUNDS, Around
 from forerun.control.waiting import beside_plain
+from forerun.core.offer import PLAIN
 from tests.control.lookup_texts import RECORDED
 from tests.control.simulate.follow import FollowHistory, FollowSimulation
 from tests.control.simulate.history import Text

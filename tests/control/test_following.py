@@ -8,7 +8,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.trials import shortest_trial
+from forerun.control.per_sequence import shortest_trial
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import NoDrafter

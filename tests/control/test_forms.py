@@ -10,8 +10,8 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
-from forerun.core.types import Round
+from forerun.core.offer import PLAIN, Form, Offer, RoundPlan
+from forerun.core.types import Budget, Round
 from forerun.testing import FakeSeq
 from lab.simulate.speeds import SimulatedMenu, accepted_of
 from tests.control.simulate.menu import MenuSimulation, Trace
@@ -238,7 +238,7 @@ def test_whoever_starts_beside_trees_that_nobody_drafted_for_it_says_nothing_of_
         seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(6 + 6 * budget.nodes), "host": 0.1}
         controller.observe(Round(tuple(seqs[:6]), *trees, seconds))
     assert budget.nodes > 0
-    assert controller.goes_on(seqs)
+    assert controller.follow(seqs, RoundPlan("trees", 1), bool) is not None
     (chooser,) = controller._choosers.values()
     last, before = seqs[6].id, chooser.acceptance.weight([seqs[6].id])
     nodes, depths, accepted = ((*part, 0) for part in trees)
@@ -273,7 +273,8 @@ def test_a_trial_that_was_not_launched_is_due_as_before() -> None:
         drafted = (budget.nodes,) * 6, (budget.depth,) * 6, (0,) * 6
         seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(6 + 6 * budget.nodes), "host": 0.1}
         controller.observe(Round(tuple(seqs), *drafted, seconds))
-        following, said = controller.switches(seqs), controller._next
+        plan, said = controller.follow(seqs, RoundPlan("trees"), lambda: True), controller._next
+        following = None if plan is None else Budget(*(plan.form or PLAIN).sizes, source="costly", repeats=plan.repeats)
         refused = said is not None and said[0] is not None and said[0].promise.insists
         trials += refused
         budget = controller.plan(seqs)[0] if following is None or refused else following

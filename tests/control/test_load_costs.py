@@ -6,7 +6,7 @@ same on every machine, whatever else it does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -19,7 +19,7 @@ from forerun.control.cost import CostModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Prompts, Request, Scores, Seq, TreeBatch
 from forerun.engine.scheduler import PrefillRows
-from forerun.models.base import ON_CPU
+from forerun.models.base import ON_CPU, Abilities
 from forerun.testing import TableLM
 
 # milliseconds of a pass of the default model by rows, one thread with AMX
@@ -37,6 +37,10 @@ class TimedTable(TableLM):
 
     spent: float = 0.0
 
+    @property
+    def can(self) -> Abilities:
+        return replace(ON_CPU, clock=lambda: self.spent)  # whatever else runs on this machine
+
     def score(self, seqs: list[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         scores = TableLM.score(self, seqs, trees, needs, prompts)
         self.spent += seconds_of(trees.nodes + (0 if scores.read is None else scores.read[0].nodes))
@@ -50,7 +54,6 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     target = TimedTable(vocab_size=60, order=1, seed=3, sharpness=9.0)
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="ngram"), EngineConfig(max_batch=batch))
     assert isinstance(engine.controller, AdaptiveController)
-    engine.stats.now = lambda: target.spent  # whatever else runs on this machine
     engine.prefill_rows = PrefillRows(ON_CPU.prefill, 512, 32)
     dice = Random(5)
     for number in range(24):

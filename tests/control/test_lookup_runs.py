@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.control import round_seconds
+from forerun.control import times as round_seconds
 from forerun.control.cost import CostModel
 from forerun.measure.bench.suites import TASKS
 from tests.control import record_texts

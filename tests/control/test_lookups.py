@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from forerun.control.allocate import Levels, allocate, share_chains
 from forerun.control.lookups import SAMPLED_SEQUENCES
+from forerun.control.prices import Levels, allocate, share_chains
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter

@@ -10,6 +10,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, beside_plain
+from forerun.core.offer import RoundPlan
 from forerun.core.types import PlainSeq, Round
 from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
@@ -113,7 +114,7 @@ def play(controller: AdaptiveController, rounds: int, asks: bool) -> None:
     seq = PlainSeq(1, [*range(10)], 10)
     for _ in range(rounds):
         controller.plan([seq])
-        assert not asks or controller.stays_plain([seq])
+        assert not asks or controller.follow([seq], RoundPlan("plain"), bool)
         seq.tokens.append(len(seq.tokens))
         controller.observe(Round((seq,), (0,), (0,), (0,), {"draft": 1e-5, "pass": 1.7e-3, "host": 3e-4}))
 
@@ -132,4 +133,4 @@ def test_who_can_never_draft_stays_plain() -> None:
     controller = AdaptiveController(CostModel(SMALL.seconds), 60, 10, NoDrafter().offer)
     seq = PlainSeq(1, [1, 2, 3], 3)
     controller.plan([seq])
-    assert controller.stays_plain([seq]) is True
+    assert controller.follow([seq], RoundPlan("plain"), bool) == RoundPlan("plain", -1)

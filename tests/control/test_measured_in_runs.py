@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from forerun.control import cost
 from forerun.control.cost import METHOD, CostModel
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
+from forerun.models.base import ON_CPU, Abilities
 from forerun.testing import TableLM
 
 
@@ -19,15 +21,18 @@ class SlowBehindWide(TableLM):
 
     now, last = 0.0, 0
 
+    @property
+    def can(self) -> Abilities:
+        return replace(ON_CPU, clock=lambda: self.now)
+
     def score(self, seqs: Any, trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         self.now += 1.0 + 0.1 * trees.nodes + 0.5 * (trees.nodes != self.last)
         self.last = trees.nodes
         return super().score(seqs, trees, needs, prompts)
 
 
-def test_a_pass_is_timed_behind_one_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_timed_behind_one_of_its_own_size() -> None:
     target = SlowBehindWide(vocab_size=8)
-    monkeypatch.setattr(cost, "perf_counter", lambda: target.now)
     measured = CostModel.measure(target, (1, 4, 16), repeats=2).seconds
     assert measured == pytest.approx({1: 1.1, 4: 1.4, 16: 3.1})  # so many rows come alone
     target.last = 0

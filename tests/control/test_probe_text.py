@@ -6,8 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from forerun.control import cost
-from forerun.control.cost import CostModel
-from forerun.control.probe_text import LENGTH, PIECES, has_experts, probe_text
+from forerun.control.cost import PIECE_LENGTH, PIECES, CostModel, has_experts, probe_text
 from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.native.target import NativeDecoder
@@ -30,7 +29,7 @@ def test_only_experts_ask_for_text(tmp_path: Path) -> None:
     assert has_experts(routed)
     assert len(set(probe_text(dense, 40))) == 40  # all differ
     text = probe_text(routed, 40)
-    assert len(text) == PIECES * LENGTH
+    assert len(text) == PIECES * PIECE_LENGTH
     assert text == probe_text(routed, 40)
     assert routed.used_slots == 0
 
@@ -41,8 +40,8 @@ def test_the_text_is_what_the_model_finds_likely(tmp_path: Path) -> None:
     text = probe_text(target, 40)
     ranks = []
     for piece in range(PIECES):
-        tokens = text[piece * LENGTH : (piece + 1) * LENGTH]
-        seq = PlainSeq(1, tokens[:1], max_length=LENGTH + 1)
+        tokens = text[piece * PIECE_LENGTH : (piece + 1) * PIECE_LENGTH]
+        seq = PlainSeq(1, tokens[:1], max_length=PIECE_LENGTH + 1)
         target.prefill([seq], Needs())
         logits = target.score([seq], TreeBatch.chains([tokens]), Needs()).required_logits
         target.release(seq)

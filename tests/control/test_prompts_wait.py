@@ -6,10 +6,10 @@ import pytest
 
 from forerun.control import forms
 from forerun.control.allowance import Allowance
-from forerun.control.around import PLAIN
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
+from forerun.core.offer import PLAIN
 from lab.simulate.load import Answered, SimulatedServer, asks
 from lab.simulate.speeds import SimulatedForms, h200
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from forerun.control import adaptive
-from forerun.control.around import Around
 from forerun.control.cost import CostModel
+from forerun.control.times import Around
 from forerun.control.waiting import Waiting, level_rate
 from forerun.core.offer import Form
 from lab.simulate.speeds import SimulatedMenu

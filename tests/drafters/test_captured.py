@@ -9,7 +9,7 @@ import torch
 
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget
-from forerun.drafters.heads.base import UNMEASURED
+from forerun.drafters.heads.base import UNMEASURED, Meter
 from forerun.drafters.heads.block import DFlashDrafter
 from forerun.drafters.heads.block_head import BlockHead, BlockKind
 from forerun.drafters.heads.block_runner import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, GraphRunner
@@ -43,7 +43,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
 
     monkeypatch.setattr(captured, "capture", lambda work, *_: EmulatedGraph(work, now))
-    monkeypatch.setattr("forerun.drafters.heads.base.perf_counter", lambda: now[0])
+    for room in ("base", "block"):
+        monkeypatch.setattr(f"forerun.drafters.heads.{room}.Meter", lambda _: Meter(lambda: now[0]))
     return now
 
 

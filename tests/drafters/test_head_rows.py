@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
@@ -111,9 +112,9 @@ def test_heads_compute_in_the_targets_format() -> None:
     assert head_dtype(TableLM(4), None) == torch.float32
 
 
-def medusa(own: bool) -> MedusaDrafter:
+def medusa(own: bool, clock: Clock = WALL) -> MedusaDrafter:
     config = heads_config("medusa", 12)
-    return MedusaDrafter(HeadSet(config, heads_weights(config, own=own), None))
+    return MedusaDrafter(HeadSet(config, heads_weights(config, own=own), None), clock)
 
 
 def test_medusa_costs_one_pass_where_its_heads_share_an_lm_head() -> None:
@@ -124,8 +125,7 @@ def test_medusa_costs_one_pass_where_its_heads_share_an_lm_head() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_draft_took_is_offered_for_the_next(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("forerun.drafters.heads.base.perf_counter", lambda: now[0])
-    drafter, target, seq = medusa(own), TableLM(12), FakeSeq(0, [1, 2, 3])
+    drafter, target, seq = medusa(own, lambda: now[0]), TableLM(12), FakeSeq(0, [1, 2, 3])
     guesses = drafter._guesses
 
     def slow(*arguments: object) -> object:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.drafters.heads import base as heads
 from forerun.drafters.heads.base import Meter
 
 
-def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_start_and_a_pause_count_little() -> None:
     now = [0.0]
-    monkeypatch.setattr(heads, "perf_counter", lambda: now[0])
-    meter = Meter()
+    meter = Meter(lambda: now[0])
 
     def draft(seconds: float, levels: int = 1) -> float:
         meter.start()
@@ -26,10 +24,10 @@ def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) 
     assert draft(9.0, levels=0) == pytest.approx(0.8)  # nothing was drafted
 
 
-def test_a_pause_in_the_second_draft_does_not_stick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_in_the_second_draft_does_not_stick() -> None:
     """It replaces the first; a drafter that seems ten times too slow is not used again, and so not measured again."""
-    now, meter = [0.0], Meter()
-    monkeypatch.setattr(heads, "perf_counter", lambda: now[0])
+    now = [0.0]
+    meter = Meter(lambda: now[0])
     for seconds in (2.0, 50.0):
         meter.start()
         now[0] += seconds

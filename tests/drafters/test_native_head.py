@@ -13,7 +13,6 @@ from torch import Tensor
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Scores, TreeBatch, Verdict
-from forerun.drafters.heads import base as head_drafter
 from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind, read_head, write_head
@@ -217,11 +216,8 @@ def test_a_quote_counts_what_is_to_be_read() -> None:
 def test_an_offer_tells_the_first_level_from_the_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first level reads the new rows too: priced alike, deeper levels would seem to cost as much."""
     config = eagle_config("eagle3", VOCAB)
-    drafter, seq, now = (
-        Eagle3Drafter(NativeHead(config, eagle_weights(config, seed=3), None)),
-        FakeSeq(0, [1, 2, 3]),
-        [0.0],
-    )
+    seq, now = FakeSeq(0, [1, 2, 3]), [0.0]
+    drafter = Eagle3Drafter(NativeHead(config, eagle_weights(config, seed=3), None), clock=lambda: now[0])
     show(drafter, seq, torch.zeros(2, config.feature_width))
     begin, step = NativeRunner.begin, NativeSteps._step
 
@@ -233,7 +229,6 @@ def test_an_offer_tells_the_first_level_from_the_further_ones(monkeypatch: pytes
         now[0] += 0.001
         step(self, *given)
 
-    monkeypatch.setattr(head_drafter, "perf_counter", lambda: now[0])
     monkeypatch.setattr(NativeRunner, "draft", lambda self, *given: None)  # level by level, as in a batch
     monkeypatch.setattr(NativeRunner, "begin", slow_begin)
     monkeypatch.setattr(NativeSteps, "_step", slow_step)

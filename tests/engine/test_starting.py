@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.core.offer import RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request, TreeBatch, TreeForm
 from forerun.engine.engine import Engine
@@ -153,7 +154,7 @@ def test_a_round_of_starters_alone_is_planned_by_nobody_and_drafts_nothing() -> 
     engine._open()
     first = engine.timeline.first
     assert first is not None
-    assert (first.seqs, first.readers, first.may_draft, first.repeats) == (seqs, seqs, False, 0)
+    assert (first.seqs, first.readers, first.plan) == (seqs, seqs, RoundPlan("plain"))
 
 
 def test_whoever_the_host_decides_about_does_not_start_in_a_round_behind_an_unread_one() -> None:

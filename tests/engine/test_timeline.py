@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from forerun.core.offer import Form
+from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
-from forerun.engine.engine import Engine, NextPlan, _seats
+from forerun.engine.engine import Engine, _seats
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, with_starters
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
@@ -50,7 +50,9 @@ def launched(engine: Engine, seqs: list[SequenceState], readers: list[SequenceSt
     """A round of these, without a pass."""
     trees = TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
     held = [*seqs, *(readers or [])]
-    return LaunchedRound(Change(held), seqs, readers or [], trees, Scores(None), engine.stats.clock(), 0, False)
+    return LaunchedRound(
+        Change(held), seqs, readers or [], trees, Scores(None), engine.stats.clock(), RoundPlan("plain")
+    )
 
 
 def open_line(count: int) -> tuple[Engine, Timeline, list[SequenceState], list[int]]:
@@ -256,22 +258,16 @@ def test_room_is_made_behind_all_that_an_unread_round_may_add(monkeypatch: pytes
 class Answers:
     """A controller whose word on the next round is given."""
 
-    goes, stays = True, True
-    switch: Budget | None = None
+    same = True
+    switch: RoundPlan | None = None
 
     def plan(self, seqs: Sequence[Any]) -> list[Budget]:
         return [Budget(0, 0) for _ in seqs]
 
     def observe(self, outcome: Any) -> None: ...
     def forget(self, seq: Any) -> None: ...
-    def goes_on(self, seqs: Sequence[Any]) -> bool:
-        return self.goes
-
-    def stays_plain(self, seqs: Sequence[Any]) -> bool:
-        return self.stays
-
-    def switches(self, seqs: Sequence[Any]) -> Budget | None:
-        return self.switch
+    def follow(self, seqs: Sequence[Any], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        return last.again() if self.same else self.switch if switches() else None
 
 
 def test_the_next_plan_is_the_last_one_where_that_holds_and_else_another_if_the_menu_switches() -> None:
@@ -281,20 +277,17 @@ def test_the_next_plan_is_the_last_one_where_that_holds_and_else_another_if_the_
     trees = TreeBatch(torch.zeros(8), torch.zeros(8), form.starts(2), form=form)
     plain = launched(engine, seqs)
     engine.drafters.never_draft = lambda seqs: False  # type: ignore[method-assign]
-    grown = plain._replace(trees=trees, repeats=3)
-    assert engine._next_plan(grown, seqs) == NextPlan(True, 2)
-    assert engine._next_plan(plain, seqs) == NextPlan(False, -1)
-    says.goes = says.stays = False
-    says.switch = other = Budget(5, 2, repeats=7)
+    grown = plain._replace(trees=trees, plan=RoundPlan("trees", 3))
+    assert engine._next_plan(grown, seqs) == RoundPlan("trees", 2)
+    assert engine._next_plan(plain, seqs) == RoundPlan("plain", -1)
+    says.same = False
+    says.switch = other = RoundPlan("trees", 7, Form(5, 2, 1))
     assert [engine._next_plan(last, seqs) for last in (grown, plain)] == [None, None], "no drafter on a device"
     device = SimpleNamespace(menu=SimpleNamespace(switches=False))
     engine.drafters.device = lambda seqs: device  # type: ignore[method-assign,assignment,return-value]
     assert engine._next_plan(grown, seqs) is None, "forms of this menu are not switched"
     device.menu.switches = True
-    assert [engine._next_plan(last, seqs) for last in (grown, plain)] == [NextPlan(True, 7, other)] * 2
-    says.goes, says.switch = True, Budget(0, 0, repeats=1)
-    spent = grown._replace(repeats=0)
-    assert engine._next_plan(spent, seqs) == NextPlan(False, 1, says.switch), "the last round of its plan"
+    assert [engine._next_plan(last, seqs) for last in (grown, plain)] == [other] * 2
     own = engine.prepare(Request((10, 20, 30), budget=Budget(4, 3)))
     assert engine._next_plan(plain, [*seqs, own]) is None, "a request's own budget is not the controller's"
 
@@ -342,11 +335,11 @@ def test_a_drafter_is_handed_what_it_goes_on_from_when_rounds_switch_between_tre
     device = SimpleNamespace(launch=launch, rest=lambda places, behind: done.append(("rest", behind.trees.form)))
     engine.drafters.device = lambda seqs: device  # type: ignore[method-assign,assignment,return-value]
     engine._has_room = lambda last, places, nodes: not done.append(nodes)  # type: ignore[method-assign,func-returns-value]
-    other = NextPlan(True, 7, Budget(5, 2, 1))
+    other = RoundPlan("trees", 7, Form(5, 2, 1))
     for last, plan, wanted in (
         (plain, other, [6, "hand on", (Form(5, 2, 1), None)]),
         (grown, other, [6, (Form(5, 2, 1), form)]),
-        (grown, NextPlan(True, 1), [4, (None, form)]),
+        (grown, RoundPlan("trees", 1), [4, (None, form)]),
     ):
         done.clear()
         assert engine._grown(last, seats, plan) is trees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form
+from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.core.types import Budget, Round, Seq
 from forerun.drafters.base import Drafter
@@ -188,13 +188,14 @@ class SwitchingForms(RandomForms):
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return [self._budget()] * len(seqs)
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        return self.rng.random() < 0.4
-
-    stays_plain = goes_on
-
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        return self._budget() if self.rng.random() < 0.9 else None
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        if (last.repeats > 0 or last.kind != "trees") and self.rng.random() < 0.4:
+            return last.again()
+        if not switches() or self.rng.random() >= 0.9:
+            return None
+        budget = self._budget()
+        form = Form(budget.nodes, budget.depth, budget.width) if budget.nodes else None
+        return RoundPlan("plain" if form is None else "trees", budget.repeats, form)
 
 
 CONTROLLERS = {"forms": RandomForms, "mixed": RandomForms, "switching": SwitchingForms}

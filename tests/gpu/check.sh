@@ -16,12 +16,12 @@ check() {
     name=$1
     shift
     case "$groups" in *" $name "*) ;; *) return ;; esac
-    timeout 240 "$python" -m pytest -q --maxfail=4 --tb=short -p no:cacheprovider --durations=3 "$@" \
+    timeout 240 "$python" -m pytest -q --all --maxfail=4 --tb=short -p no:cacheprovider --durations=3 "$@" \
         >"$out/$name.log" 2>&1
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled adapters"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -46,7 +46,10 @@ if [ "$what" = tests ]; then
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
-    check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py -m gpu &
+    check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py tests/gpu/test_file_weights.py -m gpu &
+    check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu &
+    check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
+        tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py -m gpu &
     check adapters tests/gpu/test_adapters.py -m gpu &
     wait
     for name in $groups; do

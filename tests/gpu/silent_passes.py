@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.control.fixed import FixedController
+from forerun.control.base import FixedController
 from forerun.core.offer import Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.request import ALWAYS

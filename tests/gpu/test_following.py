@@ -41,7 +41,7 @@ class Forms:
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         form = self.rng.choice(self.forms)
-        budget = Budget(0, 0) if form is None else Budget(*form, repeats=self.rng.randint(0, self.repeats))
+        budget = Budget(0, 0) if form is None else Budget(*form.sizes, repeats=self.rng.randint(0, self.repeats))
         return [budget] * len(seqs)
 
     def observe(self, outcome: Round) -> None:

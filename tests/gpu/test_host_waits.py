@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.control.fixed import FixedController
+from forerun.control.base import FixedController
 from forerun.core.params import SamplingParams
 from forerun.core.request import ALWAYS
 from forerun.core.types import Budget, Request

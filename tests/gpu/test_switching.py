@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from forerun.core.offer import Form
+from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.device.drafter import OnDevice
@@ -50,15 +50,11 @@ class Scheduled:
 
     def _budget(self, number: int) -> Budget:
         form = self.forms[number]
-        return Budget(0, 0) if form is None else Budget(*form)
+        return Budget(0, 0) if form is None else Budget(*form.sizes)
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        return False
-
-    stays_plain = goes_on
-
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        return self._budget(self.rounds + 1)
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        form = self.forms[self.rounds + 1]
+        return RoundPlan("plain" if form is None else "trees", form=form) if switches() else None
 
     def observe(self, outcome: Round) -> None:
         self.rounds += 1

@@ -129,7 +129,7 @@ def test_a_product_is_right_and_a_row_has_its_own_bits(products: Products, name:
         assert differ == 0, f"{differ} numbers of {count} rows differ"
     splits = products.choose(weight, 520).splits
     for cut in (
-        Cut(splits, 132 // splits, 8, together=2),
+        Cut(splits, 132 // splits, 8),
         Cut(splits, 40 // splits, 16),
         Cut(splits, 132 // splits, 64, tall=8),
         Cut(splits, 100, 128, whole=True),

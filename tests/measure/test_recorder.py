@@ -9,10 +9,9 @@ import pytest
 
 from forerun.control import base
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller, WaitingPrompts
+from forerun.control.base import Controller, FixedController, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController
-from forerun.core.offer import Offer
+from forerun.core.offer import Offer, RoundPlan
 from forerun.core.types import Round
 from forerun.measure.bench.contenders import Recorder
 from forerun.testing import FakeSeq
@@ -22,9 +21,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "plan": (SEQS,),
     "observe": (Round(tuple(SEQS), (0,), (0,), (0,), {}),),
     "forget": (SEQS[0],),
-    "goes_on": (SEQS,),
-    "stays_plain": (SEQS,),
-    "switches": (SEQS,),
+    "follow": (SEQS, RoundPlan("trees", 2), bool),
     "note_waiting": (WaitingPrompts(1),),
 }
 
@@ -57,6 +54,6 @@ def test_every_question_is_handed_on(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_controller_that_is_not_asked_keeps_its_plan() -> None:
     fixed: Controller = FixedController(4, 1)
     recorder = Recorder(fixed)
-    assert recorder.goes_on(SEQS) is True
-    assert not recorder.stays_plain(SEQS)
+    assert recorder.follow(SEQS, RoundPlan("trees", 2), lambda: True) == RoundPlan("trees", 1)
+    assert recorder.follow(SEQS, RoundPlan("plain", 2), lambda: True) is None
     recorder.note_waiting(*ASKED["note_waiting"])

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+with suppress(ImportError):  # machines with a GPU need not have it: what needs it is not called there
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from tests.models.tiny_checkpoints import _BASE
 from tests.models.tiny_folder import LETTERS, add_tokenizer
@@ -40,10 +43,11 @@ class Format:
     plain: tuple[str, ...] = ("lm_head", "embed_tokens")  # modules that stay as they are
     family: str = "llama"
     extra: Parts = field(default_factory=dict)
+    sizes: tuple[int, int] = (WIDTH, INNER)
 
 
-def make_model(family: str) -> Any:
-    settings = {**_BASE, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2, "vocab_size": 64}
+def make_model(family: str, width: int = WIDTH, inner: int = INNER) -> Any:
+    settings = {**_BASE, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2, "vocab_size": 64}
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(family, **settings, tie_word_embeddings=False), attn_implementation="eager"
@@ -58,7 +62,7 @@ def make_model(family: str) -> Any:
 
 def write(folder: Path, made: Format) -> Any:
     """Write a folder; the answer is transformers' model in float32 with the weights that the files stand for."""
-    model = make_model(made.family)
+    model = make_model(made.family, *made.sizes)
     tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, weight in model.state_dict().items():
         stem = name.removesuffix(".weight")

@@ -164,7 +164,7 @@ def test_unknown_things_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="attn_sinks"):
         open_checkpoint(str(odd))
     with pytest.raises(DamagedFile, match="layers"):
-        open_checkpoint(str(write_tiny(tmp_path / "b.gguf", drop="blk.1.attn_norm.weight")))
+        open_checkpoint(str(write_tiny(tmp_path / "b.gguf", drop="blk.1.attn_output.weight")))
     writer = gguf.GGUFWriter(str(tmp_path / "c.gguf"), "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

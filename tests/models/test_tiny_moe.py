@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.build.engine import make_engine
 from forerun.control import cost
-from forerun.control.cost import scratch_sequences
-from forerun.control.probe_text import probe_text
+from forerun.control.cost import probe_text, scratch_sequences
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.models.config import DecoderConfig

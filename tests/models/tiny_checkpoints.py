@@ -101,6 +101,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "gemma3-odd": {  # a group of three queries, no cap, a window of one
+        "model_type": "gemma3_text",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 1,
+        "intermediate_size": 37,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "olmo2": {"model_type": "olmo2", "head_dim": 8, "attention_bias": True},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+    },
+    "glm": {"model_type": "glm", "head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4": {"model_type": "glm4", "head_dim": 12, "partial_rotary_factor": 0.5, "attention_bias": True},
     "phi3": {"model_type": "phi3", "sliding_window": 11},
     "phi3-longrope": {
         "model_type": "phi3",
@@ -117,7 +147,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_reference(name: str) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
     settings = {**_BASE, **FAMILIES[name]}
-    torch.manual_seed(sorted(FAMILIES).index(name))
+    torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     offset = config.model_type.startswith("gemma")

@@ -41,6 +41,9 @@ PHI = {
 }
 BIASES = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
 GEMMA = {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)}
+OLMO = {name: shape for name, shape in ATTENTION.items() if not name.endswith("norm")} | GEMMA
+OLMO |= {"attn_q_norm": (HEADS * HEAD_DIM,), "attn_k_norm": (KV_HEADS * HEAD_DIM,)}
+GLM4 = {"ffn_up": (2 * INNER, WIDTH), "ffn_down": (WIDTH, INNER)} | GEMMA
 EXPERT_KEYS = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": INNER}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {  # architecture, tensors, biases, keys
@@ -56,6 +59,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {  # arc
         False,
         {"attention.sliding_window": 512, "attention.key_length": HEAD_DIM},
     ),
+    "gemma2": (
+        "gemma2",
+        ATTENTION | DENSE | GEMMA,
+        False,
+        {
+            "attention.sliding_window": 5,
+            "attention.key_length": HEAD_DIM,
+            "attn_logit_softcapping": 9.0,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "olmo2": ("olmo2", OLMO | DENSE, False, {}),
+    "olmo3": ("olmo2", OLMO | DENSE, False, {"attention.sliding_window": 5}),
+    "granite": (
+        "granite",
+        ATTENTION | DENSE,
+        False,
+        {"embedding_scale": 3.0, "residual_scale": 0.4, "attention.scale": 0.3, "logit_scale": 2.5},
+    ),
+    "glm4": ("glm4", ATTENTION | GLM4, True, {"rope.dimension_count": HEAD_DIM // 2}),
     "phi3": ("phi3", PHI, False, {}),
     "smollm3": ("smollm3", ATTENTION | DENSE, False, {}),
 }

@@ -20,16 +20,14 @@ from forerun.models.native.pass_rows import HiddenRows
 from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
+from tests.models.tiny_gguf import FAMILIES as GGUF_FAMILIES
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native
 
 pytestmark = needs_native
 
 LENGTH = 22
-FAMILIES_HERE = [
-    "llama2", "llama3.1", "llama-biases", "smollm2", "mistral", "qwen2", "qwen2-window", "qwen3", "smollm3",
-    "smollm3-window", "phi3", "phi3-longrope", "mixtral", "qwen2_moe", "qwen3_moe",
-]  # fmt: skip
+FAMILIES_HERE = [name for name in FAMILIES if name not in ("llama-linear", "llama-yarn", "qwen3-yarn")]
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
@@ -46,14 +44,6 @@ def _native(checkpoint: Checkpoint, mode: Mode = "float32", kv_slots: int | None
 @pytest.fixture(scope="module", params=FAMILIES_HERE)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save(make_reference(request.param), tmp_path_factory.mktemp("checkpoint"))
-
-
-def test_every_other_family_is_left_to_torch() -> None:
-    for name, settings in FAMILIES.items():
-        kinds = ("gemma2", "gemma3_text")
-        config = DecoderConfig.from_hf(make_reference(name).config.to_dict()) if settings else None
-        assert config is not None
-        assert NativeDecoder.supports(config) == (settings["model_type"] not in kinds)
 
 
 @pytest.mark.parametrize("cached", [0, 13])
@@ -260,7 +250,7 @@ def test_prompts_in_pieces_have_the_same_bits(chunk: int, monkeypatch: pytest.Mo
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_gguf_files_keep_their_own_types(family: str, tmp_path: Path) -> None:
     """Against torch with the dequantised weights: only the rows' rounding to int8 differs, where it is used."""
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", family)))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ OVER_A_SOCKET = (
 )
 
 
-def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> Report:
+def judged(engine: object, pair: Pair, only: str, tokens: int | None = None, seed: int = 0) -> Report:
     """One check with the tokens and the false alarms that it has in a run of all."""
     whole = chosen_checks()
     bets = sum(each.bets for each in whole)
@@ -66,6 +67,7 @@ def judged(engine: object, pair: Pair, only: str, tokens: int | None = None) -> 
         pair,
         Budget(tokens, 120),
         [replace(each) for each in chosen_checks([only])],
+        seed,
         false_alarms=1e-3 / bets,
     )
 
@@ -95,6 +97,14 @@ def test_a_planted_bug_is_found(pair: Pair, bug: str) -> None:
     finding = report.failed[0].finding
     assert finding.p_value is not None or finding.counterexample
     assert finding.command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_penalties_of_a_rounds_first_token_are_found_with_other_seeds(pair: Pair, seed: int) -> None:
+    """The smallest of the planted biases; half of the tokens that the check has at the default budget must do."""
+    report = judged(Planted(pair, frozenset(["penalties_from_root"]), seed=seed), pair, "law.frequency", 2800, seed)
+    assert [each.finding.detail.partition(":")[0] for each in report.failed] == ["the penalty misses the last tokens"]
 
 
 @pytest.mark.parametrize("name", sorted(set(FOUND_BY.values())))
@@ -131,6 +141,40 @@ def test_what_an_engine_refuses_is_skipped(pair: Pair) -> None:
         alone = replace(target, off=None)
         report = run_suite(alone, None, Budget(2000, 20), chosen_checks(["greedy.on_off", "law.top_k"]))
     assert [each.status for each in report.results] == ["skip", "skip"]
+
+
+@pytest.mark.parametrize(("bug", "status"), [("", "pass"), ("accepts_nothing", "fail")])
+def test_drafting_figures_are_read_from_the_servers_counters(pair: Pair, bug: str, status: str) -> None:
+    """As vLLM gives them: nothing in the answers, totals in /metrics."""
+    server, totals = serve(Planted(pair, frozenset([bug] if bug else ()))), [0, 0]
+
+    class Counting(server.RequestHandlerClass):  # type: ignore[misc, name-defined]
+        def do_GET(self) -> None:
+            if self.path != "/metrics":
+                return super().do_GET()
+            names = ("num_draft_tokens", "num_accepted_tokens")
+            lines = [f'vllm:spec_decode_{n}_total{{engine="0"}} {v:.1f}' for n, v in zip(names, totals, strict=True)]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("\n".join(["# TYPE of_counters counter", *lines, ""]).encode())
+            self.close_connection = True
+            return None
+
+        def _send(self, status: int, body: dict[str, Any]) -> None:
+            figures = body.pop("metrics", {}).get("speculative_decoding", {})
+            totals[0] += figures.get("num_draft_tokens", 0)
+            totals[1] += figures.get("num_accepted_draft_tokens", 0)
+            super()._send(status, body)
+
+    server.RequestHandlerClass = Counting
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        target = UrlTarget(f"http://127.0.0.1:{server.server_address[1]}", ids=symbol_ids(pair.target))
+        report = judged(target, pair, "metrics.acceptance")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [each.status for each in report.results] == [status], report.results[0].finding.detail
 
 
 def test_an_unknown_bug_is_refused(pair: Pair) -> None:

@@ -62,7 +62,7 @@ def test_what_clients_send_by_themselves_is_taken(http: httpx.Client, name: str)
 
 @pytest.mark.parametrize(
     "field",
-    [{"use_beam_search": True}, {"length_penalty": 2}, {"prompt_logprobs": 1}, {"functions": [{}]},
+    [{"use_beam_search": True}, {"length_penalty": 2}, {"prompt_logprobs": 21}, {"functions": [{}]},
      {"modalities": ["text", "audio"]}],
 )  # fmt: skip
 def test_what_would_change_the_text_is_refused(http: httpx.Client, field: dict[str, Any]) -> None:

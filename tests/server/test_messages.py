@@ -243,7 +243,18 @@ def test_either_header_brings_the_key() -> None:
         thread.join(30)
 
 
-@pytest.mark.slow  # at times `/stats` is not answered for a minute beside a stream that nobody reads: lab/notes.md
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_rounds_without_text_do_not_end_a_stream(served: Running, http: httpx.Client, path: str) -> None:
+    """A token that is a part of a character adds no text."""
+    tokenizer = served.llm.tokenizer
+    part = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xe2")
+    own = {"input": SAYS, "max_output_tokens": 6} if path == "/v1/responses" else {**ASKED, "max_tokens": 6}
+    forced = {"logit_bias": {str(part): 1e6}, "temperature": 0, "speculative": "off", "stream": True}
+    with http.stream("POST", path, json={**own, **forced}) as answer:
+        events = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+    assert events[-1] in ("message_stop", "response.incomplete")
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_client_that_leaves_ends_its_text(served: Running, http: httpx.Client, path: str) -> None:
     own = {"input": SAYS} if path == "/v1/responses" else {"messages": ASKED["messages"], "max_tokens": 900}

@@ -56,6 +56,17 @@ def test_what_comes_in_one_turn_is_one_chunk() -> None:
     asyncio.run(main())
 
 
+def test_a_message_of_no_bytes_is_not_written() -> None:
+    """A chunk of length 0 is the end of a body: the client would take no more of the stream."""
+
+    async def main() -> None:
+        outbox, wire = Outbox(), Wire()
+        await send(outbox, in_turns([b"a"], [b""], [b"", b"b"], [b""]), wire)
+        assert wire.written == [b"1\r\na\r\n", b"1\r\nb\r\n"]
+
+    asyncio.run(main())
+
+
 def test_all_is_written_when_a_stream_ends_or_fails() -> None:
     async def fails() -> AsyncGenerator[bytes]:
         yield b"a"

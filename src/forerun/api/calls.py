@@ -227,6 +227,9 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         if (error := raised_by(seq)) is not None:
             raise error
         ended = ended_of(seq, self.engine.verifiers.get(seq.verifier).exact)
+        if ended.prompt_logprobs is not None:
+            known = [None, *spelt(filter(None, ended.prompt_logprobs), self.tokenizer)]
+            ended = ended._replace(prompt_logprobs=known)
         return ended._replace(logprobs=spelt(ended.logprobs, self.tokenizer)).completion()
 
 

@@ -45,6 +45,7 @@ class Completion:
     accepted_prediction_tokens: int = 0  # of the prediction: tokens that the text has
     rejected_prediction_tokens: int = 0  # and tokens that it does not have
     embedding: list[float] | None = None  # of the prompt, where `pooling` asked for it; its length is not 1
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of each token of the prompt; the first has none
 
     @property
     def tokens(self) -> int:
@@ -57,7 +58,8 @@ class Completion:
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values that JSON can hold."""
         plain = asdict(self)
-        for one in [top for entry in plain["logprobs"] for top in (entry, *entry["top"])]:
+        entries = [*plain["logprobs"], *filter(None, plain["prompt_logprobs"] or ())]
+        for one in [top for entry in entries for top in (entry, *entry["top"])]:
             one["bytes"] = list(one["bytes"])
         return {**plain, "tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
 
@@ -90,6 +92,7 @@ class Ended(NamedTuple):
     error: str | None = None
     prediction: tuple[int, int] = (0, 0)  # predicted tokens that the text has, and those that it does not have
     embedding: list[float] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def completion(self) -> Completion:
         stats = SequenceStats.of(self.rounds, self.prompt_seconds)
@@ -117,6 +120,7 @@ class Ended(NamedTuple):
             accepted_prediction_tokens=self.prediction[0],
             rejected_prediction_tokens=self.prediction[1],
             embedding=self.embedding,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -139,6 +143,7 @@ def ended_of(seq: SequenceState, exact: bool) -> Ended:
         error=None if seq.error is None else str(seq.error),
         prediction=counts_of(seq.prediction, seq.tokens[seq.prompt_length :]) if seq.prediction else (0, 0),
         embedding=seq.embedding,
+        prompt_logprobs=seq.prompt_logprobs,
     )
 
 

@@ -278,7 +278,9 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             from forerun.verify.greedy import device_walk
             from forerun.verify.sampled import SampledTokens
 
-            kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8", "w4") else "plain"
+            kind: WeightKind = "file" if keeps_packed(checkpoint, family, config.dtype, device) else "plain"
+            if config.dtype in ("int8", "fp8", "w4"):
+                kind = config.dtype
             # parts that its kernels do not have run in torch, which has no weights of one byte
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
@@ -301,10 +303,23 @@ def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: t
 
     if not isinstance(checkpoint.weights, QuantizedWeights):
         return None
+    if keeps_packed(checkpoint, family, dtype, device):
+        return f"{checkpoint.weights.quantization}, kept packed"
     held: str | None = choose_mode(family, checkpoint.weights, dtype) if device.type == "cpu" else None
     if held is None:
         held = dtype if dtype in ("int8", "fp8", "w4") else str(_dtype(dtype, device)).removeprefix("torch.")
     return f"{checkpoint.weights.quantization}, dequantised to {held}"
+
+
+def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> bool:
+    """Do the GPU's kernels read the weights of this checkpoint as it has them? Any other `dtype` than auto converts."""
+    from forerun.models.load.quantized.weights import QuantizedWeights
+
+    if device.type != "cuda" or dtype != "auto" or not isinstance(checkpoint.weights, QuantizedWeights):
+        return False
+    from forerun.models.cuda.pool import has_compiled, pick_kernels
+
+    return has_compiled("file", family, device, pick_kernels("auto", device, torch.bfloat16))
 
 
 def token_map(target: Checkpoint, draft: Checkpoint) -> TokenMap | None:

@@ -7,26 +7,23 @@ per second for the batch: trees from the host and from the device in one pass wo
 The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
 is worth reading first (waiting.py). Look-ups alone stand beside a menu without forms: where the target launches plain
 passes one behind the other, they do so until a look-up is worth reading one first.
+
+What the sequences of one menu do in a round, and the small questions that the adaptive controller asks of rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.decision import Decision, by_menu, chain_budget, observe_menu, waited_for_prompts
-from forerun.control.forms import FormChooser
-from forerun.control.free_drafts import NOTHING
-from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
-from forerun.control.lookups import MOST_WITH_TREES, LookupGate
-from forerun.control.no_forms import NO_FORMS
-from forerun.control.per_sequence import SequencePlanner
+from forerun.control.forms import NO_FORMS, FormChooser, Promise
+from forerun.control.lookups import MOST_WITH_TREES, LookupGate, asked_beside, chain_budget, plan_lookup, plan_lookups
+from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.control.waiting import MOST_WAITED_FOR, Waiting, beside_plain, ends, free_promise, within
-from forerun.core.offer import FREE, NEVER, Menu, Offer
+from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
@@ -128,14 +125,20 @@ class AdaptiveController:
         decision = self._decide(NO_FORMS, ids, offers, batch)
         self._decisions = [decision]
         self.planner.take_chains(seqs, offers)
-        if decision.promise.form is not FREE_CHAINS:
+        if decision.promise.form.kind != "lookup":
             return [NOTHING] * batch
         if batch <= MOST_WITH_TREES:
             return self.planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        """Is the round behind the plain one under way plain? Look-ups are made now, beside the device."""
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        """See forerun.control.base.PlansAhead. Look-ups are made now, beside the device."""
+        if (last.repeats > 0 and self._goes_on(seqs)) if last.kind == "trees" else self._stays_plain(seqs):
+            return last.again()
+        return self._switch(seqs) if switches() else None
+
+    def _stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round behind the plain one under way plain?"""
         self._next, batch = None, len(seqs)
         if not self._all_look_up(seqs):
             return self._keeps_plain(seqs)
@@ -161,7 +164,7 @@ class AdaptiveController:
             return False
         (decision,) = self._decisions
         ids = self._ids_of_menu(decision, seqs)
-        if not ids or decision.promise.form is not PLAIN or decision.promise.insists:
+        if not ids or decision.promise.form.kind != "plain" or decision.promise.insists:
             return False
         plain = decision.chooser.keeps_plain(ids, len(seqs))
         if plain is None:
@@ -206,7 +209,7 @@ class AdaptiveController:
             some = [within(offers[b], seqs[b]) for b in which]
             decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
             self._decisions.append(decision)
-            if decision.promise.form is FREE_CHAINS:
+            if decision.promise.form.kind == "lookup":
                 for b in which:
                     offers[b] = Offer(free=offers[b].free)
             else:
@@ -221,8 +224,8 @@ class AdaptiveController:
         for chooser in self._choosers.values():
             chooser.note_waiting(prompts)
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        """May these start another round of the form under way? Their look-ups are made now, beside the device."""
+    def _goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """May these sequences start another round of the form under way?"""
         if len(self._decisions) != 1:
             return False
         (decision,), ids = self._decisions, [seq.id for seq in seqs]
@@ -236,8 +239,8 @@ class AdaptiveController:
         self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
         return True
 
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        """The form of the round behind the one under way, which may be another; few sequences wait for look-ups."""
+    def _switch(self, seqs: Sequence[Seq]) -> RoundPlan | None:
+        """A round of another form behind the one under way; of few sequences that is read first, for look-ups."""
         self._next = None
         if len(seqs) <= MOST_WAITED_FOR or len(self._decisions) != 1:
             return None
@@ -248,7 +251,7 @@ class AdaptiveController:
         promise = chooser.choose(ids, len(seqs))
         decision = Decision(chooser, frozenset(ids), promise, promise)
         self._next = decision, seqs
-        return decision.budget()
+        return RoundPlan("trees", decision.repeats, promise.form) if promise.form.nodes else RoundPlan("plain")
 
     def observe(self, outcome: Round) -> None:
         if outcome.undrafted < len(outcome.seqs):  # else it was not planned here: all of them start with it
@@ -308,3 +311,78 @@ class AdaptiveController:
             most = self.planner.nodes, self.planner.width
             chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
         return chooser
+
+
+REPEATS = 64  # rounds that follow under one plan at most, before one is read first
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the sequences of one menu do in this round."""
+
+    chooser: FormChooser
+    ids: frozenset[int]
+    promise: Promise
+    head: Promise  # of the menu's best form, taken or not
+
+    def budget(self) -> Budget:
+        """The same for each of them."""
+        form = self.promise.form
+        if not form.nodes:
+            return NOTHING
+        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=self.repeats)
+
+    @property
+    def repeats(self) -> int:
+        """Further rounds under it: none behind a trial."""
+        return 0 if self.promise.insists else REPEATS
+
+
+def starts(outcome: Round) -> bool:
+    """Was it the first round of a text? Then its drafter has read a prompt, which other rounds need not."""
+    if outcome.followed:
+        return False
+    columns = zip(outcome.seqs, outcome.accepted, strict=True)
+    return any([len(seq.tokens) - seq.prompt_length <= count + 1 for seq, count in columns])  # noqa: C419
+
+
+def waited_for_prompts(outcome: Round) -> bool:
+    """Had anybody begun to write before this round? Else its prompts lay beside no trees: nobody was delayed."""
+    columns = zip(outcome.seqs, outcome.accepted, strict=True)
+    return any([len(seq.tokens) - seq.prompt_length > count + 1 for seq, count in columns])  # noqa: C419
+
+
+def observe_menu(decision: Decision, outcome: Round, waiting: Waiting) -> None:
+    """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
+    batch = len(outcome.seqs)
+    drafted = outcome.seqs[: batch - outcome.undrafted]
+    which = [b for b, seq in enumerate(drafted) if seq.id in decision.ids]  # some may have been sent back
+    if not which:
+        return
+    nodes = sum([outcome.drafted[b] for b in which])
+    ids, accepted = [outcome.seqs[b].id for b in which], [outcome.accepted[b] for b in which]
+    promise, chooser = decision.promise, decision.chooser
+    if not nodes and promise.form.nodes:
+        promise = promise._replace(form=PLAIN)  # the drafter was not ready
+    follows = chooser.around.follows(promise.form, batch)
+    waited = follows and starts(outcome)
+    chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
+    rows = outcome.tree_rows or batch + nodes
+    taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
+    waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
+    if not outcome.followed and (promise.form.nodes or (follows and not starts(outcome))):
+        taken += chooser.gap(batch)
+    lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
+    chooser.allowance.book(lost)
+
+
+def by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:
+    """Menus, and the sequences that draft from each."""
+    first = offers[0].menu
+    if first is not None and all([offer.menu is first for offer in offers]):  # noqa: C419 - twice as fast
+        return [(first, [*range(len(offers))])]
+    groups: dict[int, tuple[Menu, list[int]]] = {}
+    for b, offer in enumerate(offers):
+        if offer.menu is not None:
+            groups.setdefault(id(offer.menu), (offer.menu, []))[1].append(b)
+    return [*groups.values()]

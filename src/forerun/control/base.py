@@ -1,4 +1,7 @@
-"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from."""
+"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from.
+
+FixedController: the same budget for every sequence and round.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
+from forerun.core.offer import Offer, RoundPlan
+from forerun.core.request import budget_of
 from forerun.core.types import Budget, Round, Seq
 
 
@@ -60,24 +64,13 @@ class Controller(Protocol):
 
 
 @runtime_checkable
-class Reconsiders(Protocol):
-    """A controller that may end a plan before its rounds are over (`Budget.repeats`)."""
+class PlansAhead(Protocol):
+    """A controller that plans the next round before the one under way is read."""
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        """Does the last plan hold for another round, launched before the verdict on the one under way is read?"""
-        ...
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        """The plan of the round behind `last`, which is plain or has trees; None = that is to be read first.
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        """Is the round after the plain one under way plain too? Then it is launched without a plan.
-
-        Called before the verdict on the round under way is read; False where that must be read first.
-        """
-        ...
-
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        """The round under way is the last of its plan: what the next one drafts for each of these, 0 nodes = nothing.
-
-        Called where the two above said no, before the verdict is read; None where that must be read first.
+        `switches`: can the sequences' drafter go on in another form, or behind a plain round?
         """
         ...
 
@@ -87,5 +80,28 @@ class SeesPrompts(Protocol):
     """A controller that weighs drafts against the prompts that wait."""
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
-        """What waits now; called before `plan` and before `goes_on`."""
+        """What waits now; called before `plan` and before `follow`."""
         ...
+
+
+USUAL_NODES = 8  # drafted every round, where no number was set
+
+
+class FixedController:
+    """Always the same."""
+
+    def __init__(self, nodes: int, width: int = 1) -> None:
+        self.budget = budget_of(nodes, width)
+
+    @classmethod
+    def build(cls, parts: ControlParts) -> FixedController:
+        return cls(USUAL_NODES if parts.nodes is None else parts.nodes, parts.width or 1)
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return [self.budget] * len(seqs)
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+    def forget(self, seq: Seq) -> None:
+        pass

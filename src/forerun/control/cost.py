@@ -3,11 +3,21 @@
 Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
 second or two on the real target, stored in a file, and corrected by every round at every batch size that follows. A
 curve that was measured while others used the machine is measured again at a start where they do not.
+
+Is the machine busy with other work? Then what is timed on it is not what it can do.
+
+The tokens that passes are timed with while t(rows) is measured: any for a dense model, real text for experts.
+
+A pass over a mixture of experts costs what the experts cost that its nodes wake, and which those are depends on the
+tokens. A token repeated wakes the same ones again, and random tokens behind a context that makes no sense wake fewer
+than text does (measured: docs/moe.md). So a model with experts first writes a text of its own: short pieces, all at
+once, sampled from what it finds likely, as the nodes of a draft are.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,13 +25,11 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from statistics import median_low
-from time import perf_counter
 
 import numpy as np
+import torch
 
-from forerun.control.machine_load import cores, is_busy, load_average
-from forerun.control.probe_text import has_experts, probe_text
-from forerun.core.types import Needs, PlainSeq, TreeBatch
+from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
 from forerun.models.base import Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
@@ -271,8 +279,78 @@ def time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Seque
     for probe, chain in zip(probes, chains, strict=True):
         probe.tokens[-1] = chain[0]  # the root: it is not cached
     trees = TreeBatch.chains(chains, target.device)
-    started = perf_counter()
+    now = target.can.clock
+    started = now()
     scores = target.score(probes, trees, Needs())
     assert scores.logits is not None
     float(scores.logits[-1, -1])  # wait for the device
-    return perf_counter() - started
+    return now() - started
+
+
+BUSY_SHARE = 0.5  # of the cores: a load above this before we start comes from other processes
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """The load of the last minute, where the system reports it."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def is_busy(load: float | None, available: int) -> bool:
+    """Would another process' work show in the figures?"""
+    return load is not None and load > BUSY_SHARE * available
+
+
+STRIDE = 7919  # a prime, so that tokens differ
+PIECES, PIECE_LENGTH = 8, 16  # of a text of its own: so many rows in so many passes
+LIKELY = 8  # tokens that each token of it is drawn from
+_SEED = 1
+_FIRST_ID = -1_000_000  # of sequences that no engine and no other measurement gives
+
+
+def has_experts(target: Target) -> bool:
+    """Does the cost of a pass depend on its tokens?"""
+    shared = target.shared()
+    return shared is not None and shared.config is not None and shared.config.moe is not None
+
+
+def probe_text(target: Target, length: int) -> list[int]:
+    """So many tokens, or for experts as many as it takes to write them in a moment; they may be used again."""
+    if not has_experts(target):
+        return [(1 + STRIDE * i) % target.vocab_size for i in range(length)]
+    pieces = max(PIECES, length // PIECE_LENGTH)
+    while pieces > 1 and not target.has_room(*[PIECE_LENGTH + 2] * pieces):
+        pieces //= 2
+    return own_text(target, pieces)
+
+
+def own_text(target: Target, pieces: int) -> list[int]:
+    """Pieces that the target writes behind one token each, laid end to end."""
+    made = torch.Generator().manual_seed(_SEED)
+    starts = [(1 + STRIDE * (i + 1)) % target.vocab_size for i in range(pieces)]
+    seqs = [PlainSeq(_FIRST_ID - i, [token], max_length=PIECE_LENGTH + 2) for i, token in enumerate(starts)]
+    try:
+        target.prefill(seqs, Needs())
+        for _ in range(PIECE_LENGTH - 1):
+            roots = TreeBatch.chains([seq.tokens[-1:] for seq in seqs], target.device)
+            logits = target.score(seqs, roots, Needs()).required_logits
+            values, ids = logits.topk(min(LIKELY, target.vocab_size))
+            drawn = torch.multinomial(values.cpu().softmax(-1), 1, generator=made)
+            tokens = ids.cpu().gather(1, drawn).flatten().tolist()
+            target.commit(seqs, roots, Verdict.of([[] for _ in seqs], tokens, target.device))
+            for seq, token in zip(seqs, tokens, strict=True):
+                seq.tokens.append(token)
+    finally:
+        for seq in seqs:
+            target.release(seq)
+    return [token for seq in seqs for token in seq.tokens]

@@ -8,6 +8,8 @@ E is what is accepted of that form (acceptance.py), T_pass the time of a pass (c
 of this form takes, drafting first of all: what the menu says, then what rounds took. The last form stays unless
 another is better by 3%. Rarely, a form is tried that might do better than is believed: one that pays even if its worst
 case is all that comes of it is covered by the allowance (allowance.py), so that trials cannot cost more than that.
+
+NO_FORMS: the menu of look-ups alone. Plain decoding is all that they are compared with.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
-from forerun.control.around import PLAIN, Around, presumed_gap
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Menu
+from forerun.control.times import Around, presumed_gap
+from forerun.core.offer import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started
 COLD_SHARE = 0.5
@@ -279,3 +281,21 @@ class FormChooser:
 
     def forget(self, seq_id: int) -> None:
         self.acceptance.forget(seq_id)
+
+
+class _NoForms:
+    """Implements forerun.core.offer.Menu."""
+
+    forms: tuple[Form, ...] = ()
+
+    def seconds(self, form: Form, batch: int) -> float:
+        return 0.0
+
+    def rows(self, form: Form, batch: int) -> int:
+        return batch * (1 + form.nodes)
+
+    def expected(self, form: Form) -> float:
+        return 0.0
+
+
+NO_FORMS = _NoForms()

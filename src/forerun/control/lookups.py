@@ -8,6 +8,13 @@ Where asking all sequences takes a negligible share of a round, all are asked. E
 While it is closed, rounds are plain ones, and now and then single sequences are asked, one after the other: their
 matches, put together to a batch, show what drafts would give per second. If that is more than plain decoding gives,
 the gate opens, and it closes when rounds have shown that it was not. What that may lose is bounded (allowance.py).
+
+GateState: is the gate of look-ups open for one size of batch, since when, and what have its open rounds gained?
+
+Rounds of a batch of which all draft by look-ups: budgets, and whether a plain one follows before the last is read.
+
+For the whole batch first (`LookupGate`): is anybody asked, and is what they have found drafted? Both are asked again
+while a plain round is under way: look-ups that are made then cost nothing, as the device is at work.
 """
 
 from __future__ import annotations
@@ -15,14 +22,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, LOOKED_UP, PLAIN, Around
 from forerun.control.cost import CostModel
-from forerun.control.gate_state import GateState
-from forerun.core.offer import Form, Offer
-from forerun.core.types import Round
+from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.times import Around
+from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
+from forerun.core.types import Budget, Round, Seq
 
 LOOKUP_SECONDS = 25e-6  # of one look-up before any was timed
 DRAFTED_SECONDS = 5e-5  # that a sequence takes the host longer in a round that drafts, before any was timed
@@ -150,7 +158,7 @@ class LookupGate:
         if batch <= ALWAYS_ASKED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
         most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
-        around = self._around(FREE_CHAINS, batch)
+        around = self._around(LOOKUP, batch)
         fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + around <= most)
         return next(fits, 0)
 
@@ -159,28 +167,28 @@ class LookupGate:
         size, self._promised = self._size(batch), accepted
         if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
-        plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
-        drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
+        plain, looked = self.plain_seconds(batch), self._seconds(SEARCHED, batch, batch)
+        drafted = self._seconds(LOOKUP, batch + nodes, batch)
         likely = accepted * min(self._kept.value(), MOST_TRUST)
         if (batch + likely) * looked <= batch * drafted:
-            self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
+            self.around.lower(LOOKUP, batch, self._around(SEARCHED, batch))
             return False
         return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
     def observe(self, outcome: Round, asked: int) -> None:
         """A round in which so many were asked."""
         batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
-        form = FREE_CHAINS if nodes else LOOKED_UP if asked >= batch else PLAIN
+        form = LOOKUP if nodes else SEARCHED if asked >= batch else PLAIN
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-        if form is PLAIN and not outcome.followed:
+        if form.kind == "plain" and not outcome.followed:
             self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
-        if form is not PLAIN or self._streak >= SETTLED_ROUNDS:
+        if form.kind != "plain" or self._streak >= SETTLED_ROUNDS:
             self.around.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         self._streak = 0 if nodes else self._streak + 1
         if nodes:
             self._kept.add(sum(outcome.accepted), self._promised, TRUST_MEMORY)
-        if form is PLAIN:
+        if form.kind == "plain":
             self.allowance.book(0.0)
             return
         plain = self.plain_seconds(batch)
@@ -214,12 +222,12 @@ class LookupGate:
         asking, known = batch * self._seconds_of_one, self.around.is_known
         if known(form, batch):
             return self.around.seconds(form, batch, 0.0)
-        if form is not PLAIN:
-            more = DRAFTED_SECONDS * batch if form is FREE_CHAINS else 0.0
+        if form.kind != "plain":
+            more = DRAFTED_SECONDS * batch if form.kind == "lookup" else 0.0
             plain = max(self.around.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
             return plain + asking + more
-        seen = next((one for one in (LOOKED_UP, FREE_CHAINS) if known(one, batch)), PLAIN)
-        return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen is not PLAIN else 0.0))
+        seen = next((one for one in (SEARCHED, LOOKUP) if known(one, batch)), PLAIN)
+        return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen.kind != "plain" else 0.0))
 
     @property
     def _seconds_of_one(self) -> float:
@@ -259,12 +267,12 @@ class LookupGate:
         few, batch = [*self._sample], len(ids)
         found = sum([sum(offer.free) for offer in few])
         most = 1.0 + found / len(few)  # tokens of a sequence, if all were drafted
-        if most * plain <= BETTER * self._seconds(FREE_CHAINS, batch, batch):
+        if most * plain <= BETTER * self._seconds(LOOKUP, batch, batch):
             self._promising = False
             return False
         depths, accepted = self.chains([few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch))
         nodes = sum(depths)
-        seconds = self._seconds(FREE_CHAINS, batch + nodes, batch)
+        seconds = self._seconds(LOOKUP, batch + nodes, batch)
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
         worst = seconds / plain - 1.0
         unread = self._reading / plain * len([one for one in ids if one not in self._met])
@@ -277,3 +285,98 @@ def _moved(mean: float, value: float) -> float:
     """A moving average, which a pause of the machine moves little; 0 = nothing was seen."""
     weight = NEWEST if value > mean else 4.0 * NEWEST  # the first are often slow
     return mean + weight * (min(value, 4.0 * mean) - mean) if mean else value
+
+
+FIRST_WAIT, LONGEST_WAIT = (64, 512)  # rounds that it stays closed behind an opening in vain, twice as many each time
+LEAST_OPEN_ROUNDS = 48  # before it may close again: the gain of fewer is chance
+NEWEST_GAIN = 0.02  # weight of the last round in the average gain
+PLAIN_AFTER = 8  # open rounds before some are plain, to show what plain ones take
+
+
+@dataclass(slots=True)
+class GateState:
+    """Of one size of batch."""
+
+    is_open: bool
+    rounds: int = 0  # since it opened or closed
+    gain: float = 0.0  # of open rounds, in plain rounds: a moving average
+    wait: int = 0  # rounds that it stays closed
+    next_wait: int = FIRST_WAIT
+    plain_left: int = 0  # plain rounds that are still to be made to time them
+    plain_due: int = PLAIN_AFTER  # open rounds before that
+
+    @property
+    def has_tried(self) -> bool:
+        """Was it open for long enough to say what that gains?"""
+        return self.rounds >= LEAST_OPEN_ROUNDS
+
+    def open(self) -> None:
+        self.is_open, self.rounds, self.gain, self.plain_due = True, 0, 0.0, 1 << 30
+
+    def note(self, gain: float) -> None:
+        """An open round gained so many plain rounds."""
+        self.rounds += 1
+        self.gain += max(NEWEST_GAIN, 1.0 / self.rounds) * (gain - self.gain)
+
+    @property
+    def has_gained(self) -> bool:
+        return self.has_tried and self.gain > 0.0
+
+    def note_success(self) -> None:
+        """It has gained: the next opening in vain counts as the first."""
+        self.next_wait = FIRST_WAIT
+
+    def close(self) -> None:
+        self.is_open, self.rounds, self.wait = False, 0, self.next_wait
+        self.next_wait = min(2 * self.next_wait, LONGEST_WAIT)
+
+
+@lru_cache(maxsize=64)
+def chain_budget(depth: int) -> Budget:
+    """A chain that was found, so long."""
+    return Budget(depth, depth, source="free") if depth else NOTHING
+
+
+def plan_lookup(planner: SequencePlanner, seq: Seq) -> Budget:
+    """Of a sequence that is alone: nothing where a draft promises too little."""
+    offer = planner.offer(seq)
+    return planner.lookup_budget(seq, offer) if offer.free else NOTHING
+
+
+def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:
+    """The budgets of a round of several sequences, and how many were asked for it."""
+    batch, few = len(seqs), gate.whom([seq.id for seq in seqs])
+    if few is not None:
+        _ask_few(gate, planner, seqs, few)
+        planner.skip()
+        return [NOTHING] * batch, len(few)
+    offers = [planner.offer(seq) for seq in seqs]
+    planner.take_chains(seqs, offers)
+    depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
+    if not gate.pays(sum(depths), accepted, batch):
+        return [NOTHING] * batch, batch
+    if batch <= MOST_WITH_TREES:
+        return planner.plan(seqs, offers, batch), batch
+    return [chain_budget(depth) for depth in depths], batch
+
+
+def asked_beside(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> int | None:
+    """Of how many it was asked, beside a plain round under way, whether the next is plain too; None = it is not.
+
+    What they find is one token old by then: it shows whether it is worth reading the round under way first.
+    """
+    batch, few = len(seqs), gate.whom([seq.id for seq in seqs], unread=True)
+    if few is not None:
+        _ask_few(gate, planner, seqs, few)
+        return len(few)
+    if not gate.is_open(batch):
+        return None  # it is to be opened
+    offers = [planner.offer(seq) for seq in seqs]
+    depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
+    return None if gate.pays(sum(depths), accepted, batch) else batch
+
+
+def _ask_few(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq], few: Sequence[int]) -> None:
+    for seq in seqs if few else ():
+        if seq.id in few:
+            gate.note_offer(planner.offer(seq))

@@ -8,31 +8,43 @@ trees, steep ones short chains or nothing, by one rule.
 
 Where nothing pays, only a trial can show that acceptance has risen, and trials cost: they are made within the allowance
 (allowance.py), and are as short as can pay, so that they come often.
+
+FreeDrafts: how far drafts that cost nothing (look-ups) are trusted, what they may lose, and their budgets.
+
+Trials: when a drafter that does not pay is tried again.
+
+A drafter that stops where it is not confident says at once what it would gain, so one round tells. Its trials come
+after 2, 4, ... 32 rounds without a draft, until one pays again; a new text has one at once, and then starts
+from half the wait of the text before. All trials together lose no more than the allowance has (allowance.py). Others
+need several rounds to show what they gain, which only the allowance limits.
+
+Until the next trial a sequence that is alone rests: nothing is planned for it, and its rounds follow each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from forerun.control.allocate import (
+from forerun.control.acceptance import FIRST_WAIT, GAIN_MEMORY, LONGEST_WAIT, MEMORY, Factor, History
+from forerun.control.allowance import Allowance
+from forerun.control.cost import CostModel
+from forerun.control.prices import (
+    REFRESH_ROUNDS,
     Levels,
     Option,
+    Pace,
+    PriceList,
+    PriceLists,
+    UsualNodes,
     allocate,
     best_depth,
     share_chains,
     share_options,
     shortest_that_pays,
 )
-from forerun.control.allowance import Allowance
-from forerun.control.cost import CostModel
-from forerun.control.free_drafts import NOTHING, UNCORRECTED_ERROR, FreeDrafts
-from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
-from forerun.control.pace import Pace
-from forerun.control.prices import PriceList, PriceLists
-from forerun.control.round_seconds import IN_A_ROW, RoundSeconds, drafting_seconds
-from forerun.control.trials import Trials, shortest_trial
-from forerun.control.usual_nodes import UsualNodes
-from forerun.core.offer import FREE, Offer
+from forerun.control.times import IN_A_ROW, RoundSeconds, drafting_seconds
+from forerun.core.offer import FREE, Offer, total
 from forerun.core.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
@@ -295,3 +307,127 @@ class SequencePlanner:
 
     def _record(self, seq_id: int) -> History:
         return self._records.get(seq_id) or self._records.setdefault(seq_id, History.after(self._latest))
+
+
+UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
+FREE_MEMORY = 0.99  # of tokens accepted by those expected, per draft that cost nothing
+FORGIVING = 0.997  # of the same, per round: distrust does not last
+DISTRUST_PER_LOSS = 0.4  # what is expected counts for so much less per plain round lost
+LEAST_TRUST = 0.4  # and for so much of itself at least
+NOTHING = Budget(0, 0, source="free")
+
+
+class FreeDrafts:
+    """Of all sequences together."""
+
+    def __init__(self) -> None:
+        # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
+        self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
+        self._kept = Factor(4.0)  # tokens accepted, by those that were expected
+
+    @property
+    def trust(self) -> float:
+        """Tokens accepted, by those expected: the best drafts are chosen, and so overrated."""
+        trust = self._kept.value()
+        return trust if trust < 1.0 - UNCORRECTED_ERROR else 1.0
+
+    def levels(self, offer: Offer, more: float = 0.0) -> Levels:
+        """What a sequence could draft for nothing; none where too much was lost of late.
+
+        `more`: tokens that any draft costs beside its nodes.
+        """
+        if not self.allowance.covers_usual:
+            return Levels(())
+        trust = self._cautious_trust()
+        free = offer.free if trust == 1.0 else [trust * survival for survival in offer.free]
+        return Levels(free, (more, 0.0))
+
+    def budget(self, listed: PriceList, *, chain: bool = False) -> Budget:
+        """All that may pay by a price list; `chain`: without branches."""
+        if not self.allowance.covers_usual:
+            return NOTHING
+        trust, free = self._cautious_trust(), listed.chain if chain else listed.free
+        if trust == 1.0 or free.price is None:
+            return free
+        return replace(free, price=tuple([cost / trust for cost in free.price]))
+
+    def _cautious_trust(self) -> float:
+        """Where more was lost than gained, only drafts that promise more than they cost are made."""
+        level = self.allowance.level
+        return self.trust if level >= 0.0 else self.trust * max(LEAST_TRUST, 1.0 + DISTRUST_PER_LOSS * level)
+
+    def note_round(self) -> None:
+        self._kept.add(0.0, 0.0, FORGIVING)
+
+    def note_idle(self, rounds: int) -> None:
+        """So many rounds in a row that drafted nothing."""
+        self._kept.add(0.0, 0.0, FORGIVING**rounds)
+        self.allowance.rest(rounds)
+
+    def note_chain(self, accepted: int, expected: float) -> None:
+        """Of a chain so many tokens were accepted."""
+        self._kept.add(accepted, expected, FREE_MEMORY)
+
+
+_RESTING = tuple(Budget(0, 0, source="free", repeats=rounds) for rounds in range(LONGEST_WAIT + 1))
+
+
+class Trials:
+    """Whether a trial is due, and until when it is known that none is."""
+
+    def __init__(self, others: Allowance) -> None:
+        self.others = others
+        # a loss is noticed within a few rounds, and texts are often short: 40 tokens may lose little
+        self.stopping = Allowance(most=2.0, earned=0.015, floor=1.0, level=1.0)
+        # a sequence alone in its batch, the round up to which nothing pays for it, and whether its drafter stops
+        self._off = (-1, 0, True)
+
+    def of(self, stops: bool) -> Allowance:
+        """That of drafters that stop where they are not confident, or of all others."""
+        return self.stopping if stops else self.others
+
+    def levels(self) -> dict[bool, float]:
+        """What each has left, by whether drafters stop."""
+        return {True: self.stopping.level, False: self.others.level}
+
+    def is_due(self, record: History, worst: float, spare: float, stops: bool) -> bool:
+        """May a trial be made that loses so much at worst, with so much allowance left? Then the next is put off."""
+        if spare < self._least(worst, stops) or (stops and record.idle < record.wait):
+            return False
+        record.note_trial()
+        return True
+
+    def rest(self, seq_id: int, now: int, record: History, worst: float | None, stops: bool) -> None:
+        """No trial now: nothing is learnt until one is due. `worst` None = none can pay."""
+        rounds = REFRESH_ROUNDS
+        if worst is not None:
+            rounds = self.of(stops).rounds_until(self._least(worst, stops), REFRESH_ROUNDS)
+        if worst is not None and stops:
+            rounds = min(REFRESH_ROUNDS, max(record.wait - record.idle, rounds))
+        self._off = seq_id, now + rounds, stops
+
+    def note_rested(self, rounds: int) -> None:
+        """So many rounds of the sequence that rests have lost nothing."""
+        self.of(self._off[2]).rest(rounds)
+
+    def are_off(self, seq_id: int, now: int) -> bool:
+        return seq_id == self._off[0] and now < self._off[1]
+
+    def resting(self, seq_id: int, now: int) -> Budget:
+        """Nothing, for this round and those behind it in which nothing pays for sure."""
+        return _RESTING[max(0, self._off[1] - now - 1) if seq_id == self._off[0] else 0]
+
+    def _least(self, worst: float, stops: bool) -> float:
+        """The allowance that covers it."""
+        return worst - 0.9 * self.stopping.floor if stops else worst
+
+
+def shortest_trial(offer: Offer, price: tuple[float, ...], plain: float, batch: int, costly: int) -> tuple[int, float]:
+    """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected.
+
+    `plain` seconds take a plain pass; of the batch, `costly` sequences share what drafting takes.
+    """
+    costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
+    length = shortest_that_pays(price, costs)
+    worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
+    return length, worst / batch

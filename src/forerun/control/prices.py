@@ -1,11 +1,24 @@
-"""PriceLists: what nodes cost in tokens, made anew every few rounds, as costs are corrected by every round."""
+"""PriceLists: what nodes cost in tokens, made anew every few rounds, as costs are corrected by every round.
+
+How deep to draft: arithmetic on survivals, prices and the cost of levels, all in tokens.
+
+Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds
+its price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change
+whether a node pays.
+
+Pace: how many tokens a sequence writes in the time of a plain pass, of late. What time is worth follows from it.
+
+UsualNodes: how many nodes each sequence drafts on average, which tells what others of a batch leave of a pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from forerun.control.allocate import deepest, widest
 from forerun.control.cost import CostModel
+from forerun.core.offer import Offer, at_depth
 from forerun.core.types import Budget
 
 REFRESH_ROUNDS = 16  # rounds for which a list holds
@@ -57,3 +70,201 @@ class PriceLists:
             chain = Budget(depth, depth, price=price[: depth + 1], source="free")
             self._lists[key] = PriceList(price, depth, width, free, chain)
         return self._lists[key]
+
+
+BEST_ACCEPTANCE = 0.95  # the highest acceptance rate that is assumed of a chain, and that of a trial
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What one sequence could draft: the survival of each level, what each costs, and the nodes that a level takes."""
+
+    survivals: Sequence[float]
+    costs: Sequence[float] = ()  # of depth 1, 2, ...; the last holds for all that follow
+    nodes: float = 1.0
+
+    def worth(self) -> list[float]:
+        """What each depth gains beyond its cost, per node, averaged so that it never grows with depth.
+
+        A drafter that makes all levels in one pass pays for the first alone. Later depths are then worth more than the
+        first, and need it: such depths share the average of their worths.
+        """
+        pools: list[tuple[float, int]] = []  # worth of each depth, how many depths
+        for depth, survival in enumerate(self.survivals, start=1):
+            pools.append(((survival - at_depth(self.costs, depth)) / self.nodes, 1))
+            while len(pools) > 1 and pools[-1][0] > pools[-2][0]:
+                (above, many), (below, few) = pools[-2:]
+                pools[-2:] = [((above * many + below * few) / (many + few), many + few)]
+        return [worth for worth, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a sequence may draft in the coming round."""
+
+    offer: Offer
+    levels: Levels
+    asks: bool = False  # the drafter that costs
+    idle: bool = False  # nothing pays
+    depth: int = 0
+
+
+def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
+    """How deep one sequence should draft, and what it gains; (0, 0.0) where nothing pays."""
+    best, best_gain, gain = 0, 0.0, price[0]
+    for depth, survival in enumerate(levels.survivals, start=1):
+        count = round(depth * levels.nodes)
+        if count >= len(price):
+            break
+        gain += survival - at_depth(levels.costs, depth)
+        if gain - price[count] > best_gain:
+            best, best_gain = depth, gain - price[count]
+    return best, best_gain
+
+
+def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[int]:
+    """How deep each of several sequences that share a pass should draft: the largest gain comes first.
+
+    price(n) is what n drafted nodes cost the whole batch. A level's worth never grows with depth, so the levels
+    chosen for a sequence are its first ones.
+    """
+    ranked = sorted(
+        (-worth, depth, i) for i, offer in enumerate(offers) for depth, worth in enumerate(offer.worth()) if worth > 0.0
+    )
+    best, depths = 0, [0] * len(offers)  # how many levels are best
+    nodes = gain = best_gain = 0.0
+    for count, (worth, _, i) in enumerate(ranked, start=1):
+        nodes += offers[i].nodes
+        gain -= worth * offers[i].nodes
+        net = gain - price(round(nodes))
+        if net > best_gain:
+            best, best_gain = count, net
+    for _, _, i in ranked[:best]:
+        depths[i] += 1
+    return depths
+
+
+def share_options(
+    options: Sequence[Option], depths: Sequence[int], batch: int, beside: int
+) -> tuple[list[Option], list[int]]:
+    """The same with one pass for all sequences, so deep each: and how many nodes the others of each have."""
+    nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
+    shared = [
+        Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
+        for one, depth in zip(options, depths, strict=True)
+    ]
+    step, drafted = max(1, batch // 8), beside + sum(nodes)
+    return shared, [(drafted - own) // step * step for own in nodes]
+
+
+def share_chains(
+    chains: Sequence[Sequence[float]], price: Sequence[float], trust: float = 1.0
+) -> tuple[list[int], float]:
+    """The same for chains that cost nothing but their places, given by their survivals times `trust`: many, quickly.
+
+    price[n] is what n drafted nodes cost the whole batch. Returns how deep each goes, and what is accepted of all.
+    """
+    ranked = sorted([survival for chain in chains for survival in chain], reverse=True)
+    best, gain, best_gain, accepted = 0, 0.0, 0.0, 0.0
+    for count, survival in enumerate(ranked[: len(price) - 1], start=1):
+        gain += trust * survival
+        if gain - price[count] > best_gain:
+            best, best_gain, accepted = count, gain - price[count], gain
+    if not best:
+        return [0] * len(chains), 0.0
+    least, depths = ranked[best - 1], list[int]()
+    # places for those that are just as likely
+    ties = best - sum([survival > least for survival in ranked[:best]])
+    for chain in chains:
+        above = 0
+        for survival in chain:
+            if survival < least or (survival == least and ties <= 0):
+                break
+            ties -= survival == least
+            above += 1
+        depths.append(above)
+    return depths, accepted
+
+
+@lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
+def shortest_that_pays(price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE) -> int:
+    """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
+    gain, survival = price[0], 1.0
+    for length in range(1, len(price)):
+        survival *= acceptance
+        gain += survival - at_depth(costs, length)
+        if gain > price[length]:
+            return length
+    return 0
+
+
+def widest(price: Sequence[float], most: int) -> int:
+    """How many siblings can be worth their price.
+
+    The probabilities of siblings add up to one, so the k-th is at most 1/k; equal ones are rare, so half of that is
+    assumed.
+    """
+    each = min(((price[n] - price[0]) / n for n in range(1, len(price))), default=1.0)
+    return most if each * 2 * most <= 1.0 else max(1, int(1.0 / (2.0 * each)))
+
+
+def deepest(price: Sequence[float]) -> int:
+    """The longest chain that can pay, at the best acceptance."""
+    survivals = [BEST_ACCEPTANCE**depth for depth in range(1, len(price))]
+    return best_depth(Levels(survivals), price)[0]
+
+
+PACE_MEMORY = 0.97  # per round
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens and the plain passes that they took, with a memory."""
+
+    written: float = 1.0
+    passes: float = 1.0
+
+    def add(self, tokens: float, passes: float) -> None:
+        self.written = self.written * PACE_MEMORY + tokens
+        self.passes = self.passes * PACE_MEMORY + passes
+
+    def add_plain(self, rounds: int) -> None:
+        """So many rounds of one token and one plain pass each."""
+        memory = PACE_MEMORY**rounds
+        more = (1.0 - memory) / (1.0 - PACE_MEMORY)
+        self.written, self.passes = self.written * memory + more, self.passes * memory + more
+
+    @property
+    def rate(self) -> float:
+        """Never below one: plain decoding writes that."""
+        return max(1.0, self.written / self.passes)
+
+
+NEWEST_DRAFT = 0.2  # weight of the last round in the average
+
+
+class UsualNodes:
+    """Averages by sequence."""
+
+    def __init__(self) -> None:
+        self._usual: dict[int, float] = {}
+
+    def note(self, seq_id: int, drafted: int) -> None:
+        usual = self._usual.get(seq_id, 0.0)
+        self._usual[seq_id] = usual + NEWEST_DRAFT * (drafted - usual)
+
+    def rest(self, seq_id: int, rounds: int) -> None:
+        """So many rounds in which it drafted nothing."""
+        if seq_id in self._usual:
+            self._usual[seq_id] *= (1.0 - NEWEST_DRAFT) ** rounds
+
+    def beside(self, seq_ids: Iterable[int], batch: int) -> int:
+        """What the others of a batch usually draft, in steps, so that few price lists are made."""
+        if batch == 1:
+            return 0
+        usual = sum(self._usual.get(seq_id, 0.0) for seq_id in seq_ids)
+        step = max(1, batch // 2)
+        return step * round(usual * (batch - 1) / batch / step)
+
+    def forget(self, seq_id: int) -> None:
+        self._usual.pop(seq_id, None)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, PLAIN, presumed_gap
 from forerun.control.forms import FormChooser, Promise
-from forerun.core.offer import Form, Offer
+from forerun.control.times import presumed_gap
+from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 
 MOST_WAITED_FOR = 2  # sequences for which a round may wait for look-ups
@@ -136,7 +136,7 @@ class Waiting:
 
     def observe(self, head: Promise, taken: Form, seconds: float, accepted: int, batch: int) -> None:
         """A round of the head's form, or of look-ups in its place, that took so long and accepted so many tokens."""
-        if taken is FREE_CHAINS:
+        if taken.kind == "lookup":
             if head.form.nodes:
                 self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
             if self._hoped:
@@ -158,8 +158,8 @@ def beside_plain() -> Allowance:
 
 def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
     """A round that drafts so many nodes from look-ups. It is read first, and the one behind it too."""
-    free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
-    if chooser.around.is_known(FREE_CHAINS, batch) or not chooser.around.follows(PLAIN, batch):
+    free = chooser.promise_of(LOOKUP, batch + nodes, batch, batch + accepted)
+    if chooser.around.is_known(LOOKUP, batch) or not chooser.around.follows(PLAIN, batch):
         return free
     return free._replace(seconds=free.seconds + _gap(chooser, head, batch))
 
@@ -168,7 +168,7 @@ def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
     around = chooser.around
     gap = chooser.gap(batch) if around.follows(PLAIN, batch) else 0.0
-    around.lower(FREE_CHAINS, batch, around.seconds(PLAIN, batch, 0.0) + gap)
+    around.lower(LOOKUP, batch, around.seconds(PLAIN, batch, 0.0) + gap)
     around.avoid_gap(batch)
 
 

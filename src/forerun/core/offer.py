@@ -1,18 +1,43 @@
-"""Offer: what drafting would cost in the coming round, as a drafter states it to the controller."""
+"""What a round drafts: its kind and form, what a drafter offers for it (`Offer`), and what is planned (`RoundPlan`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+# plain: nothing is drafted | trees: one form for all, grown on the device | lookup: trees of any size, from the host |
+# searched: look-ups were made for all sequences and none was worth drafting
+Kind = Literal["plain", "trees", "lookup", "searched"]
 
 
 class Form(NamedTuple):
-    """The size of one sequence's draft: nodes below the root, levels, and children per node at most."""
+    """The drafts of a round: nodes below the root, levels, and children per node at most of every tree; their kind."""
 
     nodes: int
     depth: int
     width: int
+    kind: Kind = "trees"  # other kinds have no size of their own
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self[:3]
+
+
+PLAIN, LOOKUP, SEARCHED = Form(0, 0, 1, "plain"), Form(0, 0, 1, "lookup"), Form(0, 0, 1, "searched")
+
+
+class RoundPlan(NamedTuple):
+    """What a round is, planned before anything is drafted for it."""
+
+    kind: Kind
+    repeats: int = 0  # further rounds under this plan that may be launched before this one is read
+    # of its trees; None = trees of any size, or, where it follows an unread round, the form of that round
+    form: Form | None = None
+
+    def again(self) -> RoundPlan:
+        """The next round under the same plan."""
+        return self._replace(repeats=self.repeats - 1, form=None)
 
 
 class Menu(Protocol):

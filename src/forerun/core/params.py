@@ -81,6 +81,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool | None
     seed: int | None
     logprobs: int | None
+    prompt_logprobs: int | None
     processors: Sequence[LawProcessor] | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
@@ -113,6 +114,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # None = off, 0 = the chosen token only, n = and the n likeliest
+    prompt_logprobs: int | None = None  # of the prompt's tokens under the model's own law: 0 = theirs only, to 20
     processors: Sequence[LawProcessor] = ()  # change the law, node by node
     response_format: Mapping[str, Any] | None = None  # what the answer must match, as the OpenAI API has it
     structured_outputs: Mapping[str, Any] | None = None  # how, as vLLM has it: {"disable_any_whitespace": False}
@@ -138,6 +140,9 @@ class SamplingParams:
             ignore_eos=as_flag("ignore_eos", self.ignore_eos),
             seed=None if self.seed is None else as_whole("seed", self.seed),
             logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
+            prompt_logprobs=(
+                None if self.prompt_logprobs is None else as_whole("prompt_logprobs", self.prompt_logprobs, 0, 20)
+            ),
             processors=as_functions("processors", self.processors, functions, "LawProcessor"),
             response_format=plain("response_format", self.response_format),
             structured_outputs=plain("structured_outputs", self.structured_outputs),

@@ -302,5 +302,5 @@ verifiers = Registry(
 )
 controllers = Registry(
     "controller",
-    {"fixed": "forerun.control.fixed:FixedController", "adaptive": "forerun.control.adaptive:AdaptiveController"},
+    {"fixed": "forerun.control.base:FixedController", "adaptive": "forerun.control.adaptive:AdaptiveController"},
 )

@@ -11,11 +11,10 @@ host's. Where a target runs the passes of several rounds in one call (`Scores.ah
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forerun.core.clock import Clock
     from forerun.core.tree import Seconds
     from forerun.core.types import Scores, TreeBatch
 
@@ -27,11 +26,7 @@ class RoundClock:
     """Seconds by part, lap by lap."""
 
     def __init__(
-        self,
-        launched: list[Seconds],
-        now: Callable[[], float] = perf_counter,
-        ahead: list[float] | None = None,
-        behind: RoundClock | None = None,
+        self, launched: list[Seconds], now: Clock, ahead: list[float] | None = None, behind: RoundClock | None = None
     ) -> None:
         """`behind`: the clock of the round before, where this one begins as that ends."""
         self.seconds = dict.fromkeys(PARTS, 0.0)

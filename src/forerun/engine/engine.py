@@ -21,12 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
-from forerun.control.base import Controller, Reconsiders, SeesPrompts
+from forerun.control.base import Controller, PlansAhead, SeesPrompts
 from forerun.core.noise import fresh_seed
-from forerun.core.offer import Form
-from forerun.core.request import ALWAYS
+from forerun.core.offer import RoundPlan
+from forerun.core.request import ALWAYS, TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
@@ -39,10 +39,12 @@ from forerun.engine.sequence import SequenceState, Tokens, check_request, find_a
 from forerun.engine.stats import EngineStats
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
+from forerun.verify.logprobs import row_logprobs
 
 log = logging.getLogger(__name__)
 
 NOT_DRAFTED = Budget(0, 0)
+SCORED_ROWS = 128  # of a prompt whose log-probabilities are asked for, in a pass
 # sequences of a round, and their places in the round before; -1 = none
 Seats = list[tuple[SequenceState, int]]
 
@@ -78,10 +80,11 @@ class Engine:
         self.max_length = longest if target.slots is None else min(longest, target.slots)
         self.scheduler = Scheduler(target, max_batch)
         self.prefill_rows = PrefillRows(target.can.prefill, target.pass_rows, prompt_rows)
-        self.stats = EngineStats()
+        self.stats = EngineStats(now=target.can.clock)
         self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
         self.deadline = LaunchDeadline()
         self._waiting_prompts = NONE_WAIT  # what the controller was told last
+        self._scored: dict[int, list[TokenLogprob | None]] = {}  # of prompts, as far as they are read
 
     # ---- the loop
 
@@ -94,6 +97,9 @@ class Engine:
         line = self.timeline
         try:
             line.repair()
+            if self._scored and (scored := self.scheduler.next_scored()) is not None:
+                self.settle()
+                self._score_prompt(scored)
             if line.first is None:
                 self._open()
                 if self.spare_seconds() > 0.0:
@@ -168,7 +174,7 @@ class Engine:
         assert change is not None, "a round is opened before it is launched"
         scores = self._score(seqs, trees, readers, rows)
         clock.lap("pass")
-        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, *_standing(budgets))
+        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, _plan_of(budgets, trees))
         if self.timeline.depth > 1:
             self.deadline.note_start(launched, self.stats.now())
         self.timeline.launched(launched)
@@ -258,11 +264,12 @@ class Engine:
         if plan is None:
             return None
         starters, readers = list[SequenceState](), list[SequenceState]()
-        trees = self._grown(last, seats, plan) if plan.drafts else None
+        grows = plan.kind == "trees"
+        trees = self._grown(last, seats, plan) if grows else None
         if trees is not None:
             readers = scheduler.next_readers(share) if share else []
             starters, trees = self._in_padding(others, trees, readers, share, known.sampled)
-        elif plan.drafts or not self._has_room(last, seats, 1):
+        elif grows or not self._has_room(last, seats, 1):
             return None
         else:
             readers = scheduler.next_readers(share) if share else []
@@ -277,45 +284,43 @@ class Engine:
         scheduler.start(starters)
         seqs = [*seqs, *starters]
         scores = self._score(seqs, trees, readers, share)
-        change, may_draft = Change([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
-        return LaunchedRound(change, seqs, readers, trees, scores, last.clock, plan.repeats, may_draft)
+        return LaunchedRound(Change([*seqs, *readers]), seqs, readers, trees, scores, last.clock, plan)
 
-    def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> NextPlan | None:
+    def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> RoundPlan | None:
         """The plan of the next round, if it is known before the last one is read."""
-        controller, same = self.controller, NextPlan(last.trees.form is not None, last.repeats - 1)
-        if last.trees.form is None and self.drafters.never_draft(seqs):
-            return same
+        controller, plan, grown = self.controller, last.plan, last.plan.kind == "trees"
+        if not grown and self.drafters.never_draft(seqs):
+            return plan.again()
         planned = seqs
         if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
             planned = [seq for seq in seqs if seq.request.budget is None]
-        if not _reconsiders(controller) or (same.drafts and not planned):  # a request's own budget always holds
-            stands = last.repeats > 0 and (same.drafts or not last.may_draft)
-            return same if stands and (same.drafts or len(planned) == len(seqs)) else None
-        if same.drafts:
-            if last.repeats > 0 and controller.goes_on(planned):
-                return same
-        elif len(planned) == len(seqs):
-            last.clock.lap("host")
-            stays = controller.stays_plain(seqs)
-            last.clock.lap("draft")  # look-ups are made beside the device
-            if stays:
-                return same
-        device = self.drafters.device(seqs) if len(planned) == len(seqs) else None
-        if device is None or not device.menu.switches:
+        whole = len(planned) == len(seqs)
+        if not _plans_ahead(controller) or (grown and not planned):  # a request's own budget always holds
+            stands = plan.repeats > 0 and (grown or (whole and plan.kind == "plain"))
+            return plan.again() if stands else None
+        if grown:
+            return controller.follow(planned, plan, lambda: whole and self._switches(seqs))
+        if not whole:
             return None
-        budget = controller.switches(seqs)
-        return None if budget is None else NextPlan(budget.nodes > 0, budget.repeats, budget)
+        last.clock.lap("host")
+        following = controller.follow(seqs, plan, lambda: self._switches(seqs))
+        last.clock.lap("draft")  # look-ups are made beside the device
+        return following
 
-    def _grown(self, last: LaunchedRound, seats: Seats, plan: NextPlan) -> TreeBatch | None:
+    def _switches(self, seqs: Sequence[SequenceState]) -> bool:
+        """Can the drafter of these sequences go on in another form than that of the round under way?"""
+        device = self.drafters.device(seqs)
+        return device is not None and device.menu.switches
+
+    def _grown(self, last: LaunchedRound, seats: Seats, plan: RoundPlan) -> TreeBatch | None:
         """Trees of the last form, or of another, where there is room for them."""
-        other, form, unread = plan.other, last.trees.form, Unread(last.trees, last.scores.hidden)
-        nodes = 1 + other.nodes if other is not None else 1 if form is None else form.nodes
+        wanted, form, unread = plan.form, last.trees.form, Unread(last.trees, last.scores.hidden)
+        nodes = 1 + wanted.nodes if wanted is not None else 1 if form is None else form.nodes
         device = self.drafters.device([seq for seq, _ in seats])
         if device is None or not self._has_room(last, seats, nodes):
             return None
         if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
             last.scores.greedy.hand_on()
-        wanted = None if other is None else Form(other.nodes, other.depth, other.width)
         return device.launch(seats, wanted, unread)
 
     def _roots(self, last: LaunchedRound, seats: Seats) -> TreeBatch | None:
@@ -392,6 +397,8 @@ class Engine:
         """No sequence runs: prefill as many rows as a pass takes at best, and start the sequences that it completes."""
         rows, scheduler = self.target.pass_rows, self.scheduler
         seqs = scheduler.next_readers(rows)
+        if not seqs and scheduler.next_scored() is not None:
+            return
         if not seqs:
             self.timeline.end(no_room_for(next(scheduler.in_turn())))
             return
@@ -405,6 +412,32 @@ class Engine:
         chains, scores = self.target.prefill(seqs, self._needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)
         self.stats.count_prompts(scores, self._note_prefill(seqs, chains, clock.started), clock)
+        self.timeline.change = None
+
+    def _score_prompt(self, seq: SequenceState) -> None:
+        """Prefill a part of a prompt whose log-probabilities are asked for: as a chain, because trees have logits."""
+        clock, target, most = self.stats.clock(), self.target, seq.params.prompt_logprobs or 0
+        self.timeline.open([seq])
+        self.scheduler.begin([seq])
+        at, needs = target.cached_tokens(seq), Needs(self._needs([seq]).hidden_layers)
+        part, so_far = seq.tokens[at:-1][:SCORED_ROWS], replace(seq, tokens=Tokens(seq.tokens[: at + 1]))
+        if not at:
+            target.prefill([so_far], needs)
+            self._scored[seq.id] = [None]
+        if part and not target.make_room([so_far], [len(part)]):
+            self._preempt(seq)
+            self.timeline.change = None
+            return
+        if part:
+            chain, after = TreeBatch.chains([part], target.device), seq.tokens[at + 1 : at + 1 + len(part)]
+            scores, verdict = target.score([so_far], chain, needs), Verdict.whole_chain(chain, after[-1:])
+            self._scored[seq.id] += row_logprobs(scores.required_logits, after, most)
+            target.commit([so_far], chain, verdict)
+            rows = self._note_prefill([seq], chain, clock.started)
+            self.drafters.observe([seq], chain, Scores(None, scores.hidden), verdict)
+            self.stats.count_prompts(scores, rows, clock)
+        if len(self._scored[seq.id]) == len(seq.tokens):
+            seq.note_prompt_logprobs(self._scored.pop(seq.id))
         self.timeline.change = None
 
     def _prefill_share(self, running: int) -> int:
@@ -434,7 +467,7 @@ class Engine:
                 found += reused - len(seq.source)  # the encoder computed these
                 seq.note_reuse(reused)
                 stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
-            seq.note_prompt(seconds)
+            seq.note_prompt(started, seconds)
         return chains.nodes - found
 
     def prefill_progress(self) -> tuple[int, int]:
@@ -486,6 +519,8 @@ class Engine:
         check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None, source)
         request = self.grammars.compile(request)
         params = request.params
+        if params.prompt_logprobs is not None:  # every row of its prompt is computed
+            request = replace(request, cache_salt=None)
         start = request.prompt if source is None else (source.start,)
         drafter = self.drafters.name_for(request, self.default_drafter)
         if not self.drafters.has(drafter):
@@ -509,6 +544,7 @@ class Engine:
             tokens=Tokens(start),
             prompt_length=len(start),
             drafting=drafter,
+            made=self.stats.now(),
             source_rules=source,
             adapter=None if request.adapter is None else find_adapter(self.adapters, request.adapter),
         )
@@ -516,6 +552,8 @@ class Engine:
         return seq
 
     def enqueue(self, seq: SequenceState) -> None:
+        if seq.scores_prompt:
+            self._scored[seq.id] = []
         self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
@@ -533,17 +571,11 @@ class Engine:
         self.stats.preemptions += 1
 
     def _forget(self, seq: SequenceState) -> None:
+        if seq.finished is not None:
+            self._scored.pop(seq.id, None)
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)
-
-
-class NextPlan(NamedTuple):
-    """What the round behind an unread one drafts."""
-
-    drafts: bool
-    repeats: int  # further rounds that may be launched before it is read
-    other: Budget | None = None  # None = the form of the last round
 
 
 def _seats(last: LaunchedRound, running: Sequence[SequenceState]) -> Seats:
@@ -577,16 +609,18 @@ def _always(budget: Budget) -> Budget:
     return replace(budget, repeats=ALWAYS)
 
 
-def _standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
-    """For how many further rounds these budgets hold, and whether any allows drafting."""
-    first = budgets[0]
-    if len(budgets) == 1 or all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
-        return first.repeats, first.nodes > 0
-    return min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419
+def _plan_of(budgets: Sequence[Budget], trees: TreeBatch) -> RoundPlan:
+    """The plan of a round with these budgets: for how many further rounds they hold, and who drafts."""
+    first, repeats = budgets[0], budgets[0].repeats
+    drafts = first.nodes > 0
+    if len(budgets) > 1 and not all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
+        repeats = min([budget.repeats for budget in budgets])
+        drafts = any([budget.nodes for budget in budgets])  # noqa: C419
+    return RoundPlan("trees" if trees.form is not None else "lookup" if drafts else "plain", repeats)
 
 
-def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:
-    return _is_kind(type(controller), Reconsiders)
+def _plans_ahead(controller: Controller) -> TypeGuard[PlansAhead]:
+    return _is_kind(type(controller), PlansAhead)
 
 
 def _sees_prompts(controller: Controller) -> TypeGuard[SeesPrompts]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.core.offer import RoundPlan
 from forerun.core.types import Event, Scores, TreeBatch, TreeForm, Verdict
 from forerun.engine.clock import RoundClock
 from forerun.engine.sequence import Advance, SequenceState
@@ -54,8 +55,7 @@ class LaunchedRound(NamedTuple):
     trees: TreeBatch
     scores: Scores
     clock: RoundClock
-    repeats: int  # further rounds of the same plan that may be launched before this one is read
-    may_draft: bool  # did the plan let any sequence draft?
+    plan: RoundPlan
 
     def after(self, clock: RoundClock) -> LaunchedRound | None:
         """This round once the round before it has been closed; None = all of its sequences ended with that."""

@@ -110,17 +110,27 @@ class Scheduler:
 
     def next_readers(self, rows: int) -> list[SequenceState]:
         """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""
-        old, new = [seq for seq in self.reading if not self._is_read(seq)], list[SequenceState]()
+        old = [seq for seq in self.reading if not self._is_read(seq) and not seq.scores_prompt]
+        new = list[SequenceState]()
         most = self.limit or self.max_batch + (self.max_batch // EARLY if self.reads_early else 0)
         most -= len(self.running) + len(self.reading)
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
-        for seq in islice(self.in_turn(), max(0, most)):
+        for seq in islice((seq for seq in self.in_turn() if not seq.scores_prompt), max(0, most)):
             lengths = [len(each.tokens) for each in (*new, seq)]
             if rows <= 0 or not self.target.has_room(*lengths):
                 break
             new.append(seq)
             rows -= len(seq.source) + len(seq.tokens) - 1
         return [*old, *new]
+
+    def next_scored(self) -> SequenceState | None:
+        """Whose prompt is read next for its log-probabilities: it is half read, or there are a place and slots."""
+        for seq in self.reading:
+            if seq.scores_prompt:
+                return seq
+        seq = next((seq for seq in self.in_turn() if seq.scores_prompt), None)
+        has_place = len(self.running) + len(self.reading) < (self.limit or self.max_batch)
+        return seq if seq is not None and has_place and self.target.has_room(len(seq.tokens)) else None
 
     def begin(self, readers: Sequence[SequenceState]) -> None:
         """Those of `next_readers` that waited are read from now on."""
@@ -176,7 +186,7 @@ class Scheduler:
         return found
 
     def _is_read(self, seq: SequenceState) -> bool:
-        return self.target.cached_tokens(seq) == len(seq.tokens) - 1
+        return self.target.cached_tokens(seq) == len(seq.tokens) - 1 and not seq.scores_prompt
 
     def drop_finished(self) -> None:
         self.running = [seq for seq in self.running if not seq.finished]

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
 from forerun.core.params import SamplingParams
-from forerun.core.request import LawRules, Pooling, SourceRules
+from forerun.core.request import LawRules, Pooling, SourceRules, TokenLogprob
 from forerun.core.types import Adapters, Event, FinishReason, LoadedAdapter, Request
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.stats import RoundCounts, SequenceStats
@@ -59,7 +58,7 @@ class SequenceState:
     adapter: LoadedAdapter | None = None
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
-    made: float = field(default_factory=perf_counter)  # when it was submitted
+    made: float = 0.0  # when it was submitted, by the target's clock
     queue_seconds: float | None = None  # until its prompt was first read; None = it waits
     prompt_seconds: float = 0.0
     cached_tokens: int = 0  # of its prompt, found in the prefix cache
@@ -68,6 +67,7 @@ class SequenceState:
     failures: int = 0  # rounds that failed since one succeeded
     passed_over: int = 0  # times it gave its slots to others; TURN = it has aged
     embedding: list[float] | None = None  # of its prompt
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of its prompt, once it is read
     # what every round asks for, kept: a property is a call
     params: SamplingParams = field(init=False)
     source: tuple[int, ...] = field(init=False)
@@ -90,6 +90,11 @@ class SequenceState:
     @property
     def pooling(self) -> Pooling | None:
         return self.request.pooling
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Are the log-probabilities of its prompt asked for, and not known yet?"""
+        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
 
     @property
     def rank(self) -> float:
@@ -163,10 +168,10 @@ class SequenceState:
         """It waited longest, and no priority is above its own from now on."""
         _set(self, "passed_over", TURN)
 
-    def note_prompt(self, seconds: float) -> None:
-        """Its prompt, or a part of it, was read in so many seconds."""
+    def note_prompt(self, started: float, seconds: float) -> None:
+        """A chunk of its prompt was prefilled from `started` on, in `seconds` seconds."""
         if self.queue_seconds is None:
-            _set(self, "queue_seconds", max(0.0, perf_counter() - seconds - self.made))
+            _set(self, "queue_seconds", max(0.0, started - self.made))
         _set(self, "prompt_seconds", self.prompt_seconds + seconds)
 
     def note_reuse(self, tokens: int) -> None:
@@ -176,6 +181,10 @@ class SequenceState:
     def note_embedding(self, embedding: list[float]) -> None:
         """What the rows of its prompt come to."""
         _set(self, "embedding", embedding)
+
+    def note_prompt_logprobs(self, entries: list[TokenLogprob | None]) -> None:
+        """Of every token of its prompt; the first has none."""
+        _set(self, "prompt_logprobs", entries)
 
     def draft_with(self, name: str) -> None:
         """Another drafter from now on."""
@@ -208,6 +217,8 @@ def check_request(
         raise PromptTooLong(f"the source has {length} tokens; the encoder reads {source.longest}: shorten it")
     if source is not None and request.pooling is not None:
         raise InvalidInput("an encoder-decoder has no embedding of its prompt here; leave pooling out")
+    if source is not None and request.params.prompt_logprobs is not None:
+        raise InvalidInput("an encoder-decoder has no log-probabilities of its prompt; leave prompt_logprobs out")
     if source is None and length >= longest:
         limit = f"the context of {longest} leaves no room to answer; shorten it"
         raise PromptTooLong(f"the prompt has {length} tokens; {limit}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.engine.clock import PARTS, RoundClock
 
@@ -154,7 +154,7 @@ class EngineStats:
     reused: int = 0  # of these, tokens that were found in the prefix cache
     preemptions: int = 0  # sequences that gave their slots to others and were read again later
     trace: Trace | None = None  # where to write every round
-    now: Callable[[], float] = perf_counter  # the clock of all rounds: a simulation counts its own time
+    now: Clock = WALL  # the target's clock, which all rounds are timed by
     # passes over prompts that no round has waited for yet
     _launched: list[Seconds] = field(default_factory=list)
     _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come

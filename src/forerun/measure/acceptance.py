@@ -28,7 +28,7 @@ from typing import Any
 
 from forerun.api.calls import make_request
 from forerun.api.llm import LLM
-from forerun.control.fixed import FixedController
+from forerun.control.base import FixedController
 from forerun.core import registry
 from forerun.core.errors import ForerunError
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from forerun.control.machine_load import cores as cores
-from forerun.control.machine_load import is_busy as is_busy
-from forerun.control.machine_load import load_average as load_average
+from forerun.control.cost import cores as cores
+from forerun.control.cost import is_busy as is_busy
+from forerun.control.cost import load_average as load_average
 from forerun.models.base import Target
 from forerun.models.native.target import NativeDecoder
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.request import SourceRules
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
@@ -43,6 +44,7 @@ class Abilities:
     # it decides about chosen drafts on the device, also above temperature 0: drawn drafts would wait for the host
     decides: bool
     row_dtype: torch.dtype  # of hidden rows and heads, where its weights do not say
+    clock: Clock = WALL  # what its passes are timed by, and all work around them
 
     @classmethod
     def of(cls, device: torch.device) -> Abilities:

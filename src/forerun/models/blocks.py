@@ -24,15 +24,15 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 class Block:
     """One layer."""
 
-    attention_norm: Tensor  # [D]
+    attention_norm: Tensor | None  # [D]; None = rows enter as they are
     qkv: Tensor  # [(H + 2 Hkv) Dh, D]
     qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [H + Hkv, Dh]
+    qk_norm: Tensor | None  # [H + Hkv, Dh]: by head, or over all heads of queries and over all of keys
     o: Tensor  # [D, H Dh]
     o_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     mlp: Mlp | Experts
-    after_attention_norm: Tensor | None  # [D]; where the layer also norms what attention returns
+    after_attention_norm: Tensor | None  # [D]; where the layer norms what attention returns
     after_mlp_norm: Tensor | None
 
 
@@ -57,25 +57,24 @@ class Checkpoint:
         return self._read(name or "lm_head.weight", (self.config.vocab_size, self.config.width))
 
     def final_norm(self) -> Tensor:
-        return self._norm(self.prefix + "norm.weight")
+        return self.norm(self.prefix + "norm.weight")
 
     def block(self, index: int) -> Block:
         config, at = self.config, f"{self.prefix}layers.{index}."
-        rope = config.layer_ropes[index]
+        rope = None if config.rope_pairs == "neighbours" else config.layer_ropes[index]
         rotary_dims = 0 if rope is None else config.ropes[rope].dims
-        sandwich = config.sandwich_norms
-        mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        before, after, mlp_before, mlp_after = (name and self.norm(f"{at}{name}.weight") for name in config.norms)
         return Block(
-            attention_norm=self._norm(at + "input_layernorm.weight"),
+            attention_norm=before,
             qkv=self._qkv(at + "self_attn.", "weight", rotary_dims),
             qkv_bias=self._qkv(at + "self_attn.", "bias", rotary_dims) if self._has_bias(at) else None,
             qk_norm=self._qk_norm(at + "self_attn.", rotary_dims) if config.qk_norm else None,
             o=self._read(at + "self_attn.o_proj.weight", (config.width, config.heads * config.head_dim)),
             o_bias=self._maybe(at + "self_attn.o_proj.bias"),
-            mlp_norm=self._norm(f"{at}{mlp_norm}.weight"),
+            mlp_norm=mlp_before,
             mlp=self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner),
-            after_attention_norm=self._norm(at + "post_attention_layernorm.weight") if sandwich else None,
-            after_mlp_norm=self._norm(at + "post_feedforward_layernorm.weight") if sandwich else None,
+            after_attention_norm=after,
+            after_mlp_norm=mlp_after,
         )
 
     def _has_bias(self, at: str) -> bool:
@@ -101,8 +100,8 @@ class Checkpoint:
         config = self.config
         rows = []
         for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
-            weight = self._norm(f"{at}{name}.weight", config.head_dim)
-            rows.append(pair_up(weight, config.head_dim, rotary_dims).expand(heads, -1))
+            weight = self.norm(f"{at}{name}.weight", config.head_dim * (heads if config.qk_norm == "all" else 1))
+            rows.append(pair_up(weight, config.head_dim, rotary_dims).view(-1, config.head_dim).expand(heads, -1))
         return torch.cat(rows)
 
     def _mlp(self, at: str, inner: int) -> Mlp:
@@ -145,7 +144,7 @@ class Checkpoint:
             shared_gate=self._read(at + "shared_expert_gate.weight", (1, width)) if shared else None,
         )
 
-    def _norm(self, name: str, size: int | None = None) -> Tensor:
+    def norm(self, name: str, size: int | None = None) -> Tensor:
         """A norm's weight; where the norm multiplies by 1 + weight, the sum is kept in fp32, which bf16 would round."""
         weight = self._get(name, (size or self.config.width,))
         dtype = torch.float32 if self.config.norm_offset else self.dtype

@@ -1,7 +1,7 @@
 """DecoderConfig: the architecture of a checkpoint, read from its config.json.
 
-Families spell the same architecture differently, and their files leave out whatever equals the family's
-default; here every spelling becomes one `DecoderConfig`, with one entry per layer where layers differ.
+Families spell the same architecture differently, and their files leave out whatever equals the family's default
+(forerun.models.families); here every spelling becomes one `DecoderConfig`, with one entry per layer where layers differ.
 A family or setting that is not understood raises UnsupportedModel: never a guess.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
+from forerun.models.families import COMMON, FAMILIES, Family, Norms, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -25,6 +26,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# Settings that only some families read: others have them in their files and do without.
+_SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
+    *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,38 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
-    qk_norm: bool = False
+    residual_scale: float = 1.0  # of what attention and feed-forward layers add to the residual stream
+    logit_scale: float = 1.0
+    qk_norm: Literal["head", "all"] | None = None  # queries and keys are normed head by head, or all heads at once
     norm_offset: bool = False  # norms multiply by 1 + weight
-    sandwich_norms: bool = False  # norms after attention and feed-forward too
+    norms: Norms = Norms()
+    rope_pairs: Literal["halves", "neighbours"] = "halves"  # dimensions that the checkpoint rotates together
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it has beyond Llama's parts; a backend that lacks one of them says which."""
+        norms = self.norms
+        has: dict[str, bool] = {
+            "GeGLU": self.activation == "gelu_tanh",
+            "soft caps of attention scores": self.attention_softcap is not None,
+            "soft caps of logits": self.logit_softcap is not None,
+            "scaled embeddings": self.embedding_scale != 1.0,
+            "scaled residuals": self.residual_scale != 1.0,
+            "scaled logits": self.logit_scale != 1.0,
+            "norms with an offset": self.norm_offset,
+            "norms behind attention and feed-forward layers": norms.after_attention is not None,
+            "layers without a norm before attention": norms.before_attention is None,
+            "norms over all heads of queries and keys": self.qk_norm == "all",
+            "several ropes": len(self.ropes) > 1,
+            "ropes that depend on the length of the text": any(rope.has_regimes for rope in self.ropes),
+            "rotations of neighbours": self.rope_pairs == "neighbours",
+            "layers without positions": None in self.layer_ropes,
+            "sliding windows": any(self.windows),
+            "experts": self.moe is not None,
+        }
+        return tuple(name for name, there in has.items() if there)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -102,11 +134,11 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(
             f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
         )
+    described = FAMILIES[family]
     kinds = _layer_types(family, values, layers)
     window = _size(values, "sliding_window") if values.get("sliding_window") else None
     ropes, layer_ropes = _ropes(family, values, kinds, head_dim)
-    moe = _moe(family, values)
-    gemma = family in ("gemma2", "gemma3_text")
+    moe = _moe(described, values)
     return DecoderConfig(
         family=family,
         vocab_size=_size(values, "vocab_size"),
@@ -116,27 +148,36 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_length=_max_length(family, _size(values, "max_position_embeddings"), ropes),
+        max_length=_max_length(described, _size(values, "max_position_embeddings"), ropes),
         norm_eps=_positive(values, "rms_norm_eps"),
         activation=_activation(values["hidden_act"]),
         tied=bool(values["tie_word_embeddings"]),
         ropes=ropes,
         layer_ropes=layer_ropes,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        attention_scale=(_positive(values, "query_pre_attn_scalar") if gemma else float(head_dim)) ** -0.5,
-        attention_softcap=_softcap(values, "attn_logit_softcapping") if family == "gemma2" else None,
-        logit_softcap=_softcap(values, "final_logit_softcapping") if gemma else None,
-        embedding_scale=float(width) ** 0.5 if gemma else 1.0,
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-        norm_offset=gemma,
-        sandwich_norms=gemma,
+        attention_scale=_attention_scale(values, head_dim),
+        attention_softcap=_softcap(values, "attn_logit_softcapping"),
+        logit_softcap=_softcap(values, "final_logit_softcapping"),
+        embedding_scale=width**0.5 if described.scaled_embedding else _positive(values, "embedding_multiplier", 1.0),
+        residual_scale=_positive(values, "residual_multiplier", 1.0),
+        logit_scale=1.0 / _positive(values, "logits_scaling", 1.0),
+        qk_norm=described.qk_norm,
+        norm_offset=described.norm_offset,
+        norms=described.norms,
+        rope_pairs=described.rope_pairs,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
     )
 
 
-def _positive(values: Mapping[str, Any], key: str) -> float:
-    value = float(values[key])
+def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
+    if "attention_multiplier" in values:
+        return _positive(values, "attention_multiplier")
+    return _positive(values, "query_pre_attn_scalar", float(head_dim)) ** -0.5
+
+
+def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = float(values[key] if default is None else values.get(key, default))
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{key} is {value}, not a positive number")
     return value
@@ -173,10 +214,12 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
+    described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
-    return family, {**COMMON, **FAMILIES[family], **given}
+    unread = {key for key in _SOME_FAMILIES if key not in described}
+    return family, {**COMMON, **described, **{key: value for key, value in given.items() if key not in unread}}
 
 
 def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,23 +230,14 @@ def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[str]:
-    """Which layers have a sliding window; every family has its own rule where the file has no list."""
-    listed = values.get("layer_types")
-    if family in ("mistral", "mixtral", "phi3", "llama"):
-        return ["full_attention" if family == "llama" else "sliding_attention"] * layers
-    if family in ("gemma2", "gemma3_text"):
-        slides = [(i + 1) % int(values["sliding_window_pattern"]) != 0 for i in range(layers)]
-    elif not values.get("use_sliding_window"):
+    """Which layers have a sliding window: by the file's list, else by the family's own rule."""
+    slides = FAMILIES[family].slides
+    if len(values.get("no_rope_layers") or range(layers)) != layers:
+        raise ValueError(f"no_rope_layers has {len(values['no_rope_layers'])} entries for {layers} layers")
+    if slides is None or not values.get("use_sliding_window", True):
         return ["full_attention"] * layers
-    elif family == "qwen3_moe":
-        return ["sliding_attention"] * layers
-    elif family == "qwen2_moe":
-        slides = [i % 2 == 0 and i < values["max_window_layers"] for i in range(layers)]
-    elif family == "smollm3":
-        slides = [not rotates for rotates in _rotary_layers(values, layers)]
-    else:
-        slides = [i >= values["max_window_layers"] for i in range(layers)]
-    kinds = list(listed or ["sliding_attention" if s else "full_attention" for s in slides])
+    made = ["sliding_attention" if slides(values, i) else "full_attention" for i in range(layers)]
+    kinds = list(values.get("layer_types") or made)
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise UnsupportedModel(
             f"layer_types={kinds!r:.120} of {family}: {layers} of full_attention or sliding_attention"
@@ -211,39 +245,31 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
     return kinds
 
 
-def _rotary_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
-    """SmolLM3 leaves positions out of some layers; its list says 1 where they are *in*."""
-    period = int(values.get("no_rope_layer_interval", 4))
-    listed = values.get("no_rope_layers") or [(i + 1) % period != 0 for i in range(layers)]
-    if len(listed) != layers:
-        raise ValueError(f"no_rope_layers has {len(listed)} entries for {layers} layers")
-    return [bool(flag) for flag in listed]
-
-
 def _ropes(
     family: str, values: Mapping[str, Any], kinds: list[str], head_dim: int
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     """The distinct ropes, and which one each layer uses."""
     given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
-    if family == "gemma3_text":
+    if FAMILIES[family].local_rope:
         nested = dict(values.get("rope_parameters") or {})
         full = {"rope_theta": values["rope_theta"], **(nested.get("full_attention") or {})}
         full.update(values.get("rope_scaling") or {})
-        local = {"rope_theta": values.get("rope_local_base_freq", 10_000.0), **(nested.get("sliding_attention") or {})}
+        theta = values.get("rope_local_base_freq", values["rope_theta"])
+        local = {"rope_theta": theta, **(nested.get("sliding_attention") or {})}
         both = (RopeConfig.from_hf(full, values, head_dim), RopeConfig.from_hf(local, values, head_dim))
+        if both[0] == both[1]:
+            return both[:1], (0,) * len(kinds)
         return both, tuple(int(kind == "sliding_attention") for kind in kinds)
     rope = RopeConfig.from_hf(given, values, head_dim)
     if family == "phi3" and rope.kind == "yarn":
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
-    if family != "smollm3":
-        return (rope,), (0,) * len(kinds)
-    return (rope,), tuple(0 if rotates else None for rotates in _rotary_layers(values, len(kinds)))
+    return (rope,), tuple(0 if rotates(values, i) else None for i in range(len(kinds)))
 
 
-def _max_length(family: str, longest: int, ropes: tuple[RopeConfig, ...]) -> int:
+def _max_length(described: Family, longest: int, ropes: tuple[RopeConfig, ...]) -> int:
     """Scaled ropes reach beyond max_position_embeddings in files that give the length before scaling."""
     rope = ropes[0]
-    if rope.kind in ("linear", "dynamic", "yarn") and not family.startswith("gemma"):
+    if rope.kind in ("linear", "dynamic", "yarn") and not described.local_rope:
         return max(longest, int(rope.context * rope.factor))
     return longest
 
@@ -254,71 +280,21 @@ def _activation(name: object) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _moe(family: str, values: Mapping[str, Any]) -> MoeConfig | None:
+def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe") or not values.get(key):
+    if described.experts is None or not values.get(key):
         return None
-    experts = _size(values, key, _MOST_LAYERS)
+    experts, mixtral = _size(values, key, _MOST_LAYERS), described.experts == "mixtral"
+    shared = "shared_expert_intermediate_size"
     return MoeConfig(
         experts=experts,
         per_token=_size(values, "num_experts_per_tok", experts),
-        inner=_size(values, "intermediate_size" if family == "mixtral" else "moe_intermediate_size"),
-        renormalise=family == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        shared_inner=_size(values, "shared_expert_intermediate_size") if family == "qwen2_moe" else None,
+        inner=_size(values, "intermediate_size" if mixtral else "moe_intermediate_size"),
+        renormalise=mixtral or bool(values.get("norm_topk_prob", False)),
+        shared_inner=_size(values, shared) if shared in described.settings else None,
     )
 
 
 def _sparse_layers(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     period, dense = int(values.get("decoder_sparse_step", 1)), values.get("mlp_only_layers") or ()
     return tuple(i not in dense and (i + 1) % period == 0 for i in range(layers))
-
-
-# What a config.json of the family means where it says nothing. Everything else must be in the file.
-COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-}
-_GEMMA: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    "qwen2": {"sliding_window": 4096},
-    "qwen3": {"sliding_window": 4096, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-    "gemma2": {
-        **_GEMMA,
-        "vocab_size": 256000,
-        "sliding_window_pattern": 2,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "vocab_size": 262208,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1_000_000.0,
-    },
-    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "rope_theta": 1_000_000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2_moe": {"sliding_window": 4096},
-    "qwen3_moe": {"sliding_window": 4096, "num_key_value_heads": 4},
-}

@@ -1,4 +1,4 @@
-"""Decoder: our own model in torch, a Target for the Llama, Mistral, Qwen, SmolLM, Gemma 3, Phi-3 and Mixtral families.
+"""Decoder: our own model in torch, a Target for every family of forerun.models.families.
 
 One pass serves prompts, trees and plain decoding: rows of all sequences share the linear layers, attention
 runs per sequence. What is the same for every layer (rotations, masks, views of buffers and of the KV cache) is
@@ -29,6 +29,7 @@ from forerun.models.layers import (
     gate,
     linear,
     mix,
+    norm_heads_,
     rms_norm,
     rotate_,
     softcap_,
@@ -90,7 +91,13 @@ class Decoder(SlotTarget):
 
     def logits_of(self, rows: Tensor) -> Tensor:
         """[M, V] fp32, the LM head's, of rows that it reads [M, D]."""
-        logits, cap = self._head_product(rows).float(), self.config.logit_softcap
+        return self._finish_logits(self._head_product(rows).float())
+
+    def _finish_logits(self, logits: Tensor) -> Tensor:
+        """What the LM head gives, scaled and capped, in place."""
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
+        cap = self.config.logit_softcap
         return logits if cap is None else softcap_(logits, cap)
 
     def _head_product(self, rows: Tensor) -> Tensor:
@@ -143,10 +150,9 @@ class Decoder(SlotTarget):
         self._keep_pieces(pieces)
         if self._dtype != torch.float32:
             logits = logits.float()
-        if argmax is None:  # kernels that know it have looked at every logit
-            check_numbers(logits)
-        cap, known = self.config.logit_softcap, None if argmax is None else Greedy(argmax)
-        logits = logits if cap is None else softcap_(logits, cap)
+        if argmax is None:  # kernels that know it have looked at every logit, and finished it
+            logits = self._finish_logits(check_numbers(logits))
+        known = None if argmax is None else Greedy(argmax)
         if prompts is None:
             return Scores(logits, hidden, known)
         behind = {layer: rows[nodes:] for layer, rows in hidden.items()}
@@ -223,9 +229,9 @@ class Decoder(SlotTarget):
             if i in layers.without_attention:
                 self._add_mlp(x, block, i, layers)
                 continue
-            linear(rms_norm(x, block.attention_norm, config.norm_eps), block.qkv, block.qkv_bias, out=qkv)
+            linear(self._normed(x, block.attention_norm), block.qkv, block.qkv_bias, out=qkv)
             if block.qk_norm is not None:
-                rotary.copy_(rms_norm(rotary, block.qk_norm, config.norm_eps))
+                norm_heads_(rotary, block.qk_norm, heads, config.qk_norm == "all", config.norm_eps)
             rope = config.layer_ropes[i]
             if rope is not None:
                 rotate_(pairs[rope], rotations[rope])
@@ -256,30 +262,36 @@ class Decoder(SlotTarget):
     def _fill_logits(self, x: Tensor, logits: Tensor) -> None:
         linear(x, self._head, out=logits)
 
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else rms_norm(x, norm, self.config.norm_eps)
+
     def _add_attention(self, x: Tensor, block: Block, found: Tensor) -> None:
         """From what attention found to the residual stream, in place."""
-        if block.after_attention_norm is None:
-            add_linear_(x, found, block.o, block.o_bias)
-        else:
-            after = block.after_attention_norm
-            x.add_(rms_norm(linear(found, block.o, block.o_bias), after, self.config.norm_eps))
+        self._add(x, found, block.o, block.o_bias, block.after_attention_norm)
 
     def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
         """The rest of a layer, which works row by row, in place; nothing where it is left out."""
         if index in layers.without_mlp:
             return
-        eps, activation = self.config.norm_eps, self.config.activation
-        rows = rms_norm(x, block.mlp_norm, eps)
-        mlp = block.mlp
+        activation, rows, mlp = self.config.activation, self._normed(x, block.mlp_norm), block.mlp
         if isinstance(mlp, Experts):
             assert self.config.moe is not None
-            x.add_(mix(rows, mlp, self.config.moe, activation))
+            x.add_(self._whole(mix(rows, mlp, self.config.moe, activation)), alpha=self.config.residual_scale)
             return
         inner = gate(linear(rows, mlp.gate_up, mlp.gate_up_bias), activation)
-        if block.after_mlp_norm is None:
-            add_linear_(x, inner, mlp.down, mlp.down_bias)
+        self._add(x, inner, mlp.down, mlp.down_bias, block.after_mlp_norm)
+
+    def _whole(self, part: Tensor) -> Tensor:
+        """The sum of what ranks have of a product, where several share the layers."""
+        return part
+
+    def _add(self, x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
+        """x += what a layer's last product makes of these rows."""
+        scale = self.config.residual_scale
+        if norm is None and scale == 1.0:
+            add_linear_(x, rows, weight, bias)
         else:
-            x.add_(rms_norm(linear(inner, mlp.down, mlp.down_bias), block.after_mlp_norm, eps))
+            x.add_(self._normed(linear(rows, weight, bias), norm), alpha=scale)
 
     def _rope_rotations(self, index: int, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
         """[M, 1, R] the rotations of one rope at every row's position."""

@@ -73,6 +73,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
 
 
+def norm_heads_(rotary: Tensor, weight: Tensor, heads: int, whole: bool, eps: float) -> None:
+    """Norm queries and keys [M, H + Hkv, Dh] in place, head by head, or `whole`: all queries, and all keys."""
+    if not whole:
+        rotary.copy_(rms_norm(rotary, weight, eps))
+        return
+    for part, own in ((rotary[:, :heads], weight[:heads]), (rotary[:, heads:], weight[heads:])):
+        part.copy_(rms_norm(part.flatten(1), own.flatten(), eps).view_as(part))
+
+
 def gate(x: Tensor, activation: Activation) -> Tensor:
     """[M, 2I], gate and up side by side -> activation(gate) * up [M, I]."""
     inner = x.shape[-1] // 2
@@ -127,6 +136,14 @@ def pair_up(weight: Tensor, head_dim: int, dims: int) -> Tensor:
     order = torch.arange(dims).view(2, half).t().flatten()
     order = torch.cat((order, torch.arange(dims, head_dim)))
     return heads[:, order.to(weight.device)].reshape(weight.shape)
+
+
+def unpair(weight: Tensor, head_dim: int, dims: int) -> Tensor:
+    """The inverse of `pair_up`: neighbours that rotate together become halves."""
+    heads = weight.reshape(-1, head_dim, *weight.shape[1:])
+    turned = heads[:, :dims].reshape(len(heads), dims // 2, 2, *weight.shape[1:])
+    halves = turned.transpose(1, 2).reshape(len(heads), dims, *weight.shape[1:])
+    return torch.cat((halves, heads[:, dims:]), 1).reshape(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)

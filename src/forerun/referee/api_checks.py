@@ -162,10 +162,15 @@ def usage(court: Court) -> Finding:
 @check("metrics.acceptance", "drafting figures add up, and drafts are accepted")
 def acceptance(court: Court) -> Finding:
     asks = [Ask(prompt, 60, Rules()) for prompt in court.prompts(16, salt=28)]
-    answers = court.ask(asks)
+    counted = getattr(court.target, "drafting", lambda: None)  # by the server, over all requests
+    before, answers, after = counted(), court.ask(asks), counted()
     drafted, accepted = sum(a.drafted or 0 for a in answers), sum(a.accepted or 0 for a in answers)
     if all(answer.drafted is None for answer in answers):
-        raise Refused("no drafting figures in the answers")
+        if before is None or after is None:
+            raise Refused("no drafting figures in the answers, and none in /metrics")
+        drafted, accepted = after[0] - before[0], after[1] - before[1]
+        if accepted > drafted:
+            return court.fail("more accepted than drafted", asks[0], accepted, f"at most {drafted}")
     for ask, answer in zip(asks, answers, strict=True):
         if answer.drafted is None or answer.accepted is None:
             continue
@@ -180,7 +185,9 @@ def acceptance(court: Court) -> Finding:
     if drafted >= 200 and accepted < _FEW * drafted:
         said = f"{accepted} of {drafted} drafted tokens were accepted: does the drafter fit the target?"
         return court.fail(said, asks[0], accepted, f"at least {_FEW:.0%}")
-    rate = f"{accepted / drafted:.1%}" if drafted else "-"
+    if not drafted:
+        return Finding("skip", "nothing was drafted for these requests")
+    rate = f"{accepted / drafted:.1%}"
     return court.passed(f"{accepted} of {drafted} drafted tokens accepted ({rate})")
 
 

@@ -123,11 +123,26 @@ def _counting_prompt(court: Court, rules: Rules) -> Law:
     return law
 
 
+def _from_earlier(court: Court, rules: Rules, back: int) -> Law:
+    """Presence and frequency penalties that miss the last tokens, as those of a round's first token do."""
+
+    def law(drawn: Drawn) -> Floats:
+        ones, used = np.eye(court.table.other + 1)[:, : court.table.size], drawn.contexts.used
+        for place in range(back):
+            used = used - ones[drawn.contexts.last[:, place]] * (drawn.position > place)[:, None]
+        return court.table.laws(replace(drawn.contexts, used=used), rules)[0]
+
+    return law
+
+
 def _rivals(court: Court, rules: Rules) -> list[Bettor]:
     plain = Rules(rules.temperature)
     found: list[Bettor] = [Rival("the parameter is ignored", _other_rules(court, plain), share) for share in (0.2, 0.9)]
     if rules.temperature != 1:
         found.append(Rival("the temperature is ignored", _other_rules(court, replace(rules, temperature=1.0))))
+    if rules.presence_penalty or rules.frequency_penalty:
+        found += [Rival("the penalty misses the last tokens", _from_earlier(court, rules, back), share)
+                  for back in (1, 2) for share in (0.4, 0.9)]  # fmt: skip
     if rules.presence_penalty:
         found.append(Rival("the penalty counts the prompt as well", _counting_prompt(court, rules)))
     return found
@@ -146,8 +161,8 @@ _register("seeded", "law over requests with seeds 0, 1, 2, ...", Rules(), seeded
 _register("top_k", "law with top-k 5", Rules(top_k=5))
 _register("top_p", "law with top-p 0.8", Rules(top_p=0.8), share=1.5)
 _register("min_p", "law with min-p 0.1", Rules(min_p=0.1))
-_register("presence", "law with a presence penalty of 0.8", Rules(presence_penalty=0.8))
-_register("frequency", "law with a frequency penalty of 0.6", Rules(frequency_penalty=0.6), share=1.5)
+_register("presence", "law with a presence penalty of 1.2", Rules(presence_penalty=1.2))
+_register("frequency", "law with a frequency penalty of 1.2", Rules(frequency_penalty=1.2), share=1.5)
 _register("repetition", "law with a repetition penalty of 1.3", Rules(repetition_penalty=1.3))
 _register("bias", "law with logit biases", Rules(bias=BIAS))
 

@@ -21,6 +21,7 @@ from forerun.core.errors import InvalidInput
 from forerun.referee.ask import Answer, Ask, Broken, Mode, Refused, TokenLogprob, answer_of
 
 _PAUSES = (0.1, 1.0)  # seconds before a lost connection is tried again
+_COUNTERS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 _REFUSALS = (400, 404, 405, 415, 422, 501)
 
 
@@ -69,6 +70,21 @@ class UrlTarget:
         key = f" -H 'Authorization: Bearer {'$OPENAI_API_KEY'}'" if self.key else ""
         data = shlex.quote(json.dumps(body))
         return f"curl -s {url}/completions -H 'Content-Type: application/json'{key} -d {data}"
+
+    def drafting(self) -> tuple[int, int] | None:
+        """Drafted and accepted tokens since the server's start by its /metrics, as vLLM counts them; None = no such."""
+        found = dict.fromkeys(_COUNTERS, -1.0)
+        try:
+            with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/metrics", timeout=self.timeout) as answer:
+                lines = answer.read().decode(errors="replace").splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            name, _, value = line.rpartition(" ")
+            if (name := name.partition("{")[0]) in found:
+                found[name] = max(found[name], 0.0) + float(value)
+        drafted, accepted = found.values()
+        return (int(drafted), int(accepted)) if min(drafted, accepted) >= 0 else None
 
     def _request(self, ask: Ask, mode: Mode) -> tuple[str, dict[str, Any]]:
         base = self.plain if mode == "off" and self.plain else self.url

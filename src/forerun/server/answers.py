@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Answer:
     id: str = ""
     asked_by: dict[str, str] = field(default_factory=dict)  # for the log: the request's name and the caller's
     prompt_tokens: int = 0
+    echoed: Sequence[tuple[int, ...]] = ()  # prompts that are repeated before their texts
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
     _written: int = 0  # tokens so far, of all choices
     _only_text: bool = False  # does nothing but the text differ between the pieces of a choice?
@@ -66,11 +68,25 @@ class Answer:
         """Where `spelt` of a text goes."""
         return PLACE if self.has_logprobs else None
 
-    async def spelt(self, done: Completion) -> list[str]:
-        """The log-probabilities of a whole text, for the place that its choice has for them."""
-        if not self.has_logprobs:
-            return []
-        return [await as_json(done.logprobs, self.tokenizer, self.kind == "chat.completion")]
+    @property
+    def _prompt_place(self) -> dict[str, str]:
+        return {} if self.body.prompt_logprobs is None else {"prompt_logprobs": PLACE}
+
+    def _echo(self, index: int) -> tuple[int, ...]:
+        """The prompt that is repeated before the text of a choice."""
+        return self.echoed[index // (self.body.n or 1)] if self.echoed else ()
+
+    async def spelt(self, index: int, done: Completion) -> list[str]:
+        """The log-probabilities of a whole text and its prompt, for the places that its choice has for them."""
+        parts, known = [], done.prompt_logprobs or []
+        if self.has_logprobs:
+            first = [TokenLogprob(token, math.nan) for token in self._echo(index)[:1]]
+            before = [*first, *filter(None, known)] if first else []
+            parts.append(await as_json([*before, *done.logprobs], self.tokenizer, self.kind == "chat.completion"))
+        in_place = self.kind != "chat.completion" or index + 1 == (self.body.n or 1)  # chats have one prompt
+        if in_place and (most := self.body.prompt_logprobs) is not None:
+            parts.append(await prompt_json(known, most, self.tokenizer))
+        return parts
 
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
         """The answer of a request that does not stream; its log-probabilities come from `spelt`."""
@@ -81,7 +97,9 @@ class Answer:
             choices = [self._text(i, each) for i, each in enumerate(done)]
         metrics = {"speculative_decoding": speculation_of(done)}
         return {
-            **self._head(self.kind), "choices": choices, "usage": usage_of(done, self.prompts), "metrics": metrics,
+            **self._head(self.kind), "choices": choices,
+            **(self._prompt_place if self.kind == "chat.completion" else {}),
+            "usage": usage_of(done, self.prompts), "metrics": metrics,
         }  # fmt: skip
 
     def at_once(self, max_batch: int) -> int:
@@ -100,7 +118,7 @@ class Answer:
     def opening(self, index: int) -> list[bytes]:
         """The messages that open a choice."""
         if self.kind != "chat.completion":
-            return []
+            return [as_line(self._piece(index, self.tokenizer.decode(self._echo(index))))] if self.echoed else []
         return [as_line(self._delta(index, {"role": "assistant", "content": ""}))]
 
     @property
@@ -191,8 +209,9 @@ class Answer:
         reason = reason_of(done)
         return {
             "index": index,
-            "text": done.text,
+            "text": self.tokenizer.decode(self._echo(index)) + done.text,
             "logprobs": self._place,
+            **self._prompt_place,
             "finish_reason": reason,
             "seed": done.seed,
             **_error_of(done),
@@ -253,8 +272,11 @@ def for_completion(entries: Sequence[TokenLogprob], tokenizer: Spells, offset: i
         at += len(each.text)
     return {
         "tokens": [each.text for each in entries],
-        "token_logprobs": [max(each.logprob, LOWEST) for each in entries],
-        "top_logprobs": [{one.text: max(one.logprob, LOWEST) for one in each.top} for each in entries],
+        "token_logprobs": [None if math.isnan(each.logprob) else max(each.logprob, LOWEST) for each in entries],
+        "top_logprobs": [
+            None if math.isnan(each.logprob) else {one.text: max(one.logprob, LOWEST) for one in each.top}
+            for each in entries
+        ],
         "text_offset": offsets,
     }
 
@@ -273,6 +295,22 @@ async def as_json(entries: Sequence[TokenLogprob], tokenizer: Spells, of_chat: b
         await asyncio.sleep(0)
     texts = {name: f"[{','.join(columns[name])}]" if name in columns else "null" for name in shape}
     return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
+
+
+async def prompt_json(known: Sequence[TokenLogprob | None], most: int, tokenizer: Spells) -> str:
+    """`prompt_logprobs` as vLLM has it: of each token the likeliest and the token itself, by id. Made in slices."""
+    parts = ["null"]
+    for start in range(1, len(known), SLICE):
+        for each in spelt(filter(None, known[start : start + SLICE]), tokenizer):
+            ranked = {one.token: (one, rank) for rank, one in enumerate(each.top[:most], start=1)}
+            found = {str(one.token): _ranked(one, rank) for one, rank in {each.token: (each, None), **ranked}.values()}
+            parts.append(encode(found))
+        await asyncio.sleep(0)
+    return f"[{','.join(parts)}]"
+
+
+def _ranked(one: TokenLogprob, rank: int | None) -> dict[str, Any]:
+    return {"logprob": max(one.logprob, LOWEST), "rank": rank, "decoded_token": one.text}
 
 
 def _entry(one: TokenLogprob) -> dict[str, Any]:

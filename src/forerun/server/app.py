@@ -282,6 +282,8 @@ async def _whole_or_stream(service: Service, what: What, request: Request) -> Re
             state.arrived,
         )
         answer.prompt_tokens = sum(map(len, prompts))
+        if isinstance(body, CompletionRequest) and body.echo:
+            answer.echoed = prompts
         answer.asked_by = {"request": state.id, "caller": state.caller}
         if span.trace_id is not None:
             answer.asked_by["trace"] = span.trace_id

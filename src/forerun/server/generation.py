@@ -16,14 +16,22 @@ from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.request import Budget, Event
 from forerun.core.seeds import derived_seed
 from forerun.server.errors import ApiError
-from forerun.server.schemas import MOST_LOGPROBS, ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
+from forerun.server.schemas import (
+    MOST_LOGPROBS,
+    MOST_PROMPT_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Speculative,
+    TreeBudget,
+)
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",
-             "max_thinking_tokens", "priority")  # fmt: skip
+             "max_thinking_tokens", "priority", "prompt_logprobs")  # fmt: skip
 
 
 _GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's older names of structured_outputs, with guided_ before
@@ -114,6 +122,11 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
         limit = 16 if limit is None else limit  # the API's own default for completions
         if body.logprobs is not None:
             given["logprobs"] = body.logprobs
+        if body.logprobs is not None and body.echo:
+            most = as_whole("logprobs with echo", body.logprobs, 0, MOST_PROMPT_LOGPROBS)
+            given["prompt_logprobs"] = max(most, given.get("prompt_logprobs", 0))
+    if body.stream and "prompt_logprobs" in given:
+        raise ApiError(400, "log-probabilities of the prompt are not streamed; leave stream out", param="stream")
     room = context - prompt_length
     if room <= 0:  # said here, before a long list of tokens is looked at
         raise PromptTooLong(

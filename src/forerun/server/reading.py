@@ -144,8 +144,6 @@ class RequestReader:
 
     def completion_jobs(self, body: CompletionRequest, context: int) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""
-        if body.echo:
-            raise ApiError(400, "echo=true is not supported: the prompt is yours already", param="echo")
         if body.suffix is not None:
             raise ApiError(400, "suffix is not supported: this model only continues text", param="suffix")
         prompt: Any = body.prompt

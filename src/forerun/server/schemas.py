@@ -30,6 +30,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
+MOST_PROMPT_LOGPROBS = 20  # and of the tokens of a prompt
 MOST_STOP = 8192  # characters of all stop strings: each new token is compared with all of them
 MOST_TOOLS = 1024
 LONGEST_NAME = 1024  # characters of a name that is neither read nor written, but kept and compared
@@ -245,6 +246,7 @@ class Generation(Sampling):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: Whole | None = between(0, MOST_PROMPT_LOGPROBS, description="of the prompt's tokens; not streamed")
     add_special_tokens: bool | None = None
 
 

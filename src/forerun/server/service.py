@@ -121,7 +121,7 @@ class Service:
                     if isinstance(item, Completion):
                         done[index] = item
         texts = [done[job.index] for job in jobs]
-        spelt = [part for each in texts for part in await answer.spelt(each)]
+        spelt = [part for i, each in enumerate(texts) for part in await answer.spelt(i, each)]
         found = [self._found(body, job, done[job.index]) for job in jobs]
         return encoded(answer.whole(texts, found), spelt)
 

@@ -187,8 +187,8 @@ class Outbox:
             self._write(transport, lines)
 
     def _write(self, transport: asyncio.WriteTransport, lines: list[bytes]) -> None:
-        if lines and not transport.is_closing():
-            body = b"".join(lines)
+        body = b"".join(lines)
+        if body and not transport.is_closing():  # a chunk of length 0 would end the answer
             transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 

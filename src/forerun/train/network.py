@@ -19,7 +19,7 @@ from torch.func import functional_call
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.layers import Mlp
+from forerun.models.layers import Mlp, unpair
 from forerun.models.load.adapter import Adapter
 from forerun.models.rope import frequencies
 
@@ -28,10 +28,7 @@ MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer
 
 def is_plain(config: DecoderConfig) -> bool:
     """Can this network run the model?"""
-    special = config.attention_softcap or config.logit_softcap or config.sandwich_norms or config.norm_offset
-    ropes = set(config.layer_ropes) == {0} and config.ropes[0].kind not in ("dynamic", "longrope")
-    windows = all(window is None for window in config.windows)
-    return not special and config.moe is None and ropes and windows and config.embedding_scale == 1.0
+    return not config.features
 
 
 class Layer(nn.Module):
@@ -183,14 +180,6 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, positions: Ten
     mask = seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
     found = F.scaled_dot_product_attention(grouped, cache[0], cache[1], attn_mask=mask, scale=config.attention_scale)
     return found.reshape(batch, 1, -1, config.head_dim)
-
-
-def unpair(weight: Tensor, head_dim: int, dims: int) -> Tensor:
-    """Query or key rows back in the order of checkpoints: the inverse of forerun.models.layers.pair_up."""
-    heads = weight.reshape(-1, head_dim, *weight.shape[1:])
-    turned = heads[:, :dims].reshape(len(heads), dims // 2, 2, *weight.shape[1:])
-    halves = turned.transpose(1, 2).reshape(len(heads), dims, *weight.shape[1:])
-    return torch.cat((halves, heads[:, dims:]), 1).reshape(weight.shape)
 
 
 def split_rows(config: DecoderConfig, name: str, rows: Tensor) -> dict[str, Tensor]:

@@ -24,7 +24,12 @@ def token_logprobs(laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top:
 
     Greedy rows were not truncated: theirs are plain log-probabilities after penalties and bans.
     """
-    known, values, places = _likeliest(laws.log_weights[list(nodes)], torch.tensor(tokens), top)
+    return row_logprobs(laws.log_weights[list(nodes)], tokens, top)
+
+
+def row_logprobs(log_weights: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of tokens[i] under row i of [n, V]; and of the `top` likeliest there."""
+    known, values, places = _likeliest(log_weights, torch.tensor(tokens), top)
     rows = zip(tokens, known.tolist(), values.tolist(), places.tolist(), strict=True)
     return tuple(_entry(*row) for row in rows)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Menu, Offer
+from forerun.core.offer import Form, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
 from forerun.drafters.compose import HybridDrafter
@@ -168,11 +168,10 @@ class FollowSimulation:
         """Is the next round launched before this one is read? As in forerun.engine.engine."""
         if len(self.seq.tokens) + 1 >= self.seq.max_length:
             return False
-        if plain:
-            return self.controller.stays_plain([self.seq])
-        if not can or self._left < 0:
+        if not plain and (not can or self._left < 0):
             return False
-        return self.controller.goes_on([self.seq])
+        last = RoundPlan("plain" if plain else "trees", 1)
+        return self.controller.follow([self.seq], last, bool) is not None
 
     def _accept(self, trees: TreeBatch, budget: Budget) -> tuple[int, int, int]:
         """Tokens accepted, nodes and depth."""

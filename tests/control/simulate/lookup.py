@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
+from forerun.core.offer import Offer, RoundPlan
 from forerun.core.types import PlainSeq, Round, Scores, Seq, TreeBatch
 from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
 from tests.control.simulate.history import History, KnownTexts, SimulatedRound, Text
@@ -106,7 +106,8 @@ class LookupSimulation:
     def _follow_up(self, trees: TreeBatch) -> None:
         """Launch the next round, if that is known to be plain, before this one is read."""
         self._under_way, looking = None, self._looking
-        if self.launches_ahead and trees.is_plain() and self.controller.stays_plain(self.seqs):
+        follow, plain = self.controller.follow, RoundPlan("plain")
+        if self.launches_ahead and trees.is_plain() and follow(self.seqs, plain, bool):
             self._now += self._looking - looking + 0.4 * self.host.plain(len(trees))
             self._under_way = self._launch(len(trees))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, Offer
+from forerun.core.offer import Form, Offer, RoundPlan
 from forerun.core.types import Budget, PlainSeq, Round
 from lab.simulate.speeds import SimulatedMenu, draw_accepted
 from tests.control.simulate.history import History, SimulatedRound
@@ -76,8 +76,8 @@ class MenuSimulation:
         seconds = {"draft": drafting, "pass": target, "host": self.host * count + gap}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
         trees = tuple(nodes), tuple(depths), tuple(accepted)
-        self._budget, goes_on = (budgets[0], self.controller.goes_on if drafted else self.controller.stays_plain)
-        self._following = bool(self.gap and goes_on(seqs))
+        self._budget, last = budgets[0], RoundPlan("trees" if drafted else "plain", 1)
+        self._following = bool(self.gap and self.controller.follow(seqs, last, bool))
         for seq, count_of in zip(seqs, accepted, strict=True):
             seq.tokens += [1] * (1 + count_of)
         self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed))

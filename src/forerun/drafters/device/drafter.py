@@ -11,7 +11,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
@@ -149,12 +148,13 @@ class DeviceDraft(ABC):
         if not self.replays.capture:
             return
         assert isinstance(target, CudaDecoder), "other targets have no graphs"
-        started, jobs = perf_counter(), self.menu.jobs(max_batch, self._prepare(target, max_length))
+        now = target.can.clock
+        started, jobs = now(), self.menu.jobs(max_batch, self._prepare(target, max_length))
         for i, (bucket, form, farthest) in enumerate(jobs):
             progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
             self._rehearse(target, bucket, form, farthest)
         self.menu.complete_to = jobs[-1][0]
-        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), perf_counter() - started)
+        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), now() - started)
 
     def _rehearse(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self._capture(target, bucket, form, farthest)
@@ -283,10 +283,12 @@ class OnDevice(Generic[Draft]):
     def _captured_form(self, sequences: int, most: Form) -> Form | None:
         """The largest form within some sizes that needs no new graph."""
         menu = self.draft.menu
-        form = menu.fitting(sequences, *most)
+        form = menu.fitting(sequences, *most.sizes)
         if form is None or menu.knows(form, sequences):
             return form
-        within = (one for one in menu.forms if all(map(int.__le__, one, form)) and menu.knows(one, sequences))
+        within = (
+            one for one in menu.forms if all(map(int.__le__, one.sizes, form.sizes)) and menu.knows(one, sequences)
+        )
         return max(within, default=None)
 
     def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
@@ -305,7 +307,7 @@ class OnDevice(Generic[Draft]):
                 if one is not None and one.nodes <= most.nodes and menu.knows(one, len(seqs)):
                     return one
             return self._captured_form(len(seqs), most)
-        form = menu.fitting(len(seqs), *most)
+        form = menu.fitting(len(seqs), *most.sizes)
         if form is not None and form in menu.forms and len(seqs) <= menu.complete_to:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
@@ -68,16 +68,16 @@ class Meter:
     of the machine count little too: a drafter that seems too slow is not used again, and so is not measured again.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, clock: Clock = WALL) -> None:
+        self._clock, self.seconds = clock, 0.0
         self._started = 0.0
         self._drafts = 0
 
     def start(self) -> None:
-        self._started = perf_counter()
+        self._started = self._clock()
 
     def elapsed(self) -> float:
-        return perf_counter() - self._started
+        return self._clock() - self._started
 
     def stop(self, levels: int) -> None:
         self.note(self.elapsed(), levels)
@@ -207,9 +207,9 @@ class LastRowDrafter:
     sampled = False  # are nodes drawn from the heads' laws?
     one_pass = False  # do all levels of a draft come from one pass?
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = WALL) -> None:
         self._sequences: dict[int, ObservedRows] = {}
-        self._meter = Meter()
+        self._meter = Meter(clock)
 
     def offer(self, seq: Seq) -> Offer:
         """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""

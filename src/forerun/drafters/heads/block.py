@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -49,12 +50,12 @@ class DFlashDrafter:
     kind: BlockKind = "dflash"
     least = NEGLIGIBLE  # a drawn draft ends where a confidence head expects less to be reached
 
-    def __init__(self, head: BlockHead, *, sampled: bool = False) -> None:
+    def __init__(self, head: BlockHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
         self._sequences: dict[int, ObservedRows] = {}
         self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
-        self._pass, self._growth = Meter(), Meter()
+        self._pass, self._growth = Meter(clock), Meter(clock)
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
         self._calibration = Calibration() if head.config.confidence else head.config.calibration
@@ -62,7 +63,8 @@ class DFlashDrafter:
     @classmethod
     def build(cls, parts: Parts) -> DFlashDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
-        drafter = cls(head, sampled=wants_sampling(parts.speculative, parts.target.can))
+        can = parts.target.can
+        drafter = cls(head, sampled=wants_sampling(parts.speculative, can), clock=can.clock)
         drafter.warm_up()
         return drafter
 

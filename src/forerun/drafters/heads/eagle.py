@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -73,13 +74,13 @@ class EagleDrafter:
     kind: Kind = "eagle"
     dynamic = False
 
-    def __init__(self, head: EagleHead | NativeHead, *, sampled: bool = False) -> None:
+    def __init__(self, head: EagleHead | NativeHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
         self.head, self.sampled = head, sampled
         config = head.config
         self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
         self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
-        self._first, self._further = Meter(), Meter()  # levels: the first reads new rows too, and costs more
+        self._first, self._further = Meter(clock), Meter(clock)  # levels: the first reads new rows too, and costs more
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
         self._rates = None if self.dynamic else config.rates or _RATES
@@ -99,7 +100,7 @@ class EagleDrafter:
         folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.can)
 
         def plain() -> Drafter:
-            return cls(cls.load(folder, parts.target), sampled=sampled)
+            return cls(cls.load(folder, parts.target), sampled=sampled, clock=parts.target.can.clock)
 
         if not parts.target.can.captures:
             return plain()

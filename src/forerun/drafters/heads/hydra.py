@@ -19,6 +19,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.types import Budget, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, is_drawn, wants_sampling
@@ -32,15 +33,16 @@ WIDTHS = (1, 2, 4, 8)  # of frontiers in captured drafts: the widest that a budg
 class HydraDrafter(CapturedHeads):
     """Heads that see what was drafted before them."""
 
-    def __init__(self, heads: HeadSet, *, sampled: bool = False) -> None:
-        super().__init__(heads)
+    def __init__(self, heads: HeadSet, clock: Clock = WALL, *, sampled: bool = False) -> None:
+        super().__init__(heads, clock)
         self.sampled = sampled
 
     @classmethod
     def build(cls, parts: Parts) -> HydraDrafter:
         heads = load_heads(parts.head_folder("hydra"), parts.target, "hydra")
-        drafter = cls(heads, sampled=wants_sampling(parts.speculative, parts.target.can))
-        if parts.target.can.captures:
+        can = parts.target.can
+        drafter = cls(heads, can.clock, sampled=wants_sampling(parts.speculative, can))
+        if can.captures:
             drafter.capture(drafter.usual_budgets())
         return drafter
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Seq, TreeBatch
@@ -57,8 +58,8 @@ HeadWork = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
 class CapturedHeads(LastRowDrafter, ABC):
     """Replays drafts of chosen tokens, once `capture` was called."""
 
-    def __init__(self, heads: HeadSet) -> None:
-        super().__init__()
+    def __init__(self, heads: HeadSet, clock: Clock = WALL) -> None:
+        super().__init__(clock)
         self.heads = heads
         self._calls: Replays | None = None
         self._noise: DraftNoise | None = None
@@ -250,13 +251,13 @@ class HeadSet:
 class MedusaDrafter(CapturedHeads):
     """Heads that guess in parallel; the tree is chosen from measured rates."""
 
-    def __init__(self, heads: HeadSet) -> None:
-        super().__init__(heads)
+    def __init__(self, heads: HeadSet, clock: Clock = WALL) -> None:
+        super().__init__(heads, clock)
         self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
-        drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
+        drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"), parts.target.can.clock)
         if parts.target.can.captures:
             drafter.capture(drafter.usual_budgets())
         return drafter

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
@@ -251,8 +252,8 @@ class SpecDecDrafter(LastRowDrafter):
     needs = Needs((-1,), encoded=True)
     one_pass = True
 
-    def __init__(self, head: SpecDecHead) -> None:
-        super().__init__()
+    def __init__(self, head: SpecDecHead, clock: Clock = WALL) -> None:
+        super().__init__(clock)
         self.head = head
         self._sources: dict[int, Tensor] = {}  # [L, 2, 1, H, S, Dh]
 
@@ -266,7 +267,7 @@ class SpecDecDrafter(LastRowDrafter):
                 f"this head was trained for {head.config.target!r} with {head.config.vocab_size} tokens, and the "
                 f"target has {parts.target.vocab_size}; use a head of this target"
             )
-        return cls(head)
+        return cls(head, parts.target.can.clock)
 
     @torch.inference_mode()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -76,10 +75,10 @@ class CascadeDrafter(ModelDrafter):
         """Read what the draft model has not seen of these sequences, as prompts."""
         if not behind:
             return
-        started, unread = perf_counter(), sum(len(one.tokens) - max(0, one.cached) for one in behind)
+        started, unread = self._clock(), sum(len(one.tokens) - max(0, one.cached) for one in behind)
         trees, scores = self.draft.prefill(behind, self.needs)
         self.lower.observe(behind, trees, scores, Verdict.whole_chain(trees, [one.tokens[-1] for one in behind]))
-        spent = (perf_counter() - started) / unread
+        spent = (self._clock() - started) / unread
         self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
         for branch in behind:
             branch.cached = len(branch.tokens) - 1

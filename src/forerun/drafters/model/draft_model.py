@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -69,7 +68,8 @@ class ModelDrafter:
 
     def __init__(self, draft: Target, vocab_size: int) -> None:
         self.draft, self.vocab_size = draft, vocab_size
-        self._meter = Meter()
+        self._clock = draft.can.clock
+        self._meter = Meter(self._clock)
         self._reading = 0.0  # seconds per token of a prompt
         self._branches: dict[int, Branch] = {}
 
@@ -104,9 +104,9 @@ class ModelDrafter:
         live = list(branches)
         behind = [b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP]
         if behind:
-            started, unread = perf_counter(), sum(len(b.tokens) - max(0, b.cached) for b in behind)
+            started, unread = self._clock(), sum(len(b.tokens) - max(0, b.cached) for b in behind)
             self.draft.prefill(behind, self.needs)
-            spent = (perf_counter() - started) / unread
+            spent = (self._clock() - started) / unread
             self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
             for branch in behind:
                 branch.cached = len(branch.tokens) - 1

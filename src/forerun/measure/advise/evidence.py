@@ -22,8 +22,8 @@ from typing import TypeVar
 from forerun.api.llm import LLM
 from forerun.build.engine import build_drafter
 from forerun.control.adaptive import MOST_WIDTH
-from forerun.control.allocate import deepest
 from forerun.control.cost import CostModel
+from forerun.control.prices import deepest
 from forerun.core import registry
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.params import SpeculativeConfig

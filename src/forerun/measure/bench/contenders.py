@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -24,10 +24,11 @@ from forerun.build.engine import (
 )
 from forerun.build.load import draft_models, drafting
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPrompts
+from forerun.control.base import Controller, PlansAhead, SeesPrompts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
+from forerun.core.offer import RoundPlan
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.base import Drafter, Parts
@@ -251,7 +252,7 @@ class Recorder:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
-        self._reconsiders = controller if isinstance(controller, Reconsiders) else None
+        self._plans_ahead = controller if isinstance(controller, PlansAhead) else None
         self._sees_prompts = controller if isinstance(controller, SeesPrompts) else None
         self.passes: list[Mapping[str, float]] = []
         self._drafts: dict[int, list[tuple[int, int, int]]] = {}
@@ -259,14 +260,10 @@ class Recorder:
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return self.controller.plan(seqs)
 
-    def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        return self._reconsiders is None or self._reconsiders.goes_on(seqs)
-
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        return self._reconsiders is not None and self._reconsiders.stays_plain(seqs)
-
-    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
-        return None if self._reconsiders is None else self._reconsiders.switches(seqs)
+    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
+        if self._plans_ahead is None:
+            return last.again() if last.kind == "trees" and last.repeats > 0 else None
+        return self._plans_ahead.follow(seqs, last, switches)
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         if self._sees_prompts is not None:

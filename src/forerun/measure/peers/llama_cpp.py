@@ -117,8 +117,7 @@ def pass_seconds(
     file: str | Path, threads: int, sizes: Sequence[int] | None = None, repeats: int = 3
 ) -> dict[int, float]:
     """t(n) of llama.cpp, as ours is measured: n tokens behind a short context, logits of every row, best of a few."""
-    from forerun.control.cost import CONTEXT, SIZES  # with torch, which llama.cpp itself does without
-    from forerun.control.probe_text import STRIDE
+    from forerun.control.cost import CONTEXT, SIZES, STRIDE  # with torch, which llama.cpp itself does without
 
     sizes = sizes or SIZES
     model = load_model(file, CONTEXT + max(sizes) + 1, threads, all_logits=True)

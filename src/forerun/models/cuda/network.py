@@ -19,6 +19,7 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import Adapted, AdapterStacks
+from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
     ExpertWeights,
@@ -31,27 +32,31 @@ from forerun.models.cuda.weights import (
     stack_experts,
 )
 from forerun.models.layers import Experts
+from forerun.models.load.quantized.layouts import Numbers
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
+_HAS = {
+    "norms with an offset",
+    "several ropes",
+    "rotations of neighbours",
+    "layers without positions",
+    "sliding windows",
+}
+_HAS |= {"experts"}
 
 
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
     reason, moe = "", config.moe
     widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
-    if config.family not in _FAMILIES:
-        reason = f"family {config.family!r} is not one of {', '.join(_FAMILIES)}"
+    if lacking := [name for name in config.features if name not in _HAS]:
+        reason = f"it has no kernels for {lacking[0]}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     elif any(width % 16 for width in widths):
         reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
-    elif any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
-        reason = f"rope {config.ropes[0].kind!r} depends on the length of the sequence"
-    elif config.activation != "silu":
-        reason = f"activation {config.activation!r} is not silu"
     if reason:
         raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; use the plain decoder")
 
@@ -100,8 +105,14 @@ class Model:
             self.embedding = checkpoint.embedding()
             self.head = self._pack(checkpoint.head(self.embedding), "head")
             self.final_norm = checkpoint.final_norm()
+            stored = StoredWeights(weights, config, device) if kind == "file" else None
             self.layers = [
-                self._layer(checkpoint.block(i), i, None if rope is None else ropes[rope])
+                self._layer(
+                    checkpoint.block(i),
+                    i,
+                    None if rope is None else ropes[rope],
+                    {} if stored is None else stored.block(i),
+                )
                 for i, rope in enumerate(config.layer_ropes)
             ]
 
@@ -120,7 +131,7 @@ class Model:
         part.layers = layers[::-1]
         return part
 
-    def _layer(self, block: Block, index: int, rope: Tensor | None) -> Layer:
+    def _layer(self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | None]) -> Layer:
         mlp, moe, experts = block.mlp, self.config.moe, None
         if isinstance(mlp, Experts):
             assert moe is not None
@@ -128,7 +139,8 @@ class Model:
             gate_up, down = experts.gate_up, experts.down
             biases: tuple[Tensor | None, ...] = (block.o_bias,)
         else:
-            gate_up, down = self._pack(interleaved(mlp.gate_up), "gate"), self._pack(mlp.down)
+            gate_up = self._pack(interleaved(mlp.gate_up), "gate", stored.get("gate_up"))
+            down = self._pack(mlp.down, "layer", stored.get("down"))
             biases = block.o_bias, mlp.gate_up_bias, mlp.down_bias
         if any(bias is not None for bias in biases):
             raise UnsupportedModel(
@@ -136,10 +148,10 @@ class Model:
             )
         return Layer(
             attention_norm=block.attention_norm,
-            qkv=self._pack(block.qkv),
+            qkv=self._pack(block.qkv, "layer", stored.get("qkv")),
             qkv_bias=block.qkv_bias,
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
-            o=self._pack(block.o),
+            o=self._pack(block.o, "layer", stored.get("o")),
             mlp_norm=block.mlp_norm,
             gate_up=gate_up,
             down=down,
@@ -148,7 +160,10 @@ class Model:
             experts=experts,
         )
 
-    def _pack(self, weight: Tensor, role: Role = "layer") -> Weight:
+    def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:
+        """A weight, or the numbers that a checkpoint has in its place."""
+        if numbers is not None:
+            return pack_numbers(numbers, role)
         return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
 
     def _rope(self, index: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput, MissingDependency, UnsupportedModel
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.cubin.build import FILES
 from forerun.models.cuda.cubin.products import path_of
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainSteps
@@ -48,6 +49,7 @@ def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, 
     """Are there products compiled ahead for weights of this kind here? Weights of four bits have no others."""
     depths = config.width, config.heads * config.head_dim, config.inner
     names = {"int8": ("int8",), "fp8": ("e4m3", "e4m3_weights", "quantise"), "w4": ("int4_128", "int8")}
+    names |= {"file": ("quantise", *FILES)}
     reason = ""
     if kind == "plain":
         return False

@@ -87,6 +87,8 @@ class CudaDecoder(SlotTarget):
     ) -> None:
         self.kernels = pick_kernels(kernels, torch.device(device), dtype)
         compiled = has_compiled(weight_kind, config, torch.device(device), self.kernels)
+        if weight_kind == "file" and not compiled:
+            weight_kind = "plain"
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind, compiled)
         self.buffers = Buffers(self.model)
         slots = kv_slots or pool_slots(self.model, kv_memory)

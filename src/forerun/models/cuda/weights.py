@@ -19,11 +19,11 @@ from torch import Tensor
 from forerun.models.config import MoeConfig
 from forerun.models.cuda.cubin.packing import BLOCK as BLOCK
 from forerun.models.cuda.cubin.packing import Strips as Strips
-from forerun.models.cuda.cubin.packing import pack_bytes, pack_e4m3, pack_int4, pair_gates
+from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
 from forerun.models.layers import Experts
 from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
 
-WeightKind = Literal["plain", "int8", "fp8", "w4"]
+WeightKind = Literal["plain", "int8", "fp8", "w4", "file"]  # "file": as a quantised checkpoint has them
 Role = Literal["layer", "gate", "head"]  # of a weight in its model
 LARGEST_ROW = 32639  # of a row of whole numbers: 127 * 256 + 127
 
@@ -66,10 +66,13 @@ def pack(weight: Tensor, kind: WeightKind) -> Weight:
 def pack_strips(weight: Tensor, kind: WeightKind, role: Role = "layer") -> Strips:
     """The same for the products that are compiled ahead; gates come interleaved with their other halves.
 
-    The LM head meets rows of 16 bits in any case, and has one byte at least: its errors are those of the text.
+    The LM head meets rows of 16 bits in any case, and has one byte at least: its errors are those of the text. Of a
+    quantised checkpoint, these are the weights that it left in 16 bits.
     """
     order = pair_gates if role == "gate" else (lambda given: given)
-    if kind == "w4" and role != "head":
+    if kind == "file":
+        packed = pack_bf16(order(weight).bfloat16())
+    elif kind == "w4" and role != "head":
         numbers, by_group = in_four_bits(weight)
         packed = pack_int4(order(numbers), order(by_group))
     else:

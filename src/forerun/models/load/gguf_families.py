@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.core.errors import DamagedFile, ForerunError, UnsupportedModel
+from forerun.models.families import FAMILIES, Family
 from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.quants import dequantize
 
@@ -33,15 +34,15 @@ class Origin:
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # in the order of forerun.models.families
 _ATTENTION = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
 }
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _QWEN_MOE = {
@@ -60,12 +61,7 @@ _MIXTRAL = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
-_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}  # where a file has no ffn_gate
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
 _LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -94,30 +90,24 @@ _KEYS = {
     "factor": ".rope.scaling.factor",
     "query_pre_attn_scalar": ".attention.key_length",
     "final_logit_softcapping": ".final_logit_softcapping",
+    "attn_logit_softcapping": ".attn_logit_softcapping",
+    "embedding_multiplier": ".embedding_scale",
+    "attention_multiplier": ".attention.scale",
+    "residual_multiplier": ".residual_scale",
+    "logits_scaling": ".logit_scale",
 }
+# of these, the ones that a family reads and a file may have
+_REALS = (
+    "final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier", "attention_multiplier",
+    "residual_multiplier", "logits_scaling",
+)  # fmt: skip
 
 Extra = Callable[[Metadata, GgufFile], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One architecture: its name at Hugging Face, its tensors, and the settings beyond the common ones."""
-
-    model_type: str
-    class_name: str
-    names: dict[str, str] = field(default_factory=lambda: _ATTENTION | _DENSE)
-    interleaved: bool = False
-    norms_plus_one: bool = False
-    extra: Extra = lambda metadata, file: {}
 
 
 def _llama_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     bias = "blk.0.attn_q.bias" in file.tensors
     return {"attention_bias": bias, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
-
-
-def _mistral_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
-    return {"sliding_window": metadata.integer(".attention.sliding_window")}
 
 
 def _mixtral_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
@@ -146,18 +136,14 @@ def _qwen_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
-    layers, pattern = metadata.integer(".block_count"), 6
     head_dim = metadata.integer(".attention.key_length", 256)
-    # The 27B model alone (62 layers) scales its scores by the width per head instead of the head's own width.
+    # The 27B models alone scale their scores by the width per head instead of the head's own width.
     per_head = metadata.integer(".embedding_length") // metadata.integer(".attention.head_count")
-    softcap = metadata.find(".final_logit_softcapping")
+    largest = (metadata.architecture, metadata.integer(".block_count")) in (("gemma2", 46), ("gemma3", 62))
+    default = 4096 if metadata.architecture == "gemma2" else 1024
     return {
-        "sliding_window": metadata.integer(".attention.sliding_window", 1024),
-        "sliding_window_pattern": pattern,
-        "layer_types": ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)],
-        "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
-        "final_logit_softcapping": softcap if isinstance(softcap, float) and softcap > 0 else None,
-        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": metadata.integer(".attention.sliding_window", default),
+        "query_pre_attn_scalar": per_head if largest else head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
@@ -178,51 +164,61 @@ def _smollm3_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     }
 
 
-_LLAMA = Family("llama", "LlamaForCausalLM", interleaved=True, extra=_llama_extra)
-_MISTRAL = Family("mistral", "MistralForCausalLM", interleaved=True, extra=_mistral_extra)
-_MIXTRAL_FAMILY = Family("mixtral", "MixtralForCausalLM", _ATTENTION | _MIXTRAL, interleaved=True, extra=_mixtral_extra)
-_FAMILIES = {
-    "llama": _LLAMA,
-    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True, extra=_smollm3_extra),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", extra=lambda metadata, file: {"use_sliding_window": False}),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", extra=_llama_extra),
-    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
-    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
-    "gemma3": Family(
-        "gemma3_text", "Gemma3ForCausalLM", _ATTENTION | _DENSE | _GEMMA, norms_plus_one=True, extra=_gemma_extra
-    ),
-    "phi3": Family("phi3", "Phi3ForCausalLM", _ATTENTION | _PHI, extra=_phi_extra),
+# What a file says of a family beyond the settings that all have.
+_EXTRAS: dict[str, Extra] = {
+    "llama": _llama_extra,
+    "qwen2": lambda metadata, file: {"use_sliding_window": False},
+    "qwen3": _llama_extra,
+    "smollm3": _smollm3_extra,
+    "gemma2": _gemma_extra,
+    "gemma3_text": _gemma_extra,
+    "granite": _llama_extra,
+    "glm4": _llama_extra,
+    "phi3": _phi_extra,
+    "mixtral": _mixtral_extra,
+    "qwen2_moe": _qwen_moe_extra,
+    "qwen3_moe": _qwen_moe_extra,
 }
 
 
-def family_of(metadata: Metadata) -> Family:
-    """The family of a file; one architecture name, "llama", covers three."""
-    family = _FAMILIES.get(metadata.architecture)
-    if family is None:
-        known = ", ".join(sorted(_FAMILIES))
+def model_type_of(metadata: Metadata) -> str:
+    """Hugging Face's name of a file's family; one architecture name, "llama", covers three."""
+    known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf is not None}
+    found = known.get(metadata.architecture)
+    if found is None:
         raise UnsupportedModel(
-            f"{metadata.path} holds architecture {metadata.architecture[:40]!r}; known in GGUF: {known}. "
-            "Use the model's Hugging Face folder instead"
+            f"{metadata.path} holds architecture {metadata.architecture[:40]!r}; known in GGUF: "
+            f"{', '.join(sorted(known))}. Use the model's Hugging Face folder instead"
         )
-    if family is _LLAMA and metadata.find(".expert_count"):
-        return _MIXTRAL_FAMILY
-    if family is _LLAMA and metadata.find(".attention.sliding_window"):
-        return _MISTRAL
-    return family
+    if found == "llama" and metadata.find(".expert_count"):
+        return "mixtral"
+    if found == "llama" and metadata.find(".attention.sliding_window"):
+        return "mistral"
+    return "olmo3" if found == "olmo2" and metadata.find(".attention.sliding_window") else found
+
+
+def _names_of(family: Family, file: GgufFile) -> dict[str, str]:
+    """The file's names of a layer's tensors, and Hugging Face's."""
+    norms = {ours: theirs for ours, theirs in zip(_NORMS, family.norms, strict=True) if theirs is not None}
+    if family.experts is not None:
+        return _ATTENTION | norms | (_MIXTRAL if family.experts == "mixtral" else _QWEN_MOE)
+    return _ATTENTION | norms | (_DENSE if "blk.0.ffn_gate.weight" in file.tensors else _FUSED)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     metadata = Metadata.of(file)
-    family = family_of(metadata)
-    layers = _count_layers(metadata, file)
+    model_type = model_type_of(metadata)
+    family, layers = FAMILIES[model_type], _count_layers(metadata, file)
     width, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")
     rope_width = metadata.integer(".rope.dimension_count", max(1, width // heads))
-    head_dim = metadata.integer(".attention.key_length", rope_width if family.interleaved else max(1, width // heads))
+    head_dim = metadata.integer(
+        ".attention.key_length", rope_width if family.gguf_interleaves else max(1, width // heads)
+    )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != width:
         raise DamagedFile(f"{file.path} is damaged: it has no token_embd.weight of width {width}; pull it again")
     config = {
-        "model_type": family.model_type,
+        "model_type": model_type,
         "architectures": [family.class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
@@ -231,7 +227,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": metadata.integer(".attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": metadata.integer(".feed_forward_length", 0, least=0),
-        "hidden_act": "silu",
+        "hidden_act": family.settings.get("hidden_act", "silu"),
         "rms_norm_eps": metadata.real(".attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer(".context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -240,16 +236,23 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "pad_token_id": metadata.integer("tokenizer.ggml.padding_token_id", -1, least=0),
     }
     config |= {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] == -1}
-    return config | rope_config(metadata, file, head_dim) | family.extra(metadata, file)
+    for key in _REALS:
+        if key in family.settings and metadata.find(_KEYS[key]):
+            config[key] = metadata.real(_KEYS[key])
+    if family.slides is not None:
+        config["sliding_window"] = metadata.integer(".attention.sliding_window", 0, least=0) or None
+    extra = _EXTRAS[model_type](metadata, file) if model_type in _EXTRAS else {}
+    return config | rope_config(metadata, file, head_dim) | extra
 
 
 def origins_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Origin]:
     """Hugging Face's on-disk name of each weight, and where in the file it comes from."""
-    family = family_of(Metadata.of(file))
+    family = FAMILIES[config["model_type"]]
+    names = _names_of(family, file)
     origins: dict[str, Origin] = {}
     for tensor in file.tensors:
         if tensor not in _ROPE_TABLES:
-            origins |= _map_tensor(file, tensor, family, config)
+            origins |= _map_tensor(file, tensor, family, names, config)
     return origins
 
 
@@ -259,7 +262,7 @@ def tensor_of(file: GgufFile, name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if layer is None:
         return next((f"{ours}.{kind}" for ours, theirs in _TOP.items() if theirs == stem), name)
-    named = family_of(Metadata.of(file)).names.items()
+    named = _names_of(FAMILIES[model_type_of(Metadata.of(file))], file).items()
     part = re.sub(r"\.\d+\.", ".{}.", layer[2])
     return next((f"blk.{layer[1]}.{ours}.{layer[3]}" for ours, theirs in named if theirs == part), name)
 
@@ -274,18 +277,20 @@ def in_keys(error: ForerunError, metadata: Metadata) -> str:
     return f"{metadata.path} cannot be run: {told}"
 
 
-def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, Any]) -> dict[str, Origin]:
+def _map_tensor(
+    file: GgufFile, tensor: str, family: Family, names: dict[str, str], config: dict[str, Any]
+) -> dict[str, Origin]:
     stem, _, kind = tensor.rpartition(".")
     if stem in _TOP and kind in ("weight", "bias"):
-        plus_one = family.norms_plus_one and stem == "output_norm"
+        plus_one = family.norm_offset and stem == "output_norm"
         return {f"{_TOP[stem]}.{kind}": Origin(tensor, plus_one=plus_one)}
     match = _LAYER_TENSOR.fullmatch(tensor)
     part = match[2] if match else ""
     if match and match[3] is not None:
         part += "_exps"  # older files list the experts one by one
-    if match is None or part not in family.names:
-        raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {family.model_type}")
-    name = f"model.layers.{match[1]}.{family.names[part]}.{match[4]}"
+    if match is None or part not in names:
+        raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {config['model_type']}")
+    name = f"model.layers.{match[1]}.{names[part]}.{match[4]}"
     if match[3] is not None:
         return {name.format(match[3]): Origin(tensor)}
     if part.endswith("_exps"):
@@ -293,8 +298,8 @@ def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, A
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     origin = Origin(
         tensor,
-        heads=heads.get(part, 0) if family.interleaved else 0,
-        plus_one=family.norms_plus_one and part.endswith("norm"),
+        heads=heads.get(part, 0) if family.gguf_interleaves else 0,
+        plus_one=family.norm_offset and part.endswith("norm"),
         as_row=part == "ffn_gate_inp_shexp",
     )
     return {name: origin}
@@ -302,7 +307,7 @@ def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, A
 
 def _count_layers(metadata: Metadata, file: GgufFile) -> int:
     layers = metadata.integer(".block_count")
-    if layers > len(file.tensors) or any(f"blk.{i}.attn_norm.weight" not in file.tensors for i in range(layers)):
+    if layers > len(file.tensors) or any(f"blk.{i}.attn_output.weight" not in file.tensors for i in range(layers)):
         raise DamagedFile(f"{file.path} is damaged: it lacks some of its {layers} layers; pull it again")
     held = 1 + max(int(found[1]) for name in file.tensors if (found := _LAYER_TENSOR.fullmatch(name)))
     if held > layers:
@@ -331,8 +336,8 @@ def rope_config(metadata: Metadata, file: GgufFile, head_dim: int) -> dict[str, 
     scaling = _scaling(metadata, file, theta, width)
     plain = {"rope_type": "default", "rope_theta": theta}
     config: dict[str, Any] = {"rope_theta": theta, **partial}
-    if metadata.architecture == "gemma3":
-        local = metadata.real(".rope.freq_base_swa", 10000.0)
+    if FAMILIES[model_type_of(metadata)].local_rope:
+        local = metadata.real(".rope.freq_base_swa", 10000.0 if metadata.architecture == "gemma3" else theta)
         config["rope_local_base_freq"] = local
         config["rope_parameters"] = {
             "full_attention": plain | scaling,

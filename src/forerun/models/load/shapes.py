@@ -48,10 +48,10 @@ def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[s
     if not config.tied:
         head = next((name for name in _HEADS if name in weights), _HEADS[0])
         yield head, (config.vocab_size, config.width)
-    norms = ["input", "post_attention", *(["pre_feedforward", "post_feedforward"] if config.sandwich_norms else [])]
+    norms = [name for name in config.norms if name is not None]
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
-        yield from ((f"{at}{norm}_layernorm.weight", (config.width,)) for norm in norms)
+        yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
         yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
@@ -68,8 +68,10 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
     for name, size in sizes.items():
         yield from _with_bias(weights, f"{at}{name}_proj", size, config.width)
     yield from _with_bias(weights, f"{at}o_proj", config.width, queries)
-    if config.qk_norm:
-        yield from ((f"{at}{name}_norm.weight", (config.head_dim,)) for name in ("q", "k"))
+    if config.qk_norm is not None:
+        whole = config.qk_norm == "all"
+        for name, size in (("q", queries), ("k", keys)):
+            yield f"{at}{name}_norm.weight", (size if whole else config.head_dim,)
 
 
 def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:

@@ -21,6 +21,7 @@ from forerun.core.types import Seq
 from forerun.models.adapters import parts_of
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
+from forerun.models.layers import unpair
 from forerun.models.load.adapter import Adapter
 from forerun.models.native.library import AdapterLayer, Change
 
@@ -44,7 +45,9 @@ class NativeAdapter:
         layers, kept = (AdapterLayer * config.layers)(), list[Tensor]()
         rank = -(-adapter.rank // _RANKS) * _RANKS
         for part in parts_of(adapter, config):
-            (down, first), (up, second) = _halves(part.down), _halves(part.up)
+            turned = config.rope_pairs == "neighbours" and part.name in ("q", "k")  # as the weights' rows are
+            rows = unpair(part.up, config.head_dim, config.ropes[0].dims) if turned else part.up
+            (down, first), (up, second) = _halves(part.down), _halves(rows)
             down, up = _in_blocks(down), _in_panels(up, rank)
             kept += [down, up]
             change = Change(rank, down.data_ptr(), up.data_ptr(), adapter.scale * 2.0 ** -(first + second))

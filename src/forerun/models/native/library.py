@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 18  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 19  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -56,7 +56,7 @@ class Experts(Structure):
     """fr_experts: a router, the experts it picks from, and one that every row goes through."""
 
     _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner")],
+        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner", "activation")],
         ("router", Weights),
         ("gate_up", POINTER(Weights)),
         ("down", POINTER(Weights)),
@@ -73,6 +73,8 @@ class Layer(Structure):
         ("window", c_int64),
         ("rotate", c_int64),
         ("experts", POINTER(Experts)),
+        ("after_attention", c_void_p),
+        ("after_mlp", c_void_p),
     ]
 
 
@@ -94,6 +96,10 @@ class Model(Structure):
         ("final_norm", c_void_p),
         ("head", Weights),
         ("embedding", Table),
+        ("activation", c_int64),
+        ("whole_norms", c_int64),
+        *[(name, c_float) for name in ("embedding_scale", "residual_scale", "logit_scale")],
+        *[(name, c_float) for name in ("attention_cap", "logit_cap")],
     ]
 
 
@@ -127,7 +133,9 @@ class Pass(Structure):
         ("nodes", c_int64),
         ("scored", c_int64),
         ("keys_only", c_int64),
-        *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines", "position", "write")],
+        *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines")],
+        ("rope_stride", c_int64),
+        *[(name, c_void_p) for name in ("position", "write")],
         ("reach", Reach),
         ("keys", c_void_p),
         ("values", c_void_p),

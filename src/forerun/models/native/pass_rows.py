@@ -104,43 +104,49 @@ _PIECE = 512  # positions whose rotations are worked out at once
 class Table(NamedTuple):
     """Rotations by position, and where they lie in memory."""
 
-    values: Tensor  # [2, N, R] cosines and sines
+    values: Tensor  # [2, ropes, N, R] cosines and sines
     positions: int  # N
     cosines: int
     sines: int
+    stride: int  # from a rope's numbers to those of the next
 
     @classmethod
     def of(cls, values: Tensor) -> Table:
         at = values.data_ptr()
-        return cls(values, values.shape[1], at, at + values.nbytes // 2)
+        return cls(values, values.shape[2], at, at + values.nbytes // 2, values.stride(1))
+
+
+Regimes = tuple[int, ...]  # of every rope
 
 
 class RotationTables:
-    """The tables of one rope, by regime."""
+    """The tables of a model's ropes, by regime."""
 
-    def __init__(self, rotations: Rotations) -> None:
+    def __init__(self, rotations: Sequence[Rotations]) -> None:
         self._rotations = rotations
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[Regimes, Table] = {}
 
-    def at(self, regime: int, longest: int) -> Table:
+    def at(self, regimes: Regimes, longest: int) -> Table:
         """For positions up to `longest` at least; made a piece at a time, so that none ever changes."""
-        table = self._tables.get(regime) or Table.of(torch.empty(2, 0, self._rotations.rope.dims // 2))
+        pairs = self._rotations[0].rope.dims // 2
+        table = self._tables.get(regimes) or Table.of(torch.empty(2, len(self._rotations), 0, pairs))
         while table.positions <= longest:
             fresh = torch.arange(table.positions, table.positions + _PIECE)
-            rotations = self._rotations.at(fresh, regime).squeeze(1)
-            piece = torch.stack((rotations.real, rotations.imag))  # [2, _PIECE, R]
-            table = self._tables[regime] = Table.of(torch.cat((table.values, piece), dim=1))
+            made = zip(self._rotations, regimes, strict=True)
+            turns = torch.stack([one.at(fresh, regime).squeeze(1) for one, regime in made])  # [ropes, _PIECE, R]
+            piece = torch.stack((turns.real, turns.imag))
+            table = self._tables[regimes] = Table.of(torch.cat((table.values, piece), dim=2))
         return table
 
-    def of_rows(self, rows: Rows, spans: Sequence[Span], regimes: Sequence[int]) -> Table:
+    def of_rows(self, rows: Rows, spans: Sequence[Span], regimes: Sequence[Regimes]) -> Table:
         """The rotations of a pass whose spans have these regimes; the rows' places in them are set."""
         if regimes.count(regimes[0]) == len(regimes):
             return self.at(regimes[0], rows.longest)
         pieces = []  # neighbours of different regimes: a table of just these rows
         for span, regime in zip(spans, regimes, strict=True):
-            pieces.append(self.at(regime, rows.longest).values[:, rows.positions[span.first : span.end]])
+            pieces.append(self.at(regime, rows.longest).values[:, :, rows.positions[span.first : span.end]])
         rows.place(range(len(rows.positions)))
-        return Table.of(torch.cat(pieces, dim=1))
+        return Table.of(torch.cat(pieces, dim=2))
 
 
 _ZERO = array("f", [0.0])

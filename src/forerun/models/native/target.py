@@ -2,7 +2,7 @@
 
 Weights keep the checkpoint's own quantisation where it has one. Every row of a pass has the same bits whatever
 other rows are in it, so text with and without drafting is bit-equal in every mode. Slots, prompts and trees are
-handled by the torch decoder that this one extends; families with other parts than Llama's stay there.
+handled by the torch decoder that this one extends; so are the sizes that `reason_against` names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
 from forerun.models.native.adapters import NativeAdapter, adapters_of, address_of
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
-from forerun.models.native.pass_rows import HiddenRows, RotationTables, rows_of
+from forerun.models.native.pass_rows import HiddenRows, Regimes, RotationTables, rows_of
 from forerun.models.native.plain_run import PlainRun, without_rows
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
@@ -87,23 +87,22 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
-        self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
-        self._regime_of = rope.regime if rope.has_regimes else None
+        self._tables, self._no_regimes = RotationTables(self._rotations), (0,) * len(config.ropes)
+        self._has_regimes = any(rope.has_regimes for rope in config.ropes)
 
     @staticmethod
-    def supports(config: DecoderConfig) -> bool:
-        """Is it made of the parts that the kernels have?"""
-        return (
-            config.activation == "silu"
-            and config.attention_softcap is None
-            and config.logit_softcap is None
-            and config.embedding_scale == 1.0
-            and not config.norm_offset
-            and not config.sandwich_norms
-            and len(config.ropes) == 1
-            and config.head_dim % 4 == 0
-            and config.heads % config.kv_heads == 0
-        )
+    def reason_against(config: DecoderConfig) -> str | None:
+        """What about this model the kernels cannot run; None = nothing."""
+        if config.head_dim % 4:
+            return f"head_dim={config.head_dim} is no multiple of 4"
+        if len({rope.dims for rope in config.ropes}) > 1:
+            return "its ropes rotate different numbers of dimensions"
+        return None
+
+    def _regimes_of(self, seq: Seq) -> Regimes:
+        if not self._has_regimes:
+            return self._no_regimes
+        return tuple(rope.regime(self._lengths[seq.id]) for rope in self.config.ropes)
 
     def _run(
         self,
@@ -127,17 +126,16 @@ class NativeDecoder(Decoder):
         elif self._looks_up:
             ids = array("q", tokens)
         else:
-            embedded = _take(self._embedding_rows, tokens)
+            embedded = _take(self._embedding_rows, tokens).mul_(self.config.embedding_scale)
             x = embedded if x is None else x.copy_(embedded)
-        regimes = [self.config.ropes[0].regime(self._lengths[seq.id]) for seq in seqs]
-        table = self._tables.of_rows(nodes, spans, regimes)
+        table = self._tables.of_rows(nodes, spans, [self._regimes_of(seq) for seq in seqs])
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         one.nodes, one.scored = len(tokens), scored
         one.keys_only = 0 if layers.output_is_in(hidden) else len(tokens) - scored
         one.tokens = None if ids is None else ids.buffer_info()[0]
         one.x = None if x is None else x.data_ptr()
-        one.cosines, one.sines = table.cosines, table.sines
+        one.cosines, one.sines, one.rope_stride = table.cosines, table.sines, table.stride
         one.position, one.write = nodes.position, nodes.write
         nodes.set_reach(one.reach)
         one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
@@ -174,8 +172,7 @@ class NativeDecoder(Decoder):
             return known
         most, last = self._plain_run.passes(seq, extent, trees, needs), self.config.layers
         end = extent.length + nodes
-        regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
-        table = self._tables.at(regime, end + most)
+        table = self._tables.at(self._regimes_of(seq), end + most)
         alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
         alone.set_adapter(address_of(self.config, seq), nodes)
         if self.kv.data is not self._known_data:
@@ -316,9 +313,9 @@ def native_decoder(
 def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
     """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
     required = dtype in ("gguf", "q8")
-    if not (native.available() and NativeDecoder.supports(config)):
+    reason = native.why_not() if not native.available() else NativeDecoder.reason_against(config)
+    if reason is not None:
         if required:
-            reason = native.why_not() or f"the {config.family} family runs in torch"
             raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
         return None
     if dtype == "gguf" and not isinstance(weights, GgufWeights):

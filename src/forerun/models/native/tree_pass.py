@@ -79,6 +79,7 @@ class TreePass:
         """A tree of these tokens follows `length` committed ones of a sequence with these pages."""
         if table is not self._table:
             self._table, self.one.cosines, self.one.sines = table, table.cosines, table.sines
+            self.one.rope_stride = table.stride
         if shape.is_chain:
             self._fill_chain(tokens, length, pages)
         else:

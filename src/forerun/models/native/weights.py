@@ -16,14 +16,16 @@ from torch import Tensor
 
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import Activation, DecoderConfig, MoeConfig
+from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Layer, Model
 from forerun.models.native.library import Weights as Parts
-from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side
+from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as forerun.h has them
 
 
 class NativeReader:
@@ -53,6 +55,13 @@ class NativeReader:
             vocab=config.vocab_size,
             eps=config.norm_eps,
             attention_scale=config.attention_scale,
+            activation=_ACTIVATIONS[config.activation],
+            whole_norms=config.qk_norm == "all",
+            embedding_scale=config.embedding_scale if config.embedding_scale != 1.0 else 0.0,
+            residual_scale=config.residual_scale,
+            logit_scale=config.logit_scale if config.logit_scale != 1.0 else 0.0,
+            attention_cap=config.attention_softcap or 0.0,
+            logit_cap=config.logit_softcap or 0.0,
             layer=self.layers,
             final_norm=self._keep(self.names.final_norm().contiguous()),
             head=side_by_side([self.head]),
@@ -93,15 +102,24 @@ class NativeReader:
         window, rope = config.windows[index], config.layer_ropes[index]
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         sizes = {"q": queries, "k": keys, "v": keys}
+        before, after, mlp_before, mlp_after = (name and self._norm(f"{at}{name}.weight") for name in config.norms)
+        norms = [None, None]
+        if config.qk_norm is not None:
+            lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
+            norms = [
+                self._norm(f"{at}self_attn.{one}_norm.weight", size) for one, size in zip("qk", lengths, strict=True)
+            ]
         return Layer(
-            attention_norm=self._vector(at + "input_layernorm.weight", config.width),
-            mlp_norm=self._vector(at + "post_attention_layernorm.weight", config.width),
-            q_norm=self._vector(at + "self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self._vector(at + "self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            attention_norm=before,
+            mlp_norm=mlp_before,
+            after_attention=after,
+            after_mlp=mlp_after,
+            q_norm=norms[0],
+            k_norm=norms[1],
             qkv=self._projection(at + "self_attn.", "qkv", sizes, config.width),
             output=self._projection(at + "self_attn.", "o", {"o": config.width}, queries),
             window=window or 0,
-            rotate=rope is not None,
+            rotate=0 if rope is None else 1 + rope,
             **(self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner)),
         )
 
@@ -120,6 +138,7 @@ class NativeReader:
         packed = [self._expert(at, i, moe) for i in range(moe.experts)]
         arrays = [(Parts * moe.experts)(*map(side_by_side, parts)) for parts in zip(*packed, strict=True)]
         found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.shared_inner or 0)
+        found.activation = _ACTIVATIONS[self.config.activation]
         found.router = self._router(at + "gate.weight", moe.experts)
         found.gate_up, found.down = arrays
         if moe.shared_inner is not None:
@@ -161,14 +180,16 @@ class NativeReader:
     def _linear(self, name: str, outputs: int, inputs: int) -> PackedWeight:
         self._check(name, (outputs, inputs))
         bias_name = name.removesuffix("weight") + "bias"
-        bias = None
-        if bias_name in self.weights:
+        bias, weights = None, self.weights
+        if bias_name in weights:
             self._check(bias_name, (outputs,))
-            bias = self.weights[bias_name].detach()
-        if self.mode == "gguf":
-            assert isinstance(self.weights, GgufWeights)
-            return self._pack(self.weights.blocks(name), bias)
-        return self._pack(self.weights[name], bias)
+            bias = weights[bias_name].detach()
+        weight = weights.blocks(name) if self.mode == "gguf" and isinstance(weights, GgufWeights) else weights[name]
+        if self.config.rope_pairs == "neighbours" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            order = unpair(torch.arange(outputs), self.config.head_dim, self.config.ropes[0].dims)
+            weight = take_rows(weight, order) if isinstance(weight, Blocks) else weight[order]
+            bias = None if bias is None else bias[order]
+        return self._pack(weight, bias)
 
     def _pack(self, weight: Tensor | Blocks, bias: Tensor | None) -> PackedWeight:
         if isinstance(weight, Blocks):
@@ -179,9 +200,8 @@ class NativeReader:
         self.kept.extend(tensor for tensor in (packed.data, packed.bias) if tensor is not None)
         return packed
 
-    def _vector(self, name: str, size: int) -> int:
-        self._check(name, (size,))
-        return self._keep(self.weights[name].detach().to(torch.float32).contiguous())
+    def _norm(self, name: str, size: int | None = None) -> int:
+        return self._keep(self.names.norm(name, size).contiguous())
 
     def _keep(self, tensor: Tensor) -> int:
         self.kept.append(tensor)
@@ -200,9 +220,10 @@ def some_layers(model: Model, layers: LayerSubset) -> Model:
     """The same model with some of its layers only, over the same weights."""
     made = (Layer * (layers.end - layers.first))(*[model.layer[i] for i in range(layers.first, layers.end)])
     for index in layers.without_attention:
-        made[index - layers.first].attention_norm = None
+        made[index - layers.first].qkv.count = 0
     for index in layers.without_mlp:
-        made[index - layers.first].mlp_norm = None
+        made[index - layers.first].gate_up.count = 0
+        made[index - layers.first].experts = None
     part = Model.from_buffer_copy(model)
     part.layers, part.layer = len(made), made  # the struct keeps the array
     return part

@@ -19,10 +19,10 @@ from forerun.core.errors import ModelError, UnsupportedModel, brief
 from forerun.core.types import PlainSeq, Seq
 from forerun.models.attention import Span
 from forerun.models.base import LayerSubset, SharedWeights
-from forerun.models.blocks import Block, Checkpoint
+from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layers import Experts, gate, linear, mix, rms_norm
+from forerun.models.layers import linear
 from forerun.models.parallel.group import Group
 from forerun.models.parallel.pass_thread import PassThread
 from forerun.models.parallel.plan import PassPlan
@@ -54,27 +54,15 @@ class ParallelDecoder(Decoder):
         self._head = rows if config.tied else rows.clone()  # a view would keep all of them
         self._widths = [other.count(config.vocab_size) for other in part.all]
 
-    def _add_attention(self, x: Tensor, block: Block, found: Tensor) -> None:
+    def _whole(self, part: Tensor) -> Tensor:
+        return self.group.sum_in_order(part)
+
+    def _add(self, x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
         """As on one rank, with the sum over inputs made of the ranks' parts."""
-        self._add(x, linear(found, block.o), block.o_bias, block.after_attention_norm)
-
-    def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
-        if index in layers.without_mlp:
-            return
-        rows = rms_norm(x, block.mlp_norm, self.config.norm_eps)
-        mlp, activation = block.mlp, self.config.activation
-        if isinstance(mlp, Experts):
-            assert self.config.moe is not None
-            self._add(x, mix(rows, mlp, self.config.moe, activation), None, None)
-            return
-        inner = gate(linear(rows, mlp.gate_up, mlp.gate_up_bias), activation)
-        self._add(x, linear(inner, mlp.down), mlp.down_bias, block.after_mlp_norm)
-
-    def _add(self, x: Tensor, mine: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
-        total = self.group.sum_in_order(mine)
+        total = self._whole(linear(rows, weight))
         if bias is not None:
             total.add_(bias)
-        x.add_(total if norm is None else rms_norm(total, norm, self.config.norm_eps))
+        x.add_(self._normed(total, norm), alpha=self.config.residual_scale)
 
     def _fill_logits(self, x: Tensor, logits: Tensor) -> None:
         whole = self.group.join_columns(linear(x, self._head), self._widths)

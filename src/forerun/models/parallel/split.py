@@ -43,7 +43,9 @@ class Part:
 
 
 def check_split(config: DecoderConfig, size: int) -> None:
-    """Raise where there is not a KV head for every rank."""
+    """Raise where there is not a KV head for every rank, or a norm reads the heads of all."""
+    if size > 1 and config.qk_norm == "all":
+        raise InvalidInput(f"tensor_parallel_size={size}: {config.family} norms all heads at once; use 1")
     if size > config.kv_heads:
         raise InvalidInput(
             f"tensor_parallel_size={size} is too many for this model: it has {config.kv_heads} KV heads, and every "

@@ -71,6 +71,8 @@ def pack_ended(ended: Ended) -> Packed:
     plain["token_ids"] = [*map(int, ended.token_ids)]
     plain["rounds"] = [(*map(int, counts[:4]), counts.seconds) for counts in ended.rounds]
     plain["logprobs"] = []
+    if ended.prompt_logprobs is not None:
+        plain["prompt_logprobs"] = _pack_logprobs(filter(None, ended.prompt_logprobs))
     return tuple(plain.values())
 
 
@@ -78,7 +80,8 @@ def unpack_ended(packed: Packed, logprobs: Sequence[TokenLogprob] = ()) -> Compl
     """`logprobs` are those of the text's events."""
     ended = Ended(*packed)
     rounds = [RoundCounts(*each) for each in ended.rounds]
-    return ended._replace(rounds=rounds, logprobs=[*logprobs]).completion()
+    known = None if ended.prompt_logprobs is None else [None, *_logprobs(ended.prompt_logprobs)]
+    return ended._replace(rounds=rounds, logprobs=[*logprobs], prompt_logprobs=known).completion()
 
 
 def _pack_branch(branch: Branch) -> Packed:

@@ -52,7 +52,12 @@ class Strips:
         return self.data.nbytes + sum(apart)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Some of its rows, widened: of weights of one byte for rows in bf16, as LM heads are."""
+        """Some of its rows, widened: of weights for rows in bf16 without groups, as LM heads are."""
+        if self.format == "bf16":
+            words = self.data.view(torch.bfloat16).view(self.blocks, -1, TILE, 8, 8, 4, 2, 2, 2)
+            # block, tile, strip, step, g, t, upper, half, odd
+            lines = words.permute(1, 2, 7, 4, 0, 3, 6, 5, 8).reshape(-1, self.blocks * BLOCK)
+            return lines[rows, : self.depth]
         assert self.format in ("int8", "e4m3_weights")
         assert self.channel is not None
         parts = self.data.view(self.blocks, -1, TILE, 4, 8, 4, 2, 2, 2, 2)

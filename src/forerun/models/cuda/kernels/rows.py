@@ -166,3 +166,17 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
             tl.store(keys + into, found, mask=there)
         else:
             tl.store(values + into, found, mask=there)
+
+
+@triton.jit
+def finish_gate(sums, out, INNER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Close the gates of some columns of one row."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(0)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = n < INNER
+    gates = tl.load(sums + m * (2 * INNER) + n, mask=inside, other=0.0, cache_modifier=".cg")
+    ups = tl.load(sums + m * (2 * INNER) + INNER + n, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(out + m * INNER + n, (gates * tl.sigmoid(gates) * ups).to(out.dtype.element_ty), mask=inside)

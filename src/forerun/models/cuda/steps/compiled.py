@@ -14,7 +14,7 @@ from forerun.models.cuda.cubin.products import Norm, Products, quantise_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.adapters import Change
-from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, columns_of
+from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, columns_of, finish_gate
 from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps
 from forerun.models.cuda.weights import BLOCK, Strips, Weight
 
@@ -26,17 +26,17 @@ class CompiledSteps(FusedSteps):
 
     def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
-        layer, device = model.layers[0], model.device
-        weights = layer.qkv, layer.o, layer.gate_up, layer.down, model.head
+        device, weights = model.device, _one_of_each(model)
         self.products = Products(device)
         for weight in weights:
-            assert isinstance(weight, Strips)
             self.products.reserve(weight, MAX_ROWS)
         self.norm_tile = columns_of(self.width, PIECES)  # what the embedding leaves, too
         self.norms = HandedOn(self.inverses, self.squares, PIECES)
         self._norm = Norm(self.squares, PIECES, self.width, model.config.norm_eps)
-        self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width), device=device)
-        depths = {weight.depth for weight in weights if isinstance(weight, Strips) and weight.format == "e4m3"}
+        gates_apart = any(isinstance(layer.gate_up, Strips) and not layer.gate_up.gated for layer in model.layers)
+        most = max(self.qkv_outputs, self.width, 2 * model.config.inner if gates_apart else 0)
+        self.sums = torch.empty(MAX_ROWS * most, device=device)
+        depths = {weight.depth for weight in weights if weight.format == "e4m3"}
         self._bytes = {
             depth: InBytes(
                 torch.zeros(MAX_ROWS, depth, dtype=torch.uint8, device=device),
@@ -71,8 +71,11 @@ class CompiledSteps(FusedSteps):
         if weight.format == "e4m3":
             rows, scales = self._in_bytes(rows, weight, count)
         if mode in (GATED, LOGITS):
+            apart = mode == GATED and not weight.gated
             norm_of = None if normed else self._norm
-            self.products.multiply(weight, rows, count, out, scales=scales, norm=norm_of)
+            self.products.multiply(weight, rows, count, self.sums if apart else out, scales=scales, norm=norm_of)
+            if apart:
+                finish_gate(self.sums, count, out)
             return
         self.products.multiply(weight, rows, count, self.sums, scales=scales)
         sums = Sums(self.sums, 1, count)
@@ -97,3 +100,15 @@ class CompiledSteps(FusedSteps):
             quantise_rows(rows, count, *self._stream)
             self._embedded = False
         return self._stream
+
+
+def _one_of_each(model: Model) -> list[Strips]:
+    """The weights of a model, without those that are like another."""
+    found = dict[tuple[object, ...], Strips]()
+    weights = [model.head]
+    for layer in model.layers:
+        weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    for weight in weights:
+        assert isinstance(weight, Strips)
+        found.setdefault((weight.format, *weight.shape), weight)
+    return list(found.values())

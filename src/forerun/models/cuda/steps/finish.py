@@ -103,6 +103,14 @@ def finish_qkv(
     )  # fmt: skip
 
 
+def finish_gate(sums: Tensor, count: int, out: Tensor) -> None:
+    """Close gates: sums [count, 2I], all gates and then all ups, to out [.., I]."""
+    inner = out.shape[1]
+    kernels_rows.finish_gate[(count, -(-inner // 1024))](
+        sums, out, INNER=inner, COLUMNS=1024, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True
+    )
+
+
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
     """What a kernel is given in the place of a tensor that it does not read."""
     return other if tensor is None else tensor

@@ -38,6 +38,23 @@ class Numbers:
             values -= self._by_column(self.zeros)
         return values.mul_(self._by_column(self.scales))
 
+    def whole(self, aspect: str) -> Tensor:
+        """Its `data`, `scales` or `zeros` in the shape of the weight, fp32."""
+        if aspect == "data":
+            return self.data.float()
+        table = self.scales if aspect == "scales" else self.zeros
+        return torch.zeros_like(self.data, dtype=torch.float32) + (0.0 if table is None else self._by_column(table))
+
+    @property
+    def columns_of_a_scale(self) -> int | None:
+        """Neighbours that share a scale, the same number everywhere; None where columns are in another order."""
+        columns = self.data.shape[1]
+        if self.groups is None or self.scales.shape[1] == 1:
+            return columns
+        size = -(-columns // self.scales.shape[1])
+        plain = torch.arange(columns, device=self.groups.device) // size
+        return size if torch.equal(self.groups, plain) else None
+
     def _by_column(self, table: Tensor) -> Tensor:
         return table.float() if self.groups is None or table.shape[1] == 1 else table.float()[:, self.groups]
 

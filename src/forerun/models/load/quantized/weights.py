@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile
-from forerun.models.load.quantized.layouts import Module
+from forerun.models.load.quantized.layouts import Module, Numbers
 from forerun.models.load.quantized.scheme import Quantization, Scheme
 from forerun.models.load.weights import SafetensorsWeights, Weights
 
@@ -48,6 +48,16 @@ class QuantizedWeights(Weights):
     def __getitem__(self, name: str) -> Tensor:
         scheme = self._schemes[name]
         return self.files[name] if scheme is None else self._module(name, scheme).numbers().widened()
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How a weight is stored; None = as it is."""
+        return self._schemes[name]
+
+    def numbers(self, name: str) -> Numbers:
+        """A quantised weight as the files have it."""
+        scheme = self._schemes[name]
+        assert scheme is not None
+        return self._module(name, scheme).numbers()
 
     def _module(self, name: str, scheme: Scheme) -> Module:
         return Module(self.files, name.removesuffix(".weight"), scheme, self.device)

@@ -147,7 +147,7 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
     int64_t group = a->heads / a->kv_heads;
     int64_t offset = kv_head * a->head_stride * (a->half ? 2 : 4);
     t->keys = (const char *)a->keys + offset, t->values = (const char *)a->values + offset;
-    t->dim = a->head_dim, t->half = (int)a->half, t->scale = a->scale, t->count = count;
+    t->dim = a->head_dim, t->half = (int)a->half, t->scale = a->scale, t->cap = a->cap, t->count = count;
     t->first = first_query < group || a->reach.first[first_query / group - 1] != a->reach.first[first_query / group];
     for (int i = 0; i < count; i++) {
         int64_t node = (first_query + i) / group, head = kv_head * group + (first_query + i) % group;

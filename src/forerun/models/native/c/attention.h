@@ -20,7 +20,7 @@ typedef struct fr_queries {
     query queries[FR_TOGETHER];
     int64_t dim;
     int count, half, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
-    float scale;
+    float scale, cap;
 } tile;
 
 /* Queries whose sums are in registers together. Positions lo..hi are the same slots for all of them. */
@@ -153,7 +153,10 @@ FR_INLINE void attend_tile(tile *t, const kernels *path) {
     }
     walk(t, parts, count, t->keys, path->score, path);
     for (int i = 0; i < t->count; i++) {
-        path->soften(&t->queries[i]);
+        query *q = &t->queries[i];
+        for (int64_t at = q->from; t->cap && at < q->seen; at += 4) /* there is room behind the last */
+            store4(q->weights + at, cap4(load4(q->weights + at), t->cap));
+        path->soften(q);
         for (int64_t d = 0; d < t->dim; d += 4) store4(t->queries[i].out + d, all4(0));
     }
     walk(t, parts, count, t->values, path->mix, path);

@@ -1,21 +1,22 @@
-/* A whole pass of a Llama-shaped decoder over the nodes of a round, in one call.
+/* A whole pass of a decoder over the nodes of a round, in one call.
  *
- * norm, q/k/v, (norms of q and k), rotary positions, keys and values into their slots, attention, output, norm, SwiGLU
- * or experts (experts.c), and the head at the end. Families with other parts run in torch.
+ * norm, q/k/v, (norms of q and k), rotary positions, keys and values into their slots, attention, output, (norm), norm,
+ * gated feed-forward layer or experts (experts.c), (norm), and the head at the end.
  */
 #include "forerun.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 10, FR_ABI = 18 };
+enum { BUFFERS = 10, FR_ABI = 19 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle;
     void *quants, *experts;
     int32_t *tiles;
     int64_t tile_count;
-    int pending; /* delta is not in x yet */
+    int pending; /* delta is not in x yet; `after` norms it first */
+    const float *after;
 } buffers;
 
 /* Number `at` of a cache. */
@@ -68,32 +69,38 @@ static void place_heads(void *arg, int64_t begin, int64_t end, int worker) {
     for (int64_t r = begin; r < end; r++) {
         float *const of[2] = {job->made.k + r * job->made.k_stride, job->made.q + r * job->made.q_stride};
         const float *const norms[2] = {layer->k_norm, layer->q_norm};
-        const int64_t heads[2] = {m->kv_heads, m->heads};
+        const int64_t heads[2] = {m->kv_heads, m->heads}, rope = (layer->rotate - 1) * p->rope_stride;
         for (int i = 0; i < (r < job->n ? 2 : 1); i++) {
-            if (norms[i]) fr_rms_norm(of[i], norms[i], m->eps, of[i], heads[i], m->head_dim);
+            int64_t alone = m->whole_norms ? 1 : heads[i];
+            if (norms[i]) fr_rms_norm(of[i], norms[i], m->eps, of[i], alone, heads[i] / alone * m->head_dim);
             if (layer->rotate)
-                fr_rope(of[i], p->cosines, p->sines, p->position + r, 1, heads[i], 0, m->head_dim, m->rotary);
+                fr_rope(of[i], p->cosines + rope, p->sines + rope, p->position + r, 1, heads[i], 0, m->head_dim, m->rotary);
         }
         write_row(job, r, of[0]);
     }
 }
 
-/* Add what the last part of a layer gave, and norm the sum for the next part where it has a weight. */
-static void norm_rows(const fr_decoder *m, const float *weight, float *into, int64_t n, buffers *b) {
-    fr_add_norm(b->x, b->pending ? b->delta : NULL, weight, m->eps, into, n, m->width);
+/* Add what the last part of a layer gave, and norm the sum for the next part where it has a weight: what that reads. */
+static const float *norm_rows(const fr_decoder *m, const float *weight, float *into, int64_t n, buffers *b) {
+    fr_added added = {b->pending ? b->delta : NULL, b->after, m->residual_scale ? m->residual_scale : 1.0f};
+    if (added.delta || weight) fr_add_norm(b->x, added, weight, m->eps, into, n, m->width);
     b->pending = 0;
+    return weight ? into : b->x;
 }
+
+/* A part of a layer has left in b->delta what it adds. */
+static void leave(buffers *b, const float *after) { b->pending = 1, b->after = after; }
 
 /* Attention of the first n rows, which see the keys and values of all. */
 static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
     const fr_layer *layer = m->layer + i;
-    norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
-    fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, b->normed, p->nodes, 0, n, b->qkv, b->quants);
+    const float *rows = norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
+    fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, rows, p->nodes, 0, n, b->qkv, b->quants);
     int64_t keys = m->kv_heads * m->head_dim;
     const fr_adapted changed[] = {{FR_K, made.k, made.k_stride, keys, p->nodes},
                                   {FR_V, made.k + keys, made.k_stride, keys, p->nodes},
                                   {FR_Q, made.q, made.q_stride, m->heads * m->head_dim, n}};
-    fr_adapt(p->adapters, i, changed, 3, b->normed, m->width, b->middle);
+    fr_adapt(p->adapters, i, changed, 3, rows, m->width, b->middle);
     heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
@@ -104,37 +111,38 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
         .half = p->half,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
         .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
+        .cap = m->attention_cap,
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
     const fr_adapted output = {FR_OUTPUT, b->delta, m->width, m->width, n};
     fr_adapt(p->adapters, i, &output, 1, b->attended, m->heads * m->head_dim, b->middle);
-    b->pending = 1;
+    leave(b, layer->after_attention);
 }
 
-/* A layer without a norm for its attention, or for its MLP, leaves that part out. The last one
+/* The last layer
  * goes no further than keys and values with rows of which nobody reads what leaves it. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
-    if (layer->attention_norm) attend_layer(m, p, i, n, b);
+    if (layer->qkv.count) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
-    if (!layer->mlp_norm || !n) return;
-    norm_rows(m, layer->mlp_norm, b->normed, n, b);
+    if (!(layer->gate_up.count || layer->experts) || !n) return;
+    const float *rows = norm_rows(m, layer->mlp_norm, b->normed, n, b);
     if (layer->experts) {
-        int64_t active_experts = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
+        int64_t active_experts = fr_run_experts(layer->experts, rows, b->delta, n, m->width, b->experts);
         if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
-        fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
+        fr_linear(&layer->gate_up, rows, b->gate_up, n, b->quants);
         const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * m->inner, m->inner, n},
                                       {FR_UP, b->gate_up + m->inner, 2 * m->inner, m->inner, n}};
-        fr_adapt(p->adapters, i, changed, 2, b->normed, m->width, b->middle);
-        fr_swiglu(b->gate_up, b->mlp, n, m->inner);
+        fr_adapt(p->adapters, i, changed, 2, rows, m->width, b->middle);
+        fr_gate(b->gate_up, b->mlp, n, m->inner, (int)m->activation);
         fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
         const fr_adapted down = {FR_DOWN, b->delta, m->width, m->width, n};
         fr_adapt(p->adapters, i, &down, 1, b->mlp, m->inner, b->middle);
     }
-    b->pending = 1;
+    leave(b, layer->after_mlp);
 }
 
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
@@ -188,8 +196,9 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     void *block = take_buffers(m, p, &b);
     if (!block) return 1;
     if (p->tokens) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
+    if (p->tokens && m->embedding_scale) fr_scale_and_cap(b.x, p->nodes * m->width, m->embedding_scale, 0.0f);
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, m->kv_heads, b.tiles);
-    b.pending = 0;
+    b.pending = 0, b.after = NULL;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
             if (p->hidden_layers[j] == i) {
@@ -200,8 +209,13 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     }
     float *normed = p->normed ? p->normed : b.normed;
     norm_rows(m, m->final_norm, normed, p->nodes - p->keys_only, &b);
-    if (p->logits && p->tops) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
+    int finish = m->logit_scale || m->logit_cap;
+    if (p->logits && p->tops && !finish) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
     else if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
+    if (p->logits && finish) {
+        fr_scale_and_cap(p->logits, p->scored * m->vocab, m->logit_scale ? m->logit_scale : 1.0f, m->logit_cap);
+        if (p->tops) fr_argmax_rows(p->logits, p->scored, m->vocab, p->tops);
+    }
     free(block);
     return 0;
 }

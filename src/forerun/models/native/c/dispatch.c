@@ -18,7 +18,7 @@ typedef struct {
     int tiles; /* from how many rows on it wants them in tiles; 0 = never */
     fr_quantize_range quantize;
     const fr_attention_path *attention;
-    fr_swiglu_of_row swiglu;
+    fr_gate_row *gate;
     const fr_adapt_path *adapt;
     int (*here)(void);
 } variant;
@@ -59,15 +59,15 @@ static int has_amx(void) {
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
 #if FR_NEW_X86 && defined(__linux__)
-    {"amx-int8", fr_packed_amx, 16, 13, fr_quantize_avx512, &twelve_queries, fr_swiglu_row_avx512, &adapt_avx512, has_amx},
+    {"amx-int8", fr_packed_amx, 16, 13, fr_quantize_avx512, &twelve_queries, fr_gate_row_avx512, &adapt_avx512, has_amx},
 #endif
-    {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &twelve_queries, fr_swiglu_row_avx512, &adapt_avx512,
+    {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &twelve_queries, fr_gate_row_avx512, &adapt_avx512,
      has_avx512},
 #if FR_NEW_X86
-    {"avx-vnni", fr_packed_avx_vnni, 8, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, has_avx_vnni},
+    {"avx-vnni", fr_packed_avx_vnni, 8, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, has_avx_vnni},
 #endif
-    {"avx2", fr_packed_avx2, 8, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, has_avx2},
-    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, has_avx2},
+    {"avx2", fr_packed_avx2, 8, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, has_avx2},
+    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, has_avx2},
 };
 #elif defined(__aarch64__)
 static int has_dotprod(void) {
@@ -89,16 +89,16 @@ static int has_i8mm(void) {
 static int always(void) { return 1; }
 /* matrix instructions come second until they were timed on a machine that has them: the dot product is tuned */
 static const variant variants[] = {
-    {"neon-dotprod", fr_packed_dotprod, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, has_dotprod},
+    {"neon-dotprod", fr_packed_dotprod, 4, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, has_dotprod},
 #if FR_HAS_I8MM
-    {"neon-i8mm", fr_packed_i8mm, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, has_i8mm},
+    {"neon-i8mm", fr_packed_i8mm, 4, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, has_i8mm},
 #endif
-    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, always},
+    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, always},
 };
 #else
 static int always(void) { return 1; }
 static const variant variants[] = {
-    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, &adapt_least, always},
+    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_gate_row_least, &adapt_least, always},
 };
 #endif
 
@@ -124,7 +124,7 @@ const fr_attention_path *fr_chosen_attention(void) { return choice()->attention;
 
 fr_quantize_range fr_chosen_quantize(void) { return choice()->quantize; }
 
-fr_swiglu_of_row fr_chosen_swiglu(void) { return choice()->swiglu; }
+fr_gate_row *fr_chosen_gate(void) { return choice()->gate; }
 
 const fr_adapt_path *fr_chosen_adapt(void) { return choice()->adapt; }
 

@@ -98,7 +98,7 @@ static int64_t sort_rows(const fr_experts *e, int64_t rows, room *r) {
 
 static void run_shared(const fr_experts *e, const float *x, int64_t rows, room *r) {
     fr_linear(&e->shared_gate_up, x, r->gate_up, rows, r->quants);
-    fr_swiglu(r->gate_up, r->mlp, rows, e->shared_inner);
+    fr_gate(r->gate_up, r->mlp, rows, e->shared_inner, (int)e->activation);
     fr_linear(&e->shared_down, r->mlp, r->shared, rows, r->quants);
     fr_linear(&e->shared_gate, x, r->gates, rows, r->quants);
     for (int64_t i = 0; i < rows; i++) r->gates[i] = 1.0f / (1.0f + expf(-r->gates[i]));
@@ -120,15 +120,15 @@ static void copy_rows(void *arg, int64_t begin, int64_t end, int worker) {
         memcpy(job->r->x + job->r->place[p] * width, job->x + p / k * width, (size_t)width * sizeof(float));
 }
 
-static void swiglu_segments(void *arg, int64_t begin, int64_t end, int worker) {
+static void gate_segments(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const rows_job *job = arg;
     int64_t k = job->e->per_token, inner = job->e->inner;
-    fr_swiglu_of_row row = fr_chosen_swiglu();
+    fr_gate_row *row = fr_chosen_gate();
     for (int64_t p = begin * k; p < end * k; p++) {
         int64_t at = job->r->place[p];
         const float *gate = job->r->gate_up + 2 * at * inner;
-        row(gate, gate + inner, job->r->mlp + at * inner, inner);
+        row(gate, gate + inner, job->r->mlp + at * inner, inner, (int)job->e->activation);
     }
 }
 
@@ -162,7 +162,7 @@ int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_
     rows_job job = {e, &r, x, delta, width};
     fr_parallel(copy_rows, &job, rows, 4);
     fr_linear_segments(r.into, count, r.x, r.gate_up, most, r.quants);
-    fr_parallel(swiglu_segments, &job, rows, 2);
+    fr_parallel(gate_segments, &job, rows, 2);
     fr_linear_segments(r.out, count, r.mlp, r.y, most, r.quants);
     fr_parallel(add_rows, &job, rows, 4);
     return count;

@@ -62,19 +62,29 @@ FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen,
 
 /* ---- ops.c, attention.c: what stands between the linear layers ---- */
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
-/* x += delta where there is one, then y = the norm of x where there is a weight; many rows are shared out. */
-void fr_add_norm(float *x, const float *delta, const float *weight, float eps, float *y, int64_t rows, int64_t width);
+/* What a part of a layer adds to the residual stream: delta, normed where there is a weight, times scale. */
+typedef struct {
+    float *delta;
+    const float *norm; /* [width] or NULL */
+    float scale;
+} fr_added;
+/* x += what is added where there is something, then y = the norm of x where there is a weight; many rows are shared out. */
+void fr_add_norm(float *x, fr_added added, const float *weight, float eps, float *y, int64_t rows, int64_t width);
 #ifndef FR_AT_ONCE /* numbers that one thread has done before another would have begun; checks share out every row */
 #define FR_AT_ONCE 4096
 #endif
 FR_INLINE int64_t fr_rows_at_once(int64_t width) { return width < FR_AT_ONCE ? FR_AT_ONCE / width : 1; }
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
-typedef void (*fr_swiglu_of_row)(const float *gate, const float *up, float *y, int64_t width);
-void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width);
-void fr_swiglu_row_avx512(const float *gate, const float *up, float *y, int64_t width);
-fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
-void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
+enum { FR_SILU, FR_GELU_TANH }; /* activations */
+#define FR_GELU_LINEAR 1.59576912f  /* 2 sqrt(2 / pi): gelu(g) = g / (1 + exp(-(linear g + cubic g^3))), by tanh */
+#define FR_GELU_CUBIC 0.0713548163f /* 0.044715 times as much */
+typedef void fr_gate_row(const float *gate, const float *up, float *y, int64_t width, int activation);
+fr_gate_row fr_gate_row_least, fr_gate_row_avx512;
+fr_gate_row *fr_chosen_gate(void); /* dispatch.c */
+void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation);
+/* x times scale, and where there is a cap, cap tanh(x / cap). */
+void fr_scale_and_cap(float *x, int64_t count, float scale, float cap);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
 enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
@@ -110,7 +120,7 @@ typedef struct {
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
     int64_t window; /* 0 = everything, else only the last `window` positions */
-    float scale;
+    float scale, cap; /* cap of the scores; 0 = none */
 } fr_attention_args;
 void fr_attention(const fr_attention_args *args);
 /* Which queries walk together; tiles has room for nodes * group pairs. Returns how many there are. */
@@ -129,6 +139,7 @@ typedef struct {
     int64_t count, per_token, inner;
     int64_t renormalise;              /* the weights of a row's experts sum to one */
     int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
+    int64_t activation;
     fr_weights router;                /* [count, width] */
     const fr_weights *gate_up, *down; /* [count] */
     fr_weights shared_gate_up, shared_down, shared_gate; /* the last: [1, width] */
@@ -183,12 +194,13 @@ fr_projected fr_project(const fr_weights *qkv, int64_t queries, const float *x, 
                         float *into, void *scratch);
 
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [width]; NULL = the layer has no such part */
-    const float *q_norm, *k_norm;           /* [head_dim] or NULL */
-    fr_weights qkv, output, gate_up, down;
+    const float *attention_norm, *mlp_norm; /* [width]; NULL = rows enter as they are */
+    const float *q_norm, *k_norm;           /* [head_dim], [heads, head_dim] where all heads are normed at once, or NULL */
+    fr_weights qkv, output, gate_up, down;  /* without weights for qkv, or for gate_up, that part is left out */
     int64_t window;            /* 0 = everything */
-    int64_t rotate;            /* 0: this layer has no positions */
+    int64_t rotate;            /* by which rope, from 1 on; 0: this layer has no positions */
     const fr_experts *experts; /* in place of gate_up and down, or NULL */
+    const float *after_attention, *after_mlp; /* [width] norms of what these parts add, or NULL */
 } fr_layer;
 
 typedef struct {
@@ -198,6 +210,9 @@ typedef struct {
     const float *final_norm;
     fr_weights head;
     fr_table embedding;
+    int64_t activation, whole_norms; /* whole_norms: of queries and of keys, all heads at once */
+    float embedding_scale, residual_scale, logit_scale; /* 0 = 1 */
+    float attention_cap, logit_cap;                     /* 0 = none */
 } fr_decoder;
 
 typedef struct {
@@ -206,7 +221,8 @@ typedef struct {
     int64_t keys_only;            /* of them, the last: the last layer computes keys and values of these and nothing else */
     const int64_t *tokens;        /* [nodes], or NULL: x has them embedded already */
     float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with tokens */
-    const float *cosines, *sines; /* [positions, rotary / 2] */
+    const float *cosines, *sines; /* [ropes, .. rope_stride] of each rope [positions, rotary / 2] */
+    int64_t rope_stride;
     const int32_t *position;      /* [nodes] which row of them */
     const int32_t *write;         /* [nodes] slot that takes the node's key and value */
     fr_reach reach;

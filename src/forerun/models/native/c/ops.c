@@ -1,4 +1,4 @@
-/* What stands between the linear layers, row by row in one order: norm, rotary positions, SwiGLU, the residual. */
+/* What stands between the linear layers, row by row in one order: norm, rotary positions, gates, the residual. */
 #include "vector.h"
 
 #include <math.h>
@@ -24,7 +24,8 @@ void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64
 
 typedef struct {
     float *x;
-    const float *delta, *weight;
+    fr_added added;
+    const float *weight;
     float *y;
     int64_t width;
     float eps;
@@ -36,14 +37,17 @@ static void norm_some(void *arg, int64_t begin, int64_t end, int worker) {
     int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
         float *restrict x = job->x + r * width;
-        const float *restrict delta = job->delta ? job->delta + r * width : NULL;
+        float *restrict delta = job->added.delta ? job->added.delta + r * width : NULL, scale = job->added.scale;
+        if (delta && job->added.norm) fr_rms_norm(delta, job->added.norm, job->eps, delta, 1, width);
+        if (delta && scale != 1.0f)
+            for (int64_t i = 0; i < width; i++) delta[i] *= scale;
         for (int64_t i = 0; delta && i < width; i++) x[i] += delta[i];
         if (job->weight) fr_rms_norm(x, job->weight, job->eps, job->y + r * width, 1, width);
     }
 }
 
-void fr_add_norm(float *x, const float *delta, const float *weight, float eps, float *y, int64_t rows, int64_t width) {
-    norm_job job = {x, delta, weight, y, width, eps};
+void fr_add_norm(float *x, fr_added added, const float *weight, float eps, float *y, int64_t rows, int64_t width) {
+    norm_job job = {x, added, weight, y, width, eps};
     fr_parallel(norm_some, &job, rows, fr_rows_at_once(width));
 }
 
@@ -63,35 +67,66 @@ void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *
         }
 }
 
-void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width) {
+/* The gate opened by an activation: g / (1 + exp(..)). */
+FR_INLINE f32x4 open4(f32x4 g, int activation) {
+    f32x4 power = activation == FR_SILU ? -g : -(g * fma4(g * g, all4(FR_GELU_CUBIC), all4(FR_GELU_LINEAR)));
+    return g / (all4(1.0f) + exp4(power));
+}
+
+FR_INLINE void gate_row(const float *gate, const float *up, float *y, int64_t width, int activation) {
     int64_t whole = width / 4 * 4;
-    for (int64_t i = 0; i < whole; i += 4) {
-        f32x4 g = load4(gate + i);
-        store4(y + i, g / (all4(1.0f) + exp4(-g)) * load4(up + i));
-    }
-    for (int64_t i = whole; i < width; i++) y[i] = gate[i] / (1.0f + exp4(all4(-gate[i]))[0]) * up[i];
+    for (int64_t i = 0; i < whole; i += 4) store4(y + i, open4(load4(gate + i), activation) * load4(up + i));
+    for (int64_t i = whole; i < width; i++) y[i] = open4(all4(gate[i]), activation)[0] * up[i];
+}
+
+void fr_gate_row_least(const float *gate, const float *up, float *y, int64_t width, int activation) {
+    if (activation == FR_SILU) gate_row(gate, up, y, width, FR_SILU);
+    else gate_row(gate, up, y, width, FR_GELU_TANH);
 }
 
 typedef struct {
     const float *gate_up;
     float *y;
     int64_t width;
-    fr_swiglu_of_row row;
-} swiglu_job;
+    int activation;
+    fr_gate_row *row;
+} gate_job;
 
-static void swiglu_rows(void *arg, int64_t begin, int64_t end, int worker) {
+static void gate_rows(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
-    const swiglu_job *job = arg;
+    const gate_job *job = arg;
     int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
         const float *gate = job->gate_up + 2 * r * width;
-        job->row(gate, gate + width, job->y + r * width, width);
+        job->row(gate, gate + width, job->y + r * width, width, job->activation);
     }
 }
 
-void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width) {
-    swiglu_job job = {gate_up, y, width, fr_chosen_swiglu()};
-    fr_parallel(swiglu_rows, &job, rows, 2);
+void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation) {
+    gate_job job = {gate_up, y, width, activation, fr_chosen_gate()};
+    fr_parallel(gate_rows, &job, rows, 2);
+}
+
+typedef struct {
+    float *x, scale, cap;
+} cap_job;
+
+static void cap_some(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const cap_job *job = arg;
+    for (int64_t i = begin; i < end; i += 4) {
+        f32x4 x = all4(0);
+        size_t bytes = (size_t)(end - i < 4 ? end - i : 4) * sizeof(float);
+        memcpy(&x, job->x + i, bytes);
+        x *= all4(job->scale);
+        if (job->cap) x = cap4(x, job->cap);
+        memcpy(job->x + i, &x, bytes);
+    }
+}
+
+void fr_scale_and_cap(float *x, int64_t count, float scale, float cap) {
+    cap_job job = {x, scale, cap};
+    fr_parallel(cap_some, &job, count, FR_AT_ONCE);
 }
 
 void fr_to_halves(const float *x, uint16_t *y, int64_t count) {

@@ -114,4 +114,9 @@ FR_INLINE f32x4 exp4(f32x4 x) {
     return x;
 }
 
+/* cap tanh(x / cap) */
+FR_INLINE f32x4 cap4(f32x4 x, float cap) {
+    return all4(cap) - all4(2.0f * cap) / (exp4(x * all4(2.0f / cap)) + all4(1.0f));
+}
+
 #endif

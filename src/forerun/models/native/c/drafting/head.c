@@ -143,11 +143,11 @@ static void run_layer(const fr_head *h, const fr_head_pass *p, const buffers *b,
     if (!n) return;
     attend(h, p, b, &made, layer, first);
     fr_linear(&l->output, b->attended, b->delta, n, b->quants);
-    fr_add_norm(x, b->delta, l->mlp_norm, h->eps, b->normed, n, h->width);
+    fr_add_norm(x, (fr_added){b->delta, NULL, 1.0f}, l->mlp_norm, h->eps, b->normed, n, h->width);
     fr_linear(&l->gate_up, b->normed, b->gate_up, n, b->quants);
-    fr_swiglu(b->gate_up, b->mlp, n, h->inner);
+    fr_gate(b->gate_up, b->mlp, n, h->inner, FR_SILU);
     fr_linear(&l->down, b->mlp, b->delta, n, b->quants);
-    fr_add_norm(x, b->delta, NULL, 0.0f, NULL, n, h->width);
+    fr_add_norm(x, (fr_added){b->delta, NULL, 1.0f}, NULL, 0.0f, NULL, n, h->width);
 }
 
 /* All layers over some rows. 0 = done, 1 = out of memory. */
@@ -157,7 +157,7 @@ FR_API int fr_head_run(const fr_head *h, const fr_head_pass *p) {
     if (!block) return 1;
     run_layer(h, p, &b, 0, enter(h, p, &b, p->features ? fuse(h, p, &b) : carry(h, p, &b)));
     for (int64_t layer = 1; layer < h->depth; layer++) {
-        fr_add_norm(p->out, NULL, h->layers[layer].input_norm, h->eps, b.normed, p->rows, h->width);
+        fr_add_norm(p->out, (fr_added){0}, h->layers[layer].input_norm, h->eps, b.normed, p->rows, h->width);
         run_layer(h, p, &b, layer, b.normed);
     }
     free(block);

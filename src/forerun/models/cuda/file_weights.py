@@ -1,0 +1,143 @@
+"""Weights that a checkpoint holds quantised, packed for the products compiled ahead: no number is rounded again.
+
+Joining queries, keys and values, or gates and ups, moves whole rows. So a block is read as its numbers, as their scales
+and as their zero points, each in the shape of the weight, and what was joined alike is packed together.
+A weight whose scales the kernels do not have (act-order, 8 bits in groups) is dequantised to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from forerun.models.blocks import Block, Checkpoint
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.cubin.packing import BLOCK, Strips, pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
+from forerun.models.cuda.weights import Role, interleaved
+from forerun.models.layers import Experts
+from forerun.models.load.quantized.layouts import Numbers
+from forerun.models.load.quantized.weights import QuantizedWeights
+from forerun.models.load.weights import Weights
+
+Aspect = Literal["data", "scales", "zeros"]
+_MODULES = {  # that are joined into one weight
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_READ = 16  # weights of a layer that are kept between its readings
+
+
+class StoredWeights:
+    """The quantised weights of a checkpoint, block by block."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> None:
+        assert isinstance(weights, QuantizedWeights)
+        self.weights = weights.on(device)
+        self._read = read = lru_cache(_READ)(self.weights.numbers)
+        aspects: tuple[Aspect, ...] = ("data", "scales", "zeros")
+        self._parts = {
+            aspect: Checkpoint(_AspectOf(self.weights, read, aspect), config, torch.float32, device)
+            for aspect in aspects
+        }
+
+    def block(self, index: int) -> dict[str, Numbers | None]:
+        """The weights of a layer; None = not quantised, or not all of what is joined alike."""
+        blocks = {aspect: part.block(index) for aspect, part in self._parts.items()}
+        return {name: self._joined(name, index, blocks) for name in _MODULES}
+
+    def _joined(self, name: str, index: int, blocks: dict[Aspect, Block]) -> Numbers | None:
+        at = f"{self._parts['data'].prefix}layers.{index}."
+        names = [f"{at}{module}.weight" for module in _MODULES[name] if f"{at}{module}.weight" in self.weights]
+        schemes = {self.weights.scheme(name) for name in names}
+        scheme = schemes.pop()
+        if schemes or scheme is None:
+            return None
+        steps = {self._read(name).columns_of_a_scale for name in names}
+        step = steps.pop()
+        if steps or step is None:
+            return None
+        data, scales, zeros = (_weight(blocks[aspect], name) for aspect in blocks)
+        if scheme.floats:
+            return Numbers(data.to(torch.float8_e4m3fn), scales[:, ::step], None, None)
+        return Numbers(data.to(torch.int16), scales[:, ::step], zeros[:, ::step], None)
+
+
+def pack_numbers(numbers: Numbers, role: Role) -> Strips:
+    """In the format that holds these numbers exactly; gates come before their ups, as in a checkpoint."""
+    order: Callable[[Tensor], Tensor] = (lambda given: pair_gates(interleaved(given))) if role == "gate" else _as_it_is
+    data, scales, zeros = numbers.data, numbers.scales, numbers.zeros
+    if role == "gate" and scales.shape[1] > 1 and zeros is None:
+        order = _as_it_is  # blocks of 128 x 128: gates and ups have scales of their own, and meet behind the product
+    strips = _pack(order(data), order(scales), None if zeros is None else order(zeros))
+    if strips is None:
+        strips = pack_bf16(order(numbers.widened()).bfloat16())
+    return replace(strips, gated=role == "gate" and order is not _as_it_is)
+
+
+def _pack(data: Tensor, scales: Tensor, zeros: Tensor | None) -> Strips | None:
+    """None where no format holds them."""
+    channels = scales.shape[1] == 1
+    if zeros is None:
+        if channels:
+            return pack_e4m3(data, scales[:, 0].contiguous())
+        of_blocks = scales[::BLOCK]
+        same = torch.equal(of_blocks.repeat_interleave(BLOCK, 0)[: len(scales)], scales)
+        fits = same and scales.shape[1] == -(-data.shape[1] // BLOCK)
+        return pack_e4m3(data, None, of_blocks) if fits else None
+    centre = int(zeros.flatten()[0])
+    if int(data.max()) > 15 or int(data.min()) < 0:  # of 8 bits
+        if channels and bool((zeros == centre).all()) and centre in (0, 128):
+            return pack_bytes((data - centre).to(torch.int8), scales[:, 0].contiguous())
+        return None
+    found = _scales_of_groups(data, scales, zeros)
+    if found is None:
+        return None
+    scales, zeros = found
+    return pack_int4(data.to(torch.uint8), scales, None if bool((zeros == 8).all()) else zeros)
+
+
+def _scales_of_groups(data: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of groups that the kernels have, in 16 bits; None where they cannot be."""
+    columns = data.shape[1]
+    group = columns // scales.shape[1]
+    wanted = BLOCK if group % BLOCK == 0 else 32
+    kind = next(
+        (kind for kind in (torch.bfloat16, torch.float16) if torch.equal(scales.to(kind).float(), scales)), None
+    )
+    if kind is None or group % wanted or columns % group:
+        return None
+    repeat = group // wanted
+    return scales.to(kind).repeat_interleave(repeat, 1), zeros.repeat_interleave(repeat, 1)
+
+
+class _AspectOf(Weights):
+    """Numbers, scales or zero points in place of quantised weights, in their shape; other weights as they are."""
+
+    def __init__(self, weights: QuantizedWeights, read: Callable[[str], Numbers], aspect: Aspect) -> None:
+        self.weights, self._read, self._aspect = weights, read, aspect
+        self.names = weights.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.weights.shape(name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[name] if self.weights.scheme(name) is None else self._read(name).whole(self._aspect)
+
+
+def _weight(block: Block, name: str) -> Tensor:
+    if name in ("qkv", "o"):
+        found: Tensor = getattr(block, name)
+        return found
+    assert not isinstance(block.mlp, Experts)
+    return block.mlp.gate_up if name == "gate_up" else block.mlp.down
+
+
+def _as_it_is(given: Tensor) -> Tensor:
+    return given

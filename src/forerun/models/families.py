@@ -1,0 +1,239 @@
+"""What each model family is made of, one description per family: every backend, reader and file format reads these.
+
+A description says where a layer has norms, which layers have a sliding window, and which settings its config.json may
+have beyond the common ones, with what each means where the file leaves it out: a setting that is not listed here is not
+read. `forerun.models.config` makes a `DecoderConfig` of a description and a file, the backends run that, and
+`forerun.models.load.gguf_families` finds the same settings and weights in GGUF files. docs/add-a-family.md adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Slides = Callable[[Mapping[str, Any], int], bool]
+
+
+class Norms(NamedTuple):
+    """What the files call a layer's norms; None = there is no norm in that place."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+_SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+_ONLY_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GLM4 = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def _in_every_layer(values: Mapping[str, Any], layer: int) -> bool:
+    return True
+
+
+def _but_every_nth(values: Mapping[str, Any], layer: int) -> bool:
+    return bool((layer + 1) % int(values["sliding_window_pattern"]))
+
+
+def _from_a_layer_on(values: Mapping[str, Any], layer: int) -> bool:
+    return bool(layer >= values["max_window_layers"])
+
+
+def _in_the_first_even_layers(values: Mapping[str, Any], layer: int) -> bool:
+    return bool(layer % 2 == 0 and layer < values["max_window_layers"])
+
+
+def _without_positions(values: Mapping[str, Any], layer: int) -> bool:
+    return not rotates(values, layer)
+
+
+def rotates(values: Mapping[str, Any], layer: int) -> bool:
+    """Has this layer rotary positions? SmolLM3 leaves some out; its list says 1 where they are *in*."""
+    if "no_rope_layer_interval" not in values:
+        return True
+    listed = values.get("no_rope_layers")
+    return bool(listed[layer] if listed else (layer + 1) % int(values["no_rope_layer_interval"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family; settings are those of config.json, by their names there."""
+
+    class_name: str  # transformers'
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that it reads, and their values where the file has none
+    norms: Norms = Norms()
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    scaled_embedding: bool = False  # by the root of the width
+    qk_norm: Literal["head", "all"] | None = None  # queries and keys are normed head by head, or all heads at once
+    slides: Slides | None = None  # which layers have the sliding window, where no layer_types say so
+    local_rope: bool = False  # layers with a window have a rope of their own
+    rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
+    experts: Literal["mixtral", "qwen"] | None = None
+    gguf: str | None = None  # llama.cpp's name of the architecture
+    gguf_interleaves: bool = False  # its converter makes neighbours of the halves that rotate together
+
+
+# What a config.json means where it says nothing. Everything else must be in the file.
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+_QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_GEMMA = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "tie_word_embeddings": True,
+}
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, gguf="llama", gguf_interleaves=True),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        slides=_in_every_layer,
+        gguf="llama",
+        gguf_interleaves=True,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {**_QWEN, "layer_types": None}, slides=_from_a_layer_on, gguf="qwen2"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        {**_QWEN, "layer_types": None, "head_dim": 128},
+        qk_norm="head",
+        slides=_from_a_layer_on,
+        gguf="qwen3",
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "layer_types": None,
+        },
+        slides=_without_positions,
+        gguf="smollm3",
+        gguf_interleaves=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            **_GEMMA,
+            "vocab_size": 256000,
+            "sliding_window_pattern": 2,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        norms=_SANDWICH,
+        norm_offset=True,
+        scaled_embedding=True,
+        slides=_but_every_nth,
+        gguf="gemma2",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA,
+            "vocab_size": 262208,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        norms=_SANDWICH,
+        norm_offset=True,
+        scaled_embedding=True,
+        qk_norm="head",
+        slides=_but_every_nth,
+        local_rope=True,
+        gguf="gemma3",
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None},
+        slides=_in_every_layer,
+        gguf="phi3",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        norms=_ONLY_AFTER,
+        qk_norm="all",
+        gguf="olmo2",
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        norms=_ONLY_AFTER,
+        qk_norm="all",
+        slides=_but_every_nth,
+        local_rope=True,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        gguf="granite",
+        gguf_interleaves=True,
+    ),
+    "glm": Family("GlmForCausalLM", _GLM, rope_pairs="neighbours"),
+    "glm4": Family("Glm4ForCausalLM", _GLM, norms=_GLM4, rope_pairs="neighbours", gguf="glm4"),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "sliding_window": None,
+        },
+        slides=_in_every_layer,
+        experts="mixtral",
+        gguf="llama",
+        gguf_interleaves=True,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {**_QWEN, "layer_types": None, "shared_expert_intermediate_size": None},
+        slides=_in_the_first_even_layers,
+        experts="qwen",
+        gguf="qwen2moe",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**_QWEN, "num_key_value_heads": 4},
+        qk_norm="head",
+        slides=_in_every_layer,
+        experts="qwen",
+        gguf="qwen3moe",
+    ),
+}
