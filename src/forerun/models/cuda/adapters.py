@@ -119,7 +119,8 @@ class AdapterStacks:
             if rope is not None:  # rows of queries and keys lie as those of the base do
                 up = pair_up(up, self.config.head_dim, self.config.ropes[rope].dims)
             up = F.pad(up, (0, rank - up.shape[1])).to(self.dtype)
-            if not (down.isfinite().all() and up.isfinite().all()):  # rows of others are multiplied by zero: not by NaN
+            ends = torch.stack((*down.aminmax(), *up.aminmax()))
+            if not ends.isfinite().all():  # rows of others are multiplied by zero there: never by NaN
                 raise DamagedFile(
                     f"the adapter {name!r} has numbers that are not finite in layer {layer}; fetch it again"
                 )
