@@ -71,7 +71,8 @@ class CudaAdapter:
     waiting: dict[tuple[int, str, int], tuple[Tensor, Tensor]]  # by layer, product and part
 
 
-class Adapted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Adapted:
     """The ints of a pass whose rows have adapters."""
 
     count: Tensor  # [HEAD] the first: how many adapters the pass has
