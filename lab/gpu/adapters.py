@@ -126,7 +126,8 @@ def _target(flags: argparse.Namespace) -> tuple[CudaDecoder, RandomWeights]:
 
 def _adapter(weights: RandomWeights, rank: int, seed: int, strength: float) -> Adapter:
     """Of numbers that repeat, each matrix from another place on: a billion random ones would take a minute."""
-    some, pairs = torch.randn(999_983, generator=torch.Generator().manual_seed(seed)).bfloat16(), {}
+    some = torch.randn(999_983, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    pairs = dict[str, tuple[Tensor, Tensor]]()
 
     def numbers(rows: int, columns: int, factor: float) -> Tensor:
         first = 7919 * len(pairs) % len(some)

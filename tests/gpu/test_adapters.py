@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.build.engine import make_engine
+from forerun.core.errors import DamagedFile
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, LoadedAdapter, Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
@@ -178,6 +179,44 @@ def test_texts_of_a_mixed_batch_are_those_of_each_adapter_alone(device: str, tmp
     assert engine.stats.drafted > 0
     same = [write(engine, [(asked[0][0], name, 0)], "none", None)[0] for name in names]
     assert len({tuple(text) for text in same}) == len(names), "negative control: adapters write other texts"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_come_and_go_while_texts_are_written(device: str, tmp_path: Path) -> None:
+    """Loaded, unloaded and evicted beside texts that go on: nobody's text changes."""
+    need_cuda(device)
+    target = make_target("llama", device, torch.bfloat16 if device == "cuda" else torch.float32)
+    folders = folders_of("llama", tmp_path, 5)
+    engine = engine_of(target, folders, 8)
+    asked: list[Asked] = [(text_of(i, 9), name, i) for i, name in enumerate([None, *folders])]
+    alone = [write(engine, [one], "none", None)[0] for one in asked]
+    pool = AdapterPool(target, limit=1)  # one is kept, beside those that are held
+    engine.adapters = pool
+    texts, waiting, rounds = dict[int, list[int]](), [*asked], 0
+    while engine.busy or waiting:
+        if waiting and rounds % 3 == 0:  # the next one comes; the one before it is unloaded in mid-text
+            prompt, adapter, seed = waiting.pop(0)
+            for name in pool.names:
+                pool.remove(name)
+            if adapter is not None:
+                pool.add(adapter, folders[adapter])
+            params = SamplingParams(16 + seed % 5, temperature=0.8 * (seed % 2), seed=seed, ignore_eos=True)
+            texts[engine.submit(Request(tuple(prompt), params, drafter="ngram", adapter=adapter))] = []
+        rounds += 1
+        for event in engine.step():
+            assert event.error is None
+            texts[event.seq_id] += event.tokens
+    assert list(texts.values()) == alone
+    with pytest.raises(ValueError, match="a0"):
+        write(engine, [(text_of(0, 9), "a0", 0)], "none", None)
+
+
+def test_an_adapter_that_is_not_finite_is_refused() -> None:
+    """Rows of others are multiplied by zero where it lies beside them: that must not be NaN."""
+    target, adapter = make_target("llama", "cpu"), make_adapter("llama", 1)
+    next(iter(adapter.changes.values()))[1][3, 1] = float("inf")
+    with pytest.raises(DamagedFile, match="not finite"):
+        target.load_adapter("a", 1, adapter)
 
 
 def keys_of(target: CudaDecoder) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -71,7 +71,8 @@ class CudaAdapter:
     waiting: dict[tuple[int, str, int], tuple[Tensor, Tensor]]  # by layer, product and part
 
 
-class Adapted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Adapted:
     """The ints of a pass whose rows have adapters."""
 
     count: Tensor  # [HEAD] the first: how many adapters the pass has
@@ -102,6 +103,7 @@ class AdapterStacks:
         self._alive, self._lock = WeakSet[CudaAdapter](), Lock()  # any thread loads
         self._placed: dict[int, int] = {}  # slots by an adapter's key
         self._free: list[int] = []
+        self._last: tuple[Any, Ints] | None = None  # what was asked of `units_of` last, and the answer
         self._gone: deque[int] = deque()  # keys of adapters that nobody holds; any thread adds to them
 
     @property
@@ -119,7 +121,8 @@ class AdapterStacks:
             if rope is not None:  # rows of queries and keys lie as those of the base do
                 up = pair_up(up, self.config.head_dim, self.config.ropes[rope].dims)
             up = F.pad(up, (0, rank - up.shape[1])).to(self.dtype)
-            if not (down.isfinite().all() and up.isfinite().all()):  # rows of others are multiplied by zero: not by NaN
+            ends = torch.stack((*down.aminmax(), *up.aminmax()))
+            if not ends.isfinite().all():  # rows of others are multiplied by zero there: never by NaN
                 raise DamagedFile(
                     f"the adapter {name!r} has numbers that are not finite in layer {layer}; fetch it again"
                 )
@@ -152,6 +155,7 @@ class AdapterStacks:
         if not self._free or adapter.rank > self.rank:
             self._make_room(max(self.rank, *(one.rank for one in self._loaded())))
         slot = self._placed[adapter.key] = self._free.pop()
+        self._last = None
         self.scales[slot] = adapter.scale
         for layer, products in enumerate(self.layers):
             for product, stack in products.items():
@@ -210,21 +214,27 @@ class AdapterStacks:
 
     def units_of(self, rows: int, runs: Runs) -> Ints:
         """What is sent with a pass of this size (`Adapted`); `runs` name the adapter of rows first .. end."""
-        by_slot = dict[int, list[int]]()
-        for adapter, first, end in runs:
-            by_slot.setdefault(NONE if adapter is None else self.slot_of(adapter), []).extend(range(first, end))
-        sent = self.padding(rows)
-        owners = sent[HEAD : HEAD + rows]
-        chosen, table = sent[HEAD + up16(rows) :], sent[HEAD + 2 * up16(rows) :].reshape(-1, 1 + ROWS)
-        own = [slot for slot in by_slot if slot != NONE]
-        sent[0], chosen[: len(own)] = len(own), own
-        unit = 0
+        asked = rows, [(None if adapter is None else adapter.key, first, end) for adapter, first, end in runs]
+        if self._last is None or self._last[0] != asked:  # rounds of one batch ask the same again and again
+            by_slot = dict[int, list[int]]()
+            for adapter, first, end in runs:
+                by_slot.setdefault(NONE if adapter is None else self.slot_of(adapter), []).extend(range(first, end))
+            self._last = asked, self._sorted(rows, by_slot)
+        return self._last[1]
+
+    def _sorted(self, rows: int, by_slot: dict[int, list[int]]) -> Ints:
+        sent, owners, units = self.padding(rows), [NONE] * rows, list[int]()
         for slot, some in by_slot.items():
-            owners[some] = slot
+            for row in some:
+                owners[row] = slot
             for low in range(0, len(some), ROWS):
                 few = some[low : low + ROWS]
-                table[unit, 0], table[unit, 1 : 1 + len(few)] = slot, few
-                unit += 1
+                units += [slot, *few, *[EMPTY] * (ROWS - len(few))]
+        chosen, table = HEAD + up16(rows), HEAD + 2 * up16(rows)
+        own = [slot for slot in by_slot if slot != NONE]
+        sent[0], sent[HEAD : HEAD + rows] = len(own), owners
+        sent[chosen : chosen + len(own)] = own
+        sent[table : table + len(units)] = units
         return sent
 
     def padding(self, rows: int) -> Ints:

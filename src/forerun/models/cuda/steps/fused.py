@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
-BESIDE = 125 << 10  # bytes of shared memory of such a program where adapters' programs run beside it
+BESIDE = 150 << 10  # bytes of shared memory of such a program where adapters' programs run beside it
 
 
 class FusedSteps:
