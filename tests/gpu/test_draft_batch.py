@@ -42,7 +42,7 @@ class RandomForms:
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         if self.rng.random() < 0.3:
             self.form = self.rng.choice(self.forms)
-        budget = NOTHING if self.form is None else Budget(*self.form)
+        budget = NOTHING if self.form is None else Budget(*self.form.sizes)
         idle = self.rng.randrange(len(seqs)) if self.rng.random() < 0.3 else -1
         return [NOTHING if b == idle else budget for b in range(len(seqs))]
 
@@ -195,7 +195,7 @@ def test_padding_changes_no_tree(budget: Budget, layers: int) -> None:
 
 def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing runs a draft of padding, which overwrites trees: on a GPU sequences then got each other's roots."""
-    batch, budget = Batch(), Budget(*FORMS[5])
+    batch, budget = Batch(), Budget(*FORMS[5].sizes)
     draft = batch.ours.draft
     batch.join(9)
     batch.end_round(batch.draft(budget)[0])
