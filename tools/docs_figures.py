@@ -88,7 +88,7 @@ def gains(known: Documents) -> list[tuple[str, str, Any, Mapping[str, Any]]]:
     plain = [row["tokens_per_second"] for row in known["cpu-arm-135m"]["tables"]["plain"]["rows"]]
     small, qwen = "SmolLM2 135M, Q4_1", "Qwen2.5-Coder 1.5B, Q4_K_M"
     default = "auto (the default: both)"
-    cards = row_of("h200-qwen-1.5b", "by_task", known, drafter="T=0: n-gram and head (the default)")
+    cards = row_of("h200-qwen-1.5b-spec-bench", "by_task", known, drafter="T=0, first run, the default alone")
     return [
         (small, "two ARM cores", sum(plain) / len(plain), arm),
         (
@@ -112,7 +112,7 @@ def gains(known: Documents) -> list[tuple[str, str, Any, Mapping[str, Any]]]:
         (
             "Qwen2.5-Coder 1.5B, bf16",
             "one H200",
-            row_of("h200-qwen-1.5b", "rates", known, setup="plain")["tokens_per_second"],
+            row_of("h200-qwen-1.5b-spec-bench", "rates", known, setup="plain")["tokens_per_second"],
             cards,
         ),
     ]

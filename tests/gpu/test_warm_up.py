@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
+from forerun.build.load import rehearse_verdicts
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request
 from forerun.models.cuda.graphs import menu, scored_rows
@@ -32,6 +33,20 @@ def test_nothing_is_captured_while_texts_are_written(device: str, drafter: str) 
     captured = target.passes.captured
     assert _write(engine, requests) == wanted
     assert target.passes.captured == captured
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rehearsed_verdict_leaves_nothing_behind(device: str) -> None:
+    need_cuda(device)
+    target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
+    speculative = SpeculativeConfig(drafter="ngram", controller="fixed", budget=6)
+    engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=BATCH, max_length=LENGTH))
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=4, ignore_eos=True)
+    wanted = _write(engine, [Request(PROMPTS[0] * 2, params)])
+    rehearse_verdicts(engine)
+    assert not engine.busy
+    assert target.used_slots == 0
+    assert _write(engine, [Request(PROMPTS[0] * 2, params)]) == wanted
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 40, 64, 65, 100, 128])

@@ -38,7 +38,8 @@ from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.checks import as_path, shown, unknown
 from forerun.core.errors import InvalidInput
-from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
+from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Scores, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
@@ -118,8 +119,23 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     if target.can.captures:
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
+        rehearse_verdicts(engine)
         collect_garbage()
     return engine, tokenizer
+
+
+def rehearse_verdicts(engine: Engine) -> None:
+    """Verify a looked-up chain above temperature 0 once: the device loads each operation when it is first used.
+
+    Trees that a head grows on the device are decided there, by graphs; trees that the host has laid are decided by it.
+    """
+    device = engine.target.shared().embed(torch.tensor([0])).device
+    usual = SamplingParams(max_tokens=8, temperature=1.0, seed=0)
+    for params in (usual, replace(usual, top_p=0.9), replace(usual, top_k=20)):
+        seq = engine.prepare(Request((0,), params, drafter="none"))
+        logits = torch.zeros(8, engine.target.vocab_size, device=device)
+        _, verdict = engine.verifiers.decide([seq], TreeBatch.chains([[0] * 8]), Scores(logits))
+        verdict.to_host()
 
 
 def drafting_of(options: Mapping[str, Any]) -> SpeculativeConfig:
