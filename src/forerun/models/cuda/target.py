@@ -283,11 +283,6 @@ class CudaDecoder(SlotTarget):
                 f"the adapter {name!r} cannot be added to weights of kind {self.model.kind!r}: their products are "
                 "compiled ahead; load the base in bfloat16"
             )
-        if self.kernels == "triton" and self.config.qk_norm is not None:
-            raise UnsupportedModel(
-                f"the adapter {name!r} cannot be added to a {self.config.family} model on a GPU: with a norm per head "
-                "its texts may depend on the batch; load the adapter's folder as a model of its own"
-            )
         return self.buffers.adapters.load(name, key, adapter)
 
     def _with_adapters(self, plan: Plan, seqs: Sequence[Seq], each: int, spans: Sequence[Span], first: int) -> Plan:
