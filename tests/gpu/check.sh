@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -50,7 +50,9 @@ if [ "$what" = tests ]; then
     check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu &
     check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py -m gpu &
-    check adapters tests/gpu/test_adapters.py -m gpu &
+    # kernels of adapters are compiled for every shape and number of rows
+    check adapters tests/gpu/test_adapters.py -m gpu -k "not company" &
+    check company tests/gpu/test_adapters.py -m gpu -k company &
     wait
     for name in $groups; do
         echo "== $name"

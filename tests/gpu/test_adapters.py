@@ -29,7 +29,7 @@ from forerun.models.load.adapter import Adapter
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_reference, make_target, need_cuda, weights_of, where_kernels_run
 
-COMPANY = (1, 3, 5, 9, 17, 40, 70, 150)  # sequences of six rows
+COMPANY = (3, 9, 17, 70, 150)  # sequences of six rows
 FORMS = {"chain": Budget(3, 3), "tree": Budget(7, 3, 3)}
 
 
@@ -112,12 +112,12 @@ def apart(one: Tensor, other: Tensor) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama", "large", "odd", "wide-split", "wide-qwen3"])
 def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     """Alone, among others of its adapter, of other adapters and of none, in narrow passes and in wide ones."""
     need_cuda()
     target = make_target(name, "cuda", torch.bfloat16, "triton")
-    loaded = [target.load_adapter(str(i), i, make_adapter(name, i, rank)) for i, rank in ((1, 4), (2, 16), (3, 40))]
+    loaded = [target.load_adapter(str(i), i, make_adapter(name, i, rank)) for i, rank in ((1, 4), (2, 16), (3, 24))]
     own: list[LoadedAdapter | None] = [None, *loaded]
     texts = [text_of(i, 40) for i in range(4)]
     alone = [score(target, [text], [one], 34) for text, one in zip(texts, own, strict=True)]

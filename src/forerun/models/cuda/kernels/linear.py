@@ -186,6 +186,10 @@ def _product(a, w, weights, tile, first, k0, rows, live, N: tl.constexpr, K: tl.
                 left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
             right = tl.load(row + k, mask=live[:, None], other=0.0, cache_modifier=".cg")
             acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
+    if K // SPLIT == BK:
+        # Triton makes dot(a, b, c) of dot(a, b, 0) + c, another order of sums, and c is the residual stream or what
+        # adapters add, whichever comes first. Products of several steps are a loop, which it leaves alone.
+        acc = tl.where(live[None, :], acc, 0.0)
     return acc
 
 
