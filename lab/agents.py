@@ -1,7 +1,7 @@
 """Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
 
-    python -m lab agents prediction --model qwen2.5-coder-0.5b --json benchmarks/prediction-x86.json
-    python -m lab agents structure | thinking | server
+    python -m lab agents prediction --model qwen-0.5b --json benchmarks/agents-prediction-x86.json
+    python -m lab agents structure | schemas | thinking | server
 
 Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
 of CPU seconds, which the machine's other work changes less. The spread is that of the repeats.
@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -51,7 +52,7 @@ Contender = Callable[[int], Sequence[Completion]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser.add_argument("part", choices=["prediction", "structure", "thinking", "server"])
+    parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
     share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
@@ -59,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(run: Run) -> Document:
     """One of the parts."""
     parts: dict[str, Callable[[Run], Document]] = {
-        "prediction": prediction, "structure": structure, "thinking": thinking, "server": server,
+        "prediction": prediction, "structure": structure, "schemas": schemas, "thinking": thinking, "server": server,
     }  # fmt: skip
     return parts[run.flags.part](run)
 
@@ -70,8 +71,8 @@ def prediction(run: Run) -> Document:
     llm = LLM(flags.model, threads=flags.threads, max_batch=1)
     asked = [
         (f"{edit.format(name)} Answer with the whole file and nothing else.\n\n```python\n{file}```", file)
-        for name, file in zip(NAMES, FILES, strict=True)
         for edit in EDITS
+        for name, file in zip(NAMES, FILES, strict=True)
     ][: flags.limit]
 
     def contender(**options: Any) -> Contender:
@@ -91,11 +92,10 @@ def prediction(run: Run) -> Document:
 
 
 def structure(run: Run) -> Document:
-    """Seconds per token with a JSON schema and without one, in batches of 1 and 32; and texts of generated schemas."""
-    from tests.structure.answers import SCHEMAS
-
-    flags, found, equal = run.flags, dict[str, Any](), True
-    pairs = [(schema, text) for schema, texts in SCHEMAS.values() for text in texts]
+    """Seconds per token with a JSON schema and without one, in batches of 1 and 32."""
+    known = import_module("tests.structure.answers").SCHEMAS
+    flags, found = run.flags, dict[str, Any]()
+    pairs = [(schema, text) for schema, texts in known.values() for text in texts]
     for batch in (1, 32):
         llm = LLM(flags.model, threads=flags.threads, max_batch=batch, max_length=1024)
         count = (flags.limit or 24) if batch == 1 else 2
@@ -122,17 +122,12 @@ def structure(run: Run) -> Document:
         ]
         found[f"batch {batch}"] = ratios(each_token, {"per token, schema over free": ("free", "schema")})
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
-    found["schemas"] = schemas(run)
-    equal = found["schemas"]["valid"] == found["schemas"]["equal"] == found["schemas"]["texts"]
-    return {"structure": found, "equal": equal}
+    return {"structure": found}
 
 
-def schemas(run: Run) -> dict[str, int]:
+def schemas(run: Run) -> Document:
     """Generated schemas: is every text valid, and the same whether it was drafted or not?"""
-    import jsonschema
-
-    from tests.structure.test_generated import schema_of
-
+    jsonschema, schema_of = import_module("jsonschema"), import_module("tests.structure.test_generated").schema_of
     llm = LLM(run.flags.model, threads=run.flags.threads, max_batch=32, max_length=1024)
     valid = equal = written = 0
     for first in range(0, run.flags.schemas, 32):
@@ -153,16 +148,15 @@ def schemas(run: Run) -> dict[str, int]:
             except (ValueError, jsonschema.ValidationError) as error:
                 run.say(f"not valid: {kind} {one.text!r}: {error}")
         run.say(f"{written} schemas, {valid} valid, {equal} equal")
-    return {"texts": written, "valid": valid, "equal": equal}
+        run.save({"schemas": {"texts": written, "valid": valid, "equal": equal}})
+    return {"schemas": {"texts": written, "valid": valid, "equal": equal}, "equal": written == valid == equal}
 
 
 def thinking(run: Run) -> Document:
     """Budgets, and schemas behind thinking, under every drafter: how many texts break them?"""
-    from tests.exactness.harness import DRAFTERS
-    from tests.structure import test_thinking as told
-
+    drafters, told = import_module("tests.exactness.harness").DRAFTERS, import_module("tests.structure.test_thinking")
     texts = broken = differ = 0
-    for drafter in DRAFTERS:
+    for drafter in drafters:
         for temperature, kinds in ((0.0, ("many tokens", "harmony")), (1.0, ("one token", "overrunning"))):
             for kind in kinds:
                 wanted, tokens = (told.written(kind, name, temperature)[0] for name in ("none", drafter))
@@ -174,7 +168,7 @@ def thinking(run: Run) -> Document:
                         broken += 1
                         run.say(f"{drafter}, {kind}: {error}")
         run.say(f"{drafter}: {texts} texts so far, {broken} broken, {differ} differ from plain's")
-    found = {"drafters": [*DRAFTERS], "texts": texts, "violations": broken, "differ": differ}
+    found = {"drafters": [*drafters], "texts": texts, "violations": broken, "differ": differ}
     return {"thinking": found, "equal": not (broken or differ)}
 
 
@@ -219,8 +213,8 @@ def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
     """A server as `forerun serve` starts it, on a free port."""
     from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.settings import ServerSettings
-    from tests.server.conftest import start_process
 
+    start_process = import_module("tests.server.conftest").start_process
     engine = {"max_batch": 1, "max_length": 1024, "threads": flags.threads}
     loader = Loader(LOAD_LLM, {"model": flags.model, "engine": engine, "drafting": {}})
     made, thread, url = start_process(loader, ServerSettings(("model",)))
