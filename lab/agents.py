@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from statistics import median
 from time import perf_counter, process_time
@@ -34,16 +35,13 @@ FILES = (
     "    def is_empty(self):\n        return not self.items\n",
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
     "def save(path, data):\n    with open(path, 'w') as file:\n        json.dump(data, file)\n",
-    "def mean(values):\n    return sum(values) / len(values)\n\n\ndef variance(values):\n    middle = mean(values)\n"
-    "    return sum((value - middle) ** 2 for value in values) / len(values)\n\n\ndef deviation(values):\n"
-    "    return variance(values) ** 0.5\n",
 )
 EDITS = (
     "Rename the function {0} to {0}_of everywhere it is used.",
     "Add a one-line docstring to the first function or method.",
     "Add a comment line `# checked` at the top of the file.",
 )
-NAMES = ("area", "push", "load", "mean")
+NAMES = ("area", "push", "load")
 USELESS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 )
@@ -93,33 +91,23 @@ def prediction(run: Run) -> Document:
 
 def structure(run: Run) -> Document:
     """Seconds per token with a JSON schema and without one, in batches of 1 and 32."""
-    known = import_module("tests.structure.answers").SCHEMAS
-    flags, found = run.flags, dict[str, Any]()
+    known, flags, found = import_module("tests.structure.answers").SCHEMAS, run.flags, dict[str, Any]()
     pairs = [(schema, text) for schema, texts in known.values() for text in texts]
     for batch in (1, 32):
         llm = LLM(flags.model, threads=flags.threads, max_batch=batch, max_length=1024)
-        count = (flags.limit or 24) if batch == 1 else 2
-        free, held = dict[int, int](), dict[int, int]()
+        written: dict[str, dict[int, int]] = {"schema": {}, "free": {}}
 
-        def with_schema(i: int, llm: LLM = llm, batch: int = batch, held: dict[int, int] = held) -> Any:
+        def write(name: str, i: int, llm: LLM = llm, batch: int = batch, written: Any = written) -> Any:
             some = [pairs[(i * batch + k) % len(pairs)] for k in range(batch)]
-            each = [{"json_schema": schema, "max_tokens": 200} for schema, _ in some]
-            done = llm.chat([[{"role": "user", "content": text}] for _, text in some], each)
-            held[i] = sum(one.tokens for one in done)
+            free = {"max_tokens": 40, "ignore_eos": True}
+            each = [{"json_schema": schema, "max_tokens": 200} if name == "schema" else free for schema, _ in some]
+            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for _, text in some], each)
+            written[name][i] = sum(one.tokens for one in done)
             return done
 
-        def without(i: int, llm: LLM = llm, batch: int = batch, free: dict[int, int] = free) -> Any:
-            some = [pairs[(i * batch + k) % len(pairs)][1] for k in range(batch)]
-            each = [{"max_tokens": 40, "ignore_eos": True} for _ in some]
-            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for text in some], each)
-            free[i] = sum(one.tokens for one in done)
-            return done
-
-        times, _, _ = alternate(run, {"schema": with_schema, "free": without}, count)
-        each_token = [
-            {name: part / sum((held if name[0] == "schema" else free).values()) for name, part in one.items()}
-            for one in times
-        ]
+        count = (flags.limit or 24) if batch == 1 else 2
+        times, _, _ = alternate(run, {name: partial(write, name) for name in written}, count)
+        each_token = [{key: part / sum(written[key[0]].values()) for key, part in one.items()} for one in times]
         found[f"batch {batch}"] = ratios(each_token, {"per token, schema over free": ("free", "schema")})
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
     return {"structure": found}
@@ -189,12 +177,6 @@ def server(run: Run) -> Document:
 
     with served(flags) as http:
 
-        def whole(i: int) -> Sequence[Completion]:
-            body = {"messages": [{"role": "user", "content": asked[i]}], **options}
-            answer = http.post("/v1/chat/completions", json=body).json()
-            texts["server", i] = answer["choices"][0]["message"]["content"]
-            return []
-
         def streamed(i: int) -> Sequence[Completion]:
             body = {"messages": [{"role": "user", "content": asked[i]}], **options, "stream": True}
             with http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -202,9 +184,9 @@ def server(run: Run) -> Document:
             texts["stream", i] = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
             return []
 
-        times, _, _ = alternate(run, {"library": library, "server": whole, "stream": streamed}, len(asked))
-    equal = all(texts["library", i] == texts["server", i] == texts["stream", i] for i in range(len(asked)))
-    pairs = {"server over library": ("library", "server"), "stream over library": ("library", "stream")}
+        times, _, _ = alternate(run, {"library": library, "stream": streamed}, len(asked))
+    equal = all(texts["library", i] == texts["stream", i] for i in range(len(asked)))
+    pairs = {"stream over library": ("library", "stream")}
     return {"server": {"texts": len(asked), "seconds": ratios(times, pairs, cpu=False, slower=True)}, "equal": equal}
 
 
