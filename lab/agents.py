@@ -1,7 +1,7 @@
 """Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
 
-    python -m lab agents prediction --model qwen2.5-coder-0.5b --json benchmarks/prediction-x86.json
-    python -m lab agents structure | thinking | server
+    python -m lab agents prediction --model qwen-0.5b --json benchmarks/agents-prediction-x86.json
+    python -m lab agents structure | schemas | thinking | server
 
 Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
 of CPU seconds, which the machine's other work changes less. The spread is that of the repeats.
@@ -14,6 +14,8 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from statistics import median
 from time import perf_counter, process_time
 from typing import Any
@@ -33,16 +35,13 @@ FILES = (
     "    def is_empty(self):\n        return not self.items\n",
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
     "def save(path, data):\n    with open(path, 'w') as file:\n        json.dump(data, file)\n",
-    "def mean(values):\n    return sum(values) / len(values)\n\n\ndef variance(values):\n    middle = mean(values)\n"
-    "    return sum((value - middle) ** 2 for value in values) / len(values)\n\n\ndef deviation(values):\n"
-    "    return variance(values) ** 0.5\n",
 )
 EDITS = (
     "Rename the function {0} to {0}_of everywhere it is used.",
     "Add a one-line docstring to the first function or method.",
     "Add a comment line `# checked` at the top of the file.",
 )
-NAMES = ("area", "push", "load", "mean")
+NAMES = ("area", "push", "load")
 USELESS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 )
@@ -51,7 +50,7 @@ Contender = Callable[[int], Sequence[Completion]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser.add_argument("part", choices=["prediction", "structure", "thinking", "server"])
+    parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
     share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
@@ -59,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def measure(run: Run) -> Document:
     """One of the parts."""
     parts: dict[str, Callable[[Run], Document]] = {
-        "prediction": prediction, "structure": structure, "thinking": thinking, "server": server,
+        "prediction": prediction, "structure": structure, "schemas": schemas, "thinking": thinking, "server": server,
     }  # fmt: skip
     return parts[run.flags.part](run)
 
@@ -70,8 +69,8 @@ def prediction(run: Run) -> Document:
     llm = LLM(flags.model, threads=flags.threads, max_batch=1)
     asked = [
         (f"{edit.format(name)} Answer with the whole file and nothing else.\n\n```python\n{file}```", file)
-        for name, file in zip(NAMES, FILES, strict=True)
         for edit in EDITS
+        for name, file in zip(NAMES, FILES, strict=True)
     ][: flags.limit]
 
     def contender(**options: Any) -> Contender:
@@ -91,48 +90,32 @@ def prediction(run: Run) -> Document:
 
 
 def structure(run: Run) -> Document:
-    """Seconds per token with a JSON schema and without one, in batches of 1 and 32; and texts of generated schemas."""
-    from tests.structure.answers import SCHEMAS
-
-    flags, found, equal = run.flags, dict[str, Any](), True
-    pairs = [(schema, text) for schema, texts in SCHEMAS.values() for text in texts]
+    """Seconds per token with a JSON schema and without one, in batches of 1 and 32."""
+    known, flags, found = import_module("tests.structure.answers").SCHEMAS, run.flags, dict[str, Any]()
+    pairs = [(schema, text) for schema, texts in known.values() for text in texts]
     for batch in (1, 32):
         llm = LLM(flags.model, threads=flags.threads, max_batch=batch, max_length=1024)
-        count = (flags.limit or 24) if batch == 1 else 2
-        free, held = dict[int, int](), dict[int, int]()
+        written: dict[str, dict[int, int]] = {"schema": {}, "free": {}}
 
-        def with_schema(i: int, llm: LLM = llm, batch: int = batch, held: dict[int, int] = held) -> Any:
+        def write(name: str, i: int, llm: LLM = llm, batch: int = batch, written: Any = written) -> Any:
             some = [pairs[(i * batch + k) % len(pairs)] for k in range(batch)]
-            each = [{"json_schema": schema, "max_tokens": 200} for schema, _ in some]
-            done = llm.chat([[{"role": "user", "content": text}] for _, text in some], each)
-            held[i] = sum(one.tokens for one in done)
+            free = {"max_tokens": 40, "ignore_eos": True}
+            each = [{"json_schema": schema, "max_tokens": 200} if name == "schema" else free for schema, _ in some]
+            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for _, text in some], each)
+            written[name][i] = sum(one.tokens for one in done)
             return done
 
-        def without(i: int, llm: LLM = llm, batch: int = batch, free: dict[int, int] = free) -> Any:
-            some = [pairs[(i * batch + k) % len(pairs)][1] for k in range(batch)]
-            each = [{"max_tokens": 40, "ignore_eos": True} for _ in some]
-            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for text in some], each)
-            free[i] = sum(one.tokens for one in done)
-            return done
-
-        times, _, _ = alternate(run, {"schema": with_schema, "free": without}, count)
-        each_token = [
-            {name: part / sum((held if name[0] == "schema" else free).values()) for name, part in one.items()}
-            for one in times
-        ]
+        count = (flags.limit or 24) if batch == 1 else 2
+        times, _, _ = alternate(run, {name: partial(write, name) for name in written}, count)
+        each_token = [{key: part / sum(written[key[0]].values()) for key, part in one.items()} for one in times]
         found[f"batch {batch}"] = ratios(each_token, {"per token, schema over free": ("free", "schema")})
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
-    found["schemas"] = schemas(run)
-    equal = found["schemas"]["valid"] == found["schemas"]["equal"] == found["schemas"]["texts"]
-    return {"structure": found, "equal": equal}
+    return {"structure": found}
 
 
-def schemas(run: Run) -> dict[str, int]:
+def schemas(run: Run) -> Document:
     """Generated schemas: is every text valid, and the same whether it was drafted or not?"""
-    import jsonschema
-
-    from tests.structure.test_generated import schema_of
-
+    jsonschema, schema_of = import_module("jsonschema"), import_module("tests.structure.test_generated").schema_of
     llm = LLM(run.flags.model, threads=run.flags.threads, max_batch=32, max_length=1024)
     valid = equal = written = 0
     for first in range(0, run.flags.schemas, 32):
@@ -153,16 +136,15 @@ def schemas(run: Run) -> dict[str, int]:
             except (ValueError, jsonschema.ValidationError) as error:
                 run.say(f"not valid: {kind} {one.text!r}: {error}")
         run.say(f"{written} schemas, {valid} valid, {equal} equal")
-    return {"texts": written, "valid": valid, "equal": equal}
+        run.save({"schemas": {"texts": written, "valid": valid, "equal": equal}})
+    return {"schemas": {"texts": written, "valid": valid, "equal": equal}, "equal": written == valid == equal}
 
 
 def thinking(run: Run) -> Document:
     """Budgets, and schemas behind thinking, under every drafter: how many texts break them?"""
-    from tests.exactness.harness import DRAFTERS
-    from tests.structure import test_thinking as told
-
+    drafters, told = import_module("tests.exactness.harness").DRAFTERS, import_module("tests.structure.test_thinking")
     texts = broken = differ = 0
-    for drafter in DRAFTERS:
+    for drafter in drafters:
         for temperature, kinds in ((0.0, ("many tokens", "harmony")), (1.0, ("one token", "overrunning"))):
             for kind in kinds:
                 wanted, tokens = (told.written(kind, name, temperature)[0] for name in ("none", drafter))
@@ -174,7 +156,7 @@ def thinking(run: Run) -> Document:
                         broken += 1
                         run.say(f"{drafter}, {kind}: {error}")
         run.say(f"{drafter}: {texts} texts so far, {broken} broken, {differ} differ from plain's")
-    found = {"drafters": [*DRAFTERS], "texts": texts, "violations": broken, "differ": differ}
+    found = {"drafters": [*drafters], "texts": texts, "violations": broken, "differ": differ}
     return {"thinking": found, "equal": not (broken or differ)}
 
 
@@ -195,12 +177,6 @@ def server(run: Run) -> Document:
 
     with served(flags) as http:
 
-        def whole(i: int) -> Sequence[Completion]:
-            body = {"messages": [{"role": "user", "content": asked[i]}], **options}
-            answer = http.post("/v1/chat/completions", json=body).json()
-            texts["server", i] = answer["choices"][0]["message"]["content"]
-            return []
-
         def streamed(i: int) -> Sequence[Completion]:
             body = {"messages": [{"role": "user", "content": asked[i]}], **options, "stream": True}
             with http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -208,9 +184,9 @@ def server(run: Run) -> Document:
             texts["stream", i] = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
             return []
 
-        times, _, _ = alternate(run, {"library": library, "server": whole, "stream": streamed}, len(asked))
-    equal = all(texts["library", i] == texts["server", i] == texts["stream", i] for i in range(len(asked)))
-    pairs = {"server over library": ("library", "server"), "stream over library": ("library", "stream")}
+        times, _, _ = alternate(run, {"library": library, "stream": streamed}, len(asked))
+    equal = all(texts["library", i] == texts["stream", i] for i in range(len(asked)))
+    pairs = {"stream over library": ("library", "stream")}
     return {"server": {"texts": len(asked), "seconds": ratios(times, pairs, cpu=False, slower=True)}, "equal": equal}
 
 
@@ -219,8 +195,8 @@ def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
     """A server as `forerun serve` starts it, on a free port."""
     from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.settings import ServerSettings
-    from tests.server.conftest import start_process
 
+    start_process = import_module("tests.server.conftest").start_process
     engine = {"max_batch": 1, "max_length": 1024, "threads": flags.threads}
     loader = Loader(LOAD_LLM, {"model": flags.model, "engine": engine, "drafting": {}})
     made, thread, url = start_process(loader, ServerSettings(("model",)))

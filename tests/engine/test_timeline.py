@@ -14,8 +14,8 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.clock import RoundClock
-from forerun.engine.engine import Engine, _seats
-from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, with_starters
+from forerun.engine.engine import Engine
+from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, seats_behind, with_starters
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import EngineStats
@@ -356,11 +356,11 @@ def test_whoever_one_more_token_ends_has_no_seat_in_the_round_behind_unless_that
     engine = engine_of()
     seqs = submit(engine, 3)
     last = launched(engine, seqs)
-    assert _seats(last, seqs) == [(seq, b) for b, seq in enumerate(seqs)]
+    assert seats_behind(last, seqs) == [(seq, b) for b, seq in enumerate(seqs)]
     (ends,) = submit(engine, 1, max_tokens=1)
-    assert _seats(last._replace(seqs=[*seqs, ends]), [*seqs, ends]) == [(seq, b) for b, seq in enumerate(seqs)]
-    assert _seats(last, [seqs[2], ends]) == [(seqs[2], 2), (ends, -1)]
-    assert _seats(last._replace(seqs=[ends, seqs[1]]), [seqs[1], ends, seqs[0]]) == [(seqs[1], 1), (seqs[0], -1)]
+    assert seats_behind(last._replace(seqs=[*seqs, ends]), [*seqs, ends]) == [(seq, b) for b, seq in enumerate(seqs)]
+    assert seats_behind(last, [seqs[2], ends]) == [(seqs[2], 2), (ends, -1)]
+    assert seats_behind(last._replace(seqs=[ends, seqs[1]]), [seqs[1], ends, seqs[0]]) == [(seqs[1], 1), (seqs[0], -1)]
 
 
 def test_a_round_is_read_without_the_sequences_that_have_ended() -> None:

@@ -20,33 +20,31 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import TypeGuard
 
 from forerun.control.base import Controller, PlansAhead, SeesPrompts
 from forerun.core.noise import fresh_seed
 from forerun.core.offer import RoundPlan
-from forerun.core.request import ALWAYS, TokenLogprob
+from forerun.core.request import TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
+from forerun.engine.budgets import cut_budgets, plan_of
 from forerun.engine.clock import RoundClock
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
-from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Timeline, with_starters
+from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Seats, Timeline, seats_behind, with_starters
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
 from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
 from forerun.engine.stats import EngineStats
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
-from forerun.verify.logprobs import row_logprobs
 
 log = logging.getLogger(__name__)
 
 NOT_DRAFTED = Budget(0, 0)
 SCORED_ROWS = 128  # of a prompt whose log-probabilities are asked for, in a pass
-# sequences of a round, and their places in the round before; -1 = none
-Seats = list[tuple[SequenceState, int]]
 
 
 class Engine:
@@ -148,7 +146,7 @@ class Engine:
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
         self.timeline.open(seqs)
         rows = self._prefill_share(len(seqs))
-        budgets = _cut_budgets(seqs, self.controller.plan(seqs))
+        budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._preempt)
         readers = scheduler.next_readers(rows) if rows else []
@@ -174,7 +172,7 @@ class Engine:
         assert change is not None, "a round is opened before it is launched"
         scores = self._score(seqs, trees, readers, rows)
         clock.lap("pass")
-        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, _plan_of(budgets, trees))
+        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, plan_of(budgets, trees))
         if self.timeline.depth > 1:
             self.deadline.note_start(launched, self.stats.now())
         self.timeline.launched(launched)
@@ -252,7 +250,7 @@ class Engine:
         if known is None or (known.next_roots is None and last.trees.form is None) or last.loses_logprobs:
             return None
         scheduler.start_those_read()  # whose prompts the last pass has completed
-        seats = _seats(last, self.running)
+        seats = seats_behind(last, self.running)
         seqs, joined = [seq for seq, _ in seats], [seq for seq, tree in seats if tree < 0]
         others = [*last.seqs, *joined]
         if len(joined) == len(seats) or not self._device_decides(others, known.sampled):
@@ -416,7 +414,7 @@ class Engine:
 
     def _score_prompt(self, seq: SequenceState) -> None:
         """Prefill a part of a prompt whose log-probabilities are asked for: as a chain, because trees have logits."""
-        clock, target, most = self.stats.clock(), self.target, seq.params.prompt_logprobs or 0
+        clock, target = self.stats.clock(), self.target
         self.timeline.open([seq])
         self.scheduler.begin([seq])
         at, needs = target.cached_tokens(seq), Needs(self._needs([seq]).hidden_layers)
@@ -431,7 +429,7 @@ class Engine:
         if part:
             chain, after = TreeBatch.chains([part], target.device), seq.tokens[at + 1 : at + 1 + len(part)]
             scores, verdict = target.score([so_far], chain, needs), Verdict.whole_chain(chain, after[-1:])
-            self._scored[seq.id] += row_logprobs(scores.required_logits, after, most)
+            self._scored[seq.id] += self.verifiers.prompt_logprobs(scores, seq, after)
             target.commit([so_far], chain, verdict)
             rows = self._note_prefill([seq], chain, clock.started)
             self.drafters.observe([seq], chain, Scores(None, scores.hidden), verdict)
@@ -576,47 +574,6 @@ class Engine:
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)
-
-
-def _seats(last: LaunchedRound, running: Sequence[SequenceState]) -> Seats:
-    """All running sequences but the ones that one more token ends."""
-    if last.seqs == running:  # the usual case
-        return [(seq, b) for b, seq in enumerate(running) if len(seq.tokens) + 1 < seq.max_length]
-    places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
-    seats = [(seq, places.get(seq.id, -1)) for seq in running]
-    return [(seq, tree) for seq, tree in seats if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
-
-
-def _cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> list[Budget]:
-    """The controller's budgets, or a request's own: no sequence drafts more than it can still take."""
-    budgets = []
-    for seq, plan in zip(seqs, planned, strict=True):
-        own = seq.request.budget
-        allowed = plan if own is None else _always(own)
-        if not allowed.nodes:
-            budgets.append(allowed)
-            continue
-        depth = min(allowed.depth, seq.room - 1)
-        nodes = allowed.nodes if depth > 0 else 0
-        fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
-        budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
-    return budgets
-
-
-@lru_cache(maxsize=64)
-def _always(budget: Budget) -> Budget:
-    """A request's own budget holds for all of its rounds."""
-    return replace(budget, repeats=ALWAYS)
-
-
-def _plan_of(budgets: Sequence[Budget], trees: TreeBatch) -> RoundPlan:
-    """The plan of a round with these budgets: for how many further rounds they hold, and who drafts."""
-    first, repeats = budgets[0], budgets[0].repeats
-    drafts = first.nodes > 0
-    if len(budgets) > 1 and not all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
-        repeats = min([budget.repeats for budget in budgets])
-        drafts = any([budget.nodes for budget in budgets])  # noqa: C419
-    return RoundPlan("trees" if trees.form is not None else "lookup" if drafts else "plain", repeats)
 
 
 def _plans_ahead(controller: Controller) -> TypeGuard[PlansAhead]:

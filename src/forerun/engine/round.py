@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+# sequences of a round, and their places in the round before; -1 = none
+Seats = list[tuple[SequenceState, int]]
 
 
 class Change:
@@ -279,6 +281,15 @@ def rows_of(rows: Tensor, which: Sequence[int]) -> Tensor:
     ends = [i for i in range(1, len(which)) if which[i] != which[i - 1] + 1]
     pieces = pairwise((0, *ends, len(which)))
     return torch.cat([rows[which[low] : which[high - 1] + 1] for low, high in pieces if low < high])
+
+
+def seats_behind(last: LaunchedRound, running: Sequence[SequenceState]) -> Seats:
+    """All running sequences but those that one more token ends."""
+    if last.seqs == running:  # the usual case
+        return [(seq, b) for b, seq in enumerate(running) if len(seq.tokens) + 1 < seq.max_length]
+    places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
+    seats = [(seq, places.get(seq.id, -1)) for seq in running]
+    return [(seq, tree) for seq, tree in seats if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
 
 
 def with_starters(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> TreeBatch:

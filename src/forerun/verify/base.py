@@ -92,6 +92,10 @@ class Verifiers(Protocol):
         """Of tokens[i] under the law after nodes[i] of its tree, which starts at `first`; and of the likeliest."""
         ...
 
+    def prompt_logprobs(self, scores: Scores, seq: Seq, tokens: Sequence[int]) -> Logprobs:
+        """Of tokens[i] of its prompt, under the model's own law at node i of a chain; and of the likeliest."""
+        ...
+
 
 class CompilesGrammars(Protocol):
     """What an engine asks for where an answer must match a structure."""

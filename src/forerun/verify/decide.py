@@ -12,7 +12,7 @@ from forerun.core.request import LawRules
 from forerun.core.types import Greedy, Laws, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.base import DecidedSeq, Logprobs, Traits, Verifier, traits_of
 from forerun.verify.greedy import greedy_verdict
-from forerun.verify.logprobs import send, token_logprobs
+from forerun.verify.logprobs import row_logprobs, send, token_logprobs
 from forerun.verify.sampled import decides_alike, kinds_of
 from forerun.verify.warp import keeps_argmax, reads_largest_only, warp
 
@@ -95,6 +95,9 @@ class VerifierPool:
         if laws.known is not None:
             return laws.known.of(seq.id, nodes, tokens)
         return token_logprobs(laws, [first + node for node in nodes], tokens, seq.params.logprobs or 0)
+
+    def prompt_logprobs(self, scores: Scores, seq: Seq, tokens: Sequence[int]) -> Logprobs:
+        return row_logprobs(scores.required_logits, tokens, seq.params.prompt_logprobs or 0)
 
 
 _traits = lru_cache(maxsize=1024)(Traits)
