@@ -202,6 +202,10 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
             .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
     fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
                     one(packed_weight(&layouts[4], VOCAB, WIDTH))};
+    if (window % 2) { /* parts that not every family has */
+        m.activation = FR_GELU_TANH, m.attention_cap = 2.0f, m.logit_cap = 3.0f, m.logit_scale = 0.7f, m.residual_scale = 0.6f;
+        layers[0].after_attention = layers[1].attention_norm, layers[1].after_mlp = layers[0].mlp_norm;
+    }
     size_t bytes = (size_t)(LAYERS * 2 * KV * SLOTS * DIM) * (HALF ? 2 : 4);
     void *kv = cache(LAYERS * 2 * KV * SLOTS * DIM), *before = malloc(bytes), *after = malloc(bytes);
     float *rows = floats(NODES * WIDTH);
