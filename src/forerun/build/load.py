@@ -129,7 +129,8 @@ def rehearse_verdicts(engine: Engine) -> None:
 
     Trees that a head grows on the device are decided there, by graphs; trees that the host has laid are decided by it.
     """
-    device = engine.target.shared().embed(torch.tensor([0])).device
+    shared = engine.target.shared()
+    device = None if shared is None else shared.embed(torch.tensor([0])).device
     usual = SamplingParams(max_tokens=8, temperature=1.0, seed=0)
     for params in (usual, replace(usual, top_p=0.9), replace(usual, top_k=20)):
         seq = engine.prepare(Request((0,), params, drafter="none"))
