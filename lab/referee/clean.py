@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.referee.ask import symbol_ids
 from forerun.referee.checkpoint import make_model
@@ -88,15 +89,19 @@ def tables(raw: dict[str, Any]) -> dict[str, Any]:
     limit, rows = alarms(), []
     if raw["simulated"]:
         failed = sum(p <= limit for p in raw["simulated"])
-        rows.append({"kind": "simulated: the laws, and two samples of one law", "runs": len(raw["simulated"]),
+        rows.append({"kind": "simulated: the laws, two samples of one law", "runs": len(raw["simulated"]),
+                     "checks": len(LAWS) + 1,
                      "tokens": len(LAWS) * TEXTS * LENGTH, "failed": failed})  # fmt: skip
     for drafter in DRAFTERS:
         some = [each["report"] for each in raw["real"] if each["drafter"] == drafter]
         if some:
             tokens = round(sum(each["tokens"] for each in some) / len(some))
             failed = sum(any(one["status"] == "fail" for one in each["checks"]) for each in some)
-            rows.append({"kind": f"real: our engine, {drafter}", "runs": len(some), "tokens": tokens, "failed": failed})
-    columns = {"kind": ["clean runs"], "runs": ["runs", ",d"], "tokens": ["tokens a run, about", ",d"],
+            passed = sum(one["status"] == "pass" for each in some for one in each["checks"]) / len(some)
+            rows.append({"kind": f"real: our engine, {drafter}", "runs": len(some), "checks": round(passed, 1),
+                         "tokens": tokens, "failed": failed})  # fmt: skip
+    columns = {"kind": ["clean runs"], "runs": ["runs", ",d"], "checks": ["checks a run", ".0f"],
+               "tokens": ["tokens a run, about", ",d"],
                "failed": ["failed", "d"]}  # fmt: skip
     found = {"clean": {"columns": columns, "rows": rows}} if rows else {}
     return found | ({"planted": _bugs(raw)} if raw["planted"] else {})
@@ -150,7 +155,8 @@ def _texts(pair: Pair, rules: Rules, rng: np.random.Generator, runs: int) -> tup
     """Tokens of texts drawn from the law itself, and the run that each is of, text by text."""
     table, steps, n = pair.target, [], TEXTS * runs
     tokens, ones = rng.integers(0, len(table.alphabet), (n, 1 + FAR)), np.eye(table.size)
-    used, seen = np.zeros((n, table.size)), ones[tokens].any(1)
+    used = np.zeros((n, table.size))
+    seen: NDArray[np.bool_] = np.asarray(ones[tokens].sum(1) > 0)
     going, before = np.ones(n, dtype=bool), np.full(n, 0.5)
     for step in range(LENGTH):
         contexts = Contexts(tokens[:, [-1, -2, -1 - FAR]], used, seen)
