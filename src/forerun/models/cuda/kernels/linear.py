@@ -232,8 +232,8 @@ def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.c
 # program that started early may share with them.
 #
 # Where rows have adapters (RANK > 0), what they add is added to the product before anything is made of it
-# (adapters.py). The kernel before this one is then `down`, whose programs let this one start when what the rows need was
-# written: only what `down` itself leaves is waited for, behind the product.
+# (adapters.py). The kernel before this one is then `down`, whose programs let this one start when what the rows need
+# was written: only what `down` itself leaves is waited for, behind the product.
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
            partial, counters, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride, N: tl.constexpr,
