@@ -73,10 +73,6 @@ def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Name
     target = random_target(name, kind)
     result = measure_passes(target, name, kind, rate, given.quick)
     result["prefill"] = measure_prefill(target, name)
-    if given.products and kind == "plain":
-        from lab.gpu.products import measure_products  # needs triton
-
-        result["products"] = measure_products(target, name, given.sweep)
     if not given.skip_rounds and kind == "plain":
         result["rounds"] = measure_rounds(target, name, batches=(1,) if given.quick else (1, 8))
     if given.long and name != "135m":
@@ -144,8 +140,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--weights", default="plain", help="kinds of weights: plain, int8, fp8, w4")
     add("--quick", action="store_true", help="few sizes of passes; texts shorter, no random trees, no transformers")
     add("--long", action="store_true", help="passes behind 32k tokens too")
-    add("--products", action="store_true", help="every product by number of rows")
-    add("--sweep", action="store_true", help="with --products: try other tiles")
     add("--skip-rounds", action="store_true", help="no rounds with a head")
     share(parser, plot=None)
     group = parser.add_argument_group("texts")

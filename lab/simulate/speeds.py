@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from forerun.core.offer import Form
 from forerun.drafters.device.features import PASSES
-from forerun.drafters.device.plan import FORMS, bucket_of, forms_for
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 
 # milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
@@ -100,39 +98,6 @@ def h200(**other: float) -> Speeds:
 
 
 AT_ONCE = Speeds({1: 0.0, MAX_ROWS: 0.0}, host=0.0, host_row=0.0)  # passes take no time
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedForms:
-    """The menu of a head on a GPU; implements forerun.drafters.device.protocol.DeviceMenu."""
-
-    speeds: Speeds
-    rate: float
-    switches: bool = True
-    complete_to: int = 0
-
-    def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
-        return Form(nodes, depth, width)
-
-    def knows(self, form: Form, batch: int) -> bool:
-        return True
-
-    def drafting(self, form: Form, batch: int) -> float:
-        return self.speeds.of_draft(form, bucket_of(batch))
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        return FORMS
-
-    def seconds(self, form: Form, batch: int) -> float:
-        listed = form in forms_for(bucket_of(batch))
-        return self.speeds.of_draft(form, bucket_of(batch)) if listed else math.inf
-
-    def rows(self, form: Form, batch: int) -> int:
-        return bucket_of(batch) * (form.nodes + 1)
-
-    def expected(self, form: Form) -> float:
-        return accepted_of(form, self.rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Requests with other drafters in the same engine: what one drafter did last says nothing about another's texts.
 
-The engine, controller and look-ups are real, the GPU is simulated (lab.simulate.recorded) and its clock has no
+The engine, controller and look-ups are real, the GPU is simulated (tests.simulate.recorded) and its clock has no
 noise, so that a contender's rounds can be compared one by one.
 """
 
@@ -19,9 +19,9 @@ from forerun.core.offer import Form, Offer, RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import PlainSeq, Request, Round
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from lab.simulate import recorded
-from lab.simulate.recorded import BOTH, CHAINS, HEAD, NEVER, NGRAM, WIDTHS, RecordedText, make
 from lab.simulate.speeds import SimulatedMenu
+from tests.simulate import recorded
+from tests.simulate.recorded import BOTH, CHAINS, HEAD, NEVER, NGRAM, WIDTHS, RecordedText, make
 
 SUFFIX, NONE = "suffix", "none"
 LENGTH = 64

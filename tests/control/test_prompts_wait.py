@@ -10,8 +10,9 @@ from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.core.offer import PLAIN
-from lab.simulate.load import Answered, SimulatedServer, asks
-from lab.simulate.speeds import SimulatedForms, h200
+from lab.simulate.speeds import h200
+from tests.simulate.head import SimulatedForms
+from tests.simulate.load import Answered, SimulatedServer, asks
 
 ROOM = 1024
 

@@ -8,7 +8,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.core.types import Round
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
-from lab.simulate.load import Ask, SimulatedServer
+from tests.simulate.load import Ask, SimulatedServer
 
 ANSWER = 64  # tokens: as many rounds as lie between trials, so that every trial is due with a new text
 

@@ -20,9 +20,9 @@ from forerun.drafters.device.plan import DraftMenu
 from forerun.drafters.device.protocol import DeviceDrafter, DeviceMenu
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.testing import FakeSeq
-from lab.simulate.head import SimulatedHead
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import VOCAB, make_target
+from tests.simulate.head import SimulatedHead
 
 ROOT = Path(forerun.__file__).parent
 FOLDER = ROOT / "drafters" / "device"

@@ -12,8 +12,8 @@ from forerun.core.params import SamplingParams
 from forerun.engine import round as rounds
 from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
 from lab.simulate.device import SimulatedDevice
-from lab.simulate.load import Answered, SimulatedServer, asks
 from tests.engine.test_driver import make
+from tests.simulate.load import Answered, SimulatedServer, asks
 
 A, B = object(), object()  # sequences
 ROUND = 8e-3

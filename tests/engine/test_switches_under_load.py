@@ -8,7 +8,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.engine.round import LaunchedRound
-from lab.simulate.load import SimulatedServer, asks
+from tests.simulate.load import SimulatedServer, asks
 
 CLIENTS = 48
 

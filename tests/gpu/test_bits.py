@@ -95,7 +95,7 @@ def test_wide_products_have_the_bits_of_narrow_ones(name: str) -> None:
     """And would not have them in another order of sums."""
     need_cuda()
     from forerun.models.cuda.steps.fused import FusedSteps
-    from lab.gpu.products import NAMES, count_differing, fill
+    from tests.gpu.wide_products import NAMES, count_differing, fill
 
     target = make_target(name, "cuda", torch.bfloat16, "triton")
     steps = target.passes.steps

@@ -29,8 +29,8 @@ from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.heads import BOX
 from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
-from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds
+from tests.simulate.head import SimulatedHead
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)
 TREES, CHAINS = 12, 16  # levels of trees that branch, and of chains

@@ -22,8 +22,8 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
-from lab.simulate.head import SimulatedHead
 from lab.simulate.speeds import Speeds, h200
+from tests.simulate.head import SimulatedHead
 
 HEAD = "head"
 RETURN = 1e-3  # seconds from the last token of an answer to the client's next request

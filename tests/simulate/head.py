@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from forerun.core.offer import Form, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.device.plan import ROOM, bucket_of, form_of, forms_for, trees_of
+from forerun.drafters.device.plan import FORMS, ROOM, bucket_of, form_of, forms_for, trees_of
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.models.base import Target
 from lab.simulate.device import SimulatedDevice
-from lab.simulate.speeds import SimulatedForms
+from lab.simulate.speeds import Speeds, accepted_of
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedForms:
+    """The menu of a head on a GPU; implements forerun.drafters.device.protocol.DeviceMenu."""
+
+    speeds: Speeds
+    rate: float
+    switches: bool = True
+    complete_to: int = 0
+
+    def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
+        return Form(nodes, depth, width)
+
+    def knows(self, form: Form, batch: int) -> bool:
+        return True
+
+    def drafting(self, form: Form, batch: int) -> float:
+        return self.speeds.of_draft(form, bucket_of(batch))
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return FORMS
+
+    def seconds(self, form: Form, batch: int) -> float:
+        listed = form in forms_for(bucket_of(batch))
+        return self.speeds.of_draft(form, bucket_of(batch)) if listed else math.inf
+
+    def rows(self, form: Form, batch: int) -> int:
+        return bucket_of(batch) * (form.nodes + 1)
+
+    def expected(self, form: Form) -> float:
+        return accepted_of(form, self.rate)
 
 
 class SimulatedHead(BaseDrafter):
