@@ -39,7 +39,7 @@ def test_while_the_gate_is_closed_rounds_are_plain_and_nobody_looks_anything_up(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LookupGate, "to_search", lambda self, ids, unread=False: ())
-    monkeypatch.setattr(LookupGate, "asks_all", lambda self, batch: False)
+    monkeypatch.setattr(LookupGate, "searches_all", lambda self, batch: False)
     texts = [(prompt, answer[:24]) for prompt, answer in made_texts(40, 0.9)]
     engine = make(drafter, texts, 40, None)
     looked = list[int]()
