@@ -9,7 +9,7 @@ import pytest
 
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.waiting import Waiting
+from forerun.control.overlap import Overlap
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Round
 from forerun.drafters.base import LookupDrafter
@@ -106,7 +106,7 @@ def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(lookup: type
 
 def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: as if every match were worth it."""
-    monkeypatch.setattr(Waiting, "waits", lambda self, chooser, head, offers: True)
+    monkeypatch.setattr(Overlap, "waits", lambda self, chooser, head, offers: True)
     target, some = counting_target(), asked(misleading(3), 24)
     texts, ahead = plain(target, some)
     engine = make(target, NgramDrafter())
