@@ -69,7 +69,8 @@ def test_repeats_wake_other_experts(tmp_path: Path) -> None:
 
     with patch.object(cost, "time_pass", watch):
         CostModel.measure(target, (1, 4), repeats=2)
-    assert min(map(len, seen.values())) >= 4
+    assert len(seen[4]) >= 4
+    assert len(seen[1]) >= 3  # a single token may come twice
     assert target.used_slots == 0
 
 

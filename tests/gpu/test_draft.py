@@ -98,7 +98,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(seed: int | None, monkeypa
         (path,), (bonus,) = verdict.to_host()
         seq.tokens += [*(as_lists(grown)[0][0][node] for node in path), bonus]
     # asked once, then ahead of rounds 2 to 4; round 4 wants a chain; ahead of 5 and 6, which wants nothing; then 7
-    assert launched == [(6, 3, 2)] * 4 + [(3, 3, 1)] * 3 + [(3, 3, 1)] * 2
+    assert [form.sizes for form in launched] == [(6, 3, 2)] * 4 + [(3, 3, 1)] * 3 + [(3, 3, 1)] * 2
     launched.clear()
     seq.max_length = len(seq.tokens) + 1
     grown = device.propose([seq], [Budget(3, 3)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from forerun.referee.ask import Ask, Mode, Refused
+from forerun.referee.ask import Ask, CountsDrafts, Mode, Refused
 from forerun.referee.evidence import Coin
 from forerun.referee.law_checks import LENGTH, symbols_of
 from forerun.referee.suite import Court, Finding, check
@@ -162,7 +162,7 @@ def usage(court: Court) -> Finding:
 @check("metrics.acceptance", "drafting figures add up, and drafts are accepted")
 def acceptance(court: Court) -> Finding:
     asks = [Ask(prompt, 60, Rules()) for prompt in court.prompts(16, salt=28)]
-    counted = getattr(court.target, "drafting", lambda: None)  # by the server, over all requests
+    counted = court.target.drafting if isinstance(court.target, CountsDrafts) else (lambda: None)
     before, answers, after = counted(), court.ask(asks), counted()
     drafted, accepted = sum(a.drafted or 0 for a in answers), sum(a.accepted or 0 for a in answers)
     if all(answer.drafted is None for answer in answers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from forerun.core.errors import ForerunError
 from forerun.referee.tables import Rules, Table
@@ -172,3 +172,12 @@ def _logprobs(found: Any) -> list[TokenLogprob] | None:
     tops = found.get("top_logprobs") or [{}] * len(found["tokens"])
     parts = zip(found["tokens"], found["token_logprobs"], tops, strict=True)
     return [TokenLogprob(text, value, top or {}) for text, value, top in parts]
+
+
+@runtime_checkable
+class CountsDrafts(Protocol):
+    """A target that counts drafting over all of its requests, beside or instead of each answer's figures."""
+
+    def drafting(self) -> tuple[int, int] | None:
+        """Drafted and accepted tokens so far; None = it does not say."""
+        ...
