@@ -32,9 +32,9 @@ TEXTS = {
     "/v1/messages": "max_tokens",
 }
 POSTS = (*TEXTS, "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats", "/is_sleeping")
+GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")
 # which nobody may ask without a key: test_adapters.py, test_sleep.py
-ADMINS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up")
+ADMINS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/is_sleeping")
 # requests to each route that takes a body; `make fuzz` asks for more
 COUNT = int(os.environ.get("FORERUN_FUZZ", "40"))
 LONGEST = 3  # tokens of a text
