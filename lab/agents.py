@@ -90,25 +90,27 @@ def prediction(run: Run) -> Document:
 
 
 def structure(run: Run) -> Document:
-    """Seconds per token with a JSON schema and without one, in batches of 1 and 32."""
+    """Texts with a JSON schema and as many tokens without one, in batches of 1 and 32."""
     known, flags, found = import_module("tests.structure.answers").SCHEMAS, run.flags, dict[str, Any]()
     pairs = [(schema, text) for schema, texts in known.values() for text in texts]
     for batch in (1, 32):
         llm = LLM(flags.model, threads=flags.threads, max_batch=batch, max_length=1024)
-        written: dict[str, dict[int, int]] = {"schema": {}, "free": {}}
+        lengths = dict[int, list[int]]()
 
-        def write(name: str, i: int, llm: LLM = llm, batch: int = batch, written: Any = written) -> Any:
+        def write(name: str, i: int, llm: LLM = llm, batch: int = batch, lengths: Any = lengths) -> Any:
             some = [pairs[(i * batch + k) % len(pairs)] for k in range(batch)]
-            free = {"max_tokens": 40, "ignore_eos": True}
-            each = [{"json_schema": schema, "max_tokens": 200} if name == "schema" else free for schema, _ in some]
-            done = llm.chat([[{"role": "user", "content": f"{text} Answer in JSON."}] for _, text in some], each)
-            written[name][i] = sum(one.tokens for one in done)
+            chats = [[{"role": "user", "content": f"{text} Answer in JSON."}] for _, text in some]
+            if name == "free":  # as long as the structured texts, which are written first
+                return llm.chat(chats, [{"max_tokens": length, "ignore_eos": True} for length in lengths[i]])
+            done = llm.chat(chats, [{"json_schema": schema, "max_tokens": 200} for schema, _ in some])
+            lengths[i] = [one.tokens for one in done]
             return done
 
         count = (flags.limit or 24) if batch == 1 else 2
-        times, _, _ = alternate(run, {name: partial(write, name) for name in written}, count)
-        each_token = [{key: part / sum(written[key[0]].values()) for key, part in one.items()} for one in times]
-        found[f"batch {batch}"] = ratios(each_token, {"per token, schema over free": ("free", "schema")})
+        for i in range(count):
+            write("schema", i)
+        times, _, _ = alternate(run, {name: partial(write, name) for name in ("schema", "free")}, count)
+        found[f"batch {batch}"] = ratios(times, {"schema over free": ("free", "schema")})
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
     return {"structure": found}
 
