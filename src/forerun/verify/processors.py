@@ -8,10 +8,12 @@ their ancestors.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +57,9 @@ def _failed(error: Exception) -> CannotSample:
 
 def _processed(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) -> Tensor:
     for process in processors:
+        if isinstance(process, Masks):
+            row = keep_allowed(row, process.allowed(prefix))
+            continue
         after = process(prefix, row.clone())
         if not isinstance(after, Tensor) or after.shape != row.shape:
             got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
@@ -65,14 +70,25 @@ def _processed(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) 
     return row
 
 
-class Allow:
+class Masks:
+    """A processor that rules tokens out and changes nothing else: its logits need no copy and no check."""
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        return keep_allowed(logits, self.allowed(prefix))
+
+    @abstractmethod
+    def allowed(self, prefix: Prefix) -> Allowed:
+        """What may follow."""
+
+
+class Allow(Masks):
     """A processor that keeps what a rule allows: `Allow(lambda prefix: [5, 6])`."""
 
     def __init__(self, rule: Callable[[Prefix], Allowed]) -> None:
         self.rule = rule
 
-    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        return keep_allowed(logits, self.rule(prefix))
+    def allowed(self, prefix: Prefix) -> Allowed:
+        return self.rule(prefix)
 
 
 class State(Protocol):
@@ -87,7 +103,7 @@ class State(Protocol):
         ...
 
 
-class AllowByState:
+class AllowByState(Masks):
     """A processor that follows an output through states; committed tokens and drafts share them.
 
     The state after a prefix comes from that of the prefix without its last token, which is nearly always cached: a
@@ -99,8 +115,8 @@ class AllowByState:
         self._start = start
         self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
 
-    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        return keep_allowed(logits, self.state(prefix.output).allowed())
+    def allowed(self, prefix: Prefix) -> Allowed:
+        return self.state(prefix.output).allowed()
 
     def state(self, output: tuple[int, ...]) -> State:
         """The state after an output."""
@@ -124,8 +140,8 @@ def keep_allowed(logits: Tensor, allowed: Allowed) -> Tensor:
     if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
         mask = _sized(allowed, len(logits))
     elif isinstance(allowed, Tensor) and allowed.dtype == torch.int32:
-        bits = allowed.cpu()[:, None] >> torch.arange(32, dtype=torch.int32)  # [words, 32]
-        mask = _sized((bits & 1).bool().flatten(), len(logits))
+        bits = np.unpackbits(allowed.cpu().numpy().view(np.uint8), bitorder="little")
+        mask = _sized(torch.from_numpy(bits).bool(), len(logits))
     else:
         ids = torch.as_tensor(allowed, dtype=torch.long)
         mask = torch.zeros(len(logits), dtype=torch.bool)

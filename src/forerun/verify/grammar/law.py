@@ -17,13 +17,13 @@ from torch import Tensor
 
 from forerun.core.errors import GrammarFailed, brief
 from forerun.core.params import Prefix
-from forerun.verify.processors import keep_allowed
+from forerun.verify.processors import Allowed, Masks
 
 _NO_TEXT = "NoExtension"  # llguidance's word where nothing can follow
 KEPT = 256  # masks: those of a round, and of a drafter that asked before
 
 
-class GrammarLaw:
+class GrammarLaw(Masks):
     """Implements forerun.core.params.LawProcessor, for the nodes of one text.
 
     One matcher of llguidance goes from node to node: back to where the paths part, then on. What it has built for
@@ -37,14 +37,14 @@ class GrammarLaw:
         self._read: tuple[int, ...] = ()  # what the matcher has read of the output
         self._known: OrderedDict[tuple[int, ...], Tensor | GrammarFailed] = OrderedDict()  # by output
 
-    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+    def allowed(self, prefix: Prefix) -> Allowed:
         output = prefix.output
         if not self._ends.isdisjoint(output):  # it is complete: whoever ignores the end reads it again
-            return keep_allowed(logits, sorted(self._ends))
+            return sorted(self._ends)
         found = self._mask(output)
         if isinstance(found, GrammarFailed):
             raise found.with_traceback(None)
-        return keep_allowed(logits, found)
+        return found
 
     def forced(self, prefix: Prefix) -> list[int]:
         """The tokens that must follow: the mask that is made here is the one that the coming round asks for."""
