@@ -255,6 +255,14 @@ def test_rounds_without_text_do_not_end_a_stream(served: Running, http: httpx.Cl
     assert events[-1] in ("message_stop", "response.incomplete")
 
 
+def becomes(served: Running, running: int) -> bool:
+    """Does the server come to write this number of texts?"""
+    deadline = time.monotonic() + 20
+    while (found := served.stats()["running"]) != running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(found == running)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_a_client_that_leaves_ends_its_text(served: Running, http: httpx.Client, path: str) -> None:
     own = {"input": SAYS} if path == "/v1/responses" else {"messages": ASKED["messages"], "max_tokens": 900}
@@ -262,10 +270,7 @@ def test_a_client_that_leaves_ends_its_text(served: Running, http: httpx.Client,
     with http.stream("POST", path, json={**own, **slow}) as answer:
         for line in answer.iter_lines():
             if "delta" in line:
-                assert served.stats()["running"] == 1
+                assert becomes(served, 1), "figures may be old on a busy machine, but not for long"
                 break
-    deadline = time.monotonic() + 20
-    while served.stats()["running"] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert served.stats()["running"] == 0
+    assert becomes(served, 0)
     assert http.get("/metrics").text.count(f'route="{path}",status="200"')
