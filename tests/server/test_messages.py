@@ -243,6 +243,7 @@ def test_either_header_brings_the_key() -> None:
         thread.join(30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_rounds_without_text_do_not_end_a_stream(served: Running, http: httpx.Client, path: str) -> None:
     """A token that is a part of a character adds no text."""
