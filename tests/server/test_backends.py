@@ -151,6 +151,17 @@ def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
     run(work)
 
 
+def test_a_report_that_is_lost_does_not_end_later_ones() -> None:
+    async def work(backend: ProcessBackend, engine: Idle) -> None:
+        backend.patience = 0.01
+        await backend.refresh()
+        assert [what for what, _ in await engine.orders()] == ["report"], "nobody answers it"
+        backend.patience = 60.0
+        await refresh(backend, engine)
+
+    run(work)
+
+
 def test_an_engine_that_was_lost_is_started_again_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "EngineProcess", Idle)
 

@@ -116,6 +116,7 @@ class ProcessBackend(Backend):
         try:
             packed = await asyncio.wait_for(asyncio.shield(self._asked), self.patience)
         except (TimeoutError, ForerunError):
+            self._asked = None  # an answer that was lost must not end all later ones
             return
         self._report = Report.unpacked(packed)
 
