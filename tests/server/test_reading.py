@@ -15,7 +15,6 @@ import pytest
 from forerun import LLM
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server import reading
-from forerun.server.backends.channel import Channel
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
 from forerun.server.service import QUICK
