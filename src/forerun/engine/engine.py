@@ -144,10 +144,9 @@ class Engine:
 
     def _queue_outgrown(self) -> None:
         """Texts that are too long for what is cached of them (`Target.reaches`) are read anew."""
-        running = self.running
-        if not running or (reaches := self.target.reaches(running)) is None:
+        if (reaches := self.target.reaches(self.running)) is None:
             return
-        for seq, reach in zip(running, reaches, strict=True):
+        for seq, reach in zip(self.running, reaches, strict=True):
             if len(seq.tokens) > reach:
                 self.timeline.send_back(seq)
         self.timeline.change = None
