@@ -13,7 +13,7 @@ from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
-from forerun.models.layers import by_expert, route
+from forerun.models.layers import activate, by_expert, route, softcap_
 from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
@@ -30,7 +30,10 @@ class PlainSteps:
         self._written: tuple[Run, Tensor, Tensor] | None = None  # a run, its rows that are written, their slots
 
     def embed(self, run: Run) -> None:
-        self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
+        rows, scale = F.embedding(run.tokens.long(), self.model.embedding), self.model.config.embedding_scale
+        if scale != 1.0:
+            rows = rows * torch.tensor(scale, dtype=rows.dtype)
+        self.buffers.x[: run.size.rows] = rows.float()
 
     def qkv(self, run: Run, layer: int) -> None:
         if layer == 0:  # another pass: its integers lie where those of the last one lay
@@ -83,31 +86,39 @@ class PlainSteps:
         return self._seen[2:]
 
     def leave_attention(self, run: Run, layer: int) -> None:
-        rows = run.size.rows
-        given = self.buffers.found[:rows]
-        self.buffers.x[:rows] += self._adapted(run, layer, "o", given, times(given, self.model.layers[layer].o)).float()
+        given, weights = self.buffers.found[: run.size.rows], self.model.layers[layer]
+        found = self._adapted(run, layer, "o", given, times(given, weights.o))
+        self._add(found, weights.after_attention_norm)
 
     def gate(self, run: Run, layer: int) -> None:
         weights, rows = self.model.layers[layer], run.size.rows
         given = self._normed(run, weights.mlp_norm)
         both = self._adapted(run, layer, "gate", given, times(given, weights.gate_up)).view(rows, -1, 2)
-        self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
+        self.buffers.inner[:rows] = activate(both[..., 0], self.model.config.activation) * both[..., 1]
 
     def leave_mlp(self, run: Run, layer: int) -> None:
-        rows = run.size.rows
-        given, weight = self.buffers.inner[:rows], self.model.layers[layer].down
-        self.buffers.x[:rows] += self._adapted(run, layer, "down", given, times(given, weight)).float()
+        given, weights = self.buffers.inner[: run.size.rows], self.model.layers[layer]
+        self._add(self._adapted(run, layer, "down", given, times(given, weights.down)), weights.after_mlp_norm)
+
+    def _add(self, found: Tensor, norm: Tensor | None) -> None:
+        """To the residual stream, normed where the layer norms it."""
+        found = found.float()
+        if norm is not None:
+            found = F.rms_norm(found, norm.shape, norm.float(), self.model.config.norm_eps)
+        self.buffers.x[: len(found)] += found
 
     def normalise(self, run: Run, into: Tensor) -> None:
         into[: run.size.rows] = self._normed(run, self.model.final_norm)
 
     def head(self, run: Run) -> None:
-        found = times(self._normed(run, self.model.final_norm), self.model.head)
-        self.buffers.logits[: run.size.rows] = found.float()
+        self._put_logits(self._normed(run, self.model.final_norm))
 
     def head_of_normed(self, run: Run) -> None:
-        rows = run.size.rows
-        self.buffers.logits[:rows] = times(self.buffers.rows[:rows], self.model.head).float()
+        self._put_logits(self.buffers.rows[: run.size.rows])
+
+    def _put_logits(self, rows: Tensor) -> None:
+        found, cap = times(rows, self.model.head).float(), self.model.config.logit_softcap
+        self.buffers.logits[: len(rows)] = found if cap is None else softcap_(found, cap)
 
     def on(self, model: Model) -> PlainSteps:
         steps = copy.copy(self)
