@@ -47,6 +47,7 @@ _HAS = {
     "rotations of neighbours",
     "layers without positions",
     "sliding windows",
+    "soft caps of attention scores",
 }
 _HAS |= {"experts"}
 
@@ -84,6 +85,7 @@ class Layer:
     experts: ExpertWeights | None = None
     after_attention_norm: Tensor | None = None  # [D] of what attention adds to the residual stream
     after_mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
 
 
 class Model:
@@ -279,7 +281,7 @@ class Steps(Protocol):
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
-    kinds = [(layer.window, layer.rope is None, layer.experts is None) for layer in layers]
+    kinds = [(layer.window, layer.rope is None, layer.experts is None, layer.sinks is None) for layer in layers]
     return sorted({*map(kinds.index, kinds), len(layers) - 1})
 
 
