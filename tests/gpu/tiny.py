@@ -76,7 +76,7 @@ _GEMMA3 = {
 SHAPES["with-gemma2"] = _GEMMA2
 SHAPES["with-gemma3"] = {**_GEMMA3, "hidden_size": 96, "head_dim": 32}
 SHAPES["with-glm4"] = {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True}
-SHAPES["with-large-gemma2"] = {**SHAPES["large"], **_GEMMA2}
+SHAPES["with-large-gemma2"] = {**SHAPES["large"], **_GEMMA2, "tie_word_embeddings": False}
 SHAPES["with-large-gemma3"] = {
     **SHAPES["large"],
     **_GEMMA3,
@@ -84,6 +84,7 @@ SHAPES["with-large-gemma3"] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 256,
+    "tie_word_embeddings": False,
 }
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", "with-large-gemma2", "with-large-gemma3")
