@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,16 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
 from forerun.models.load.adapter import Adapter
 from tests.gpu.heads import both_drafters
-from tests.gpu.tiny import DEVICES, VOCAB, make_reference, make_target, need_cuda, weights_of, where_kernels_run
+from tests.gpu.tiny import (
+    DEVICES,
+    VOCAB,
+    fused_on_a_cpu,
+    make_reference,
+    make_target,
+    need_cuda,
+    weights_of,
+    where_kernels_run,
+)
 
 COMPANY = (3, 9, 17, 70, 150)  # sequences of six rows
 FORMS = {"chain": Budget(3, 3), "tree": Budget(7, 3, 3)}
@@ -347,20 +355,13 @@ def _laid_out(up: Tensor, part: str) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2", "with-gemma3"])
 def test_kernels_of_a_pass_say_what_torch_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if where_kernels_run().type == "cuda":
         pytest.skip("the tests above do this on a GPU, in 16 bits")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132)
-    )
-    from forerun.models.cuda.steps.fused import FusedSteps
-
     texts = [text_of(i, 6) for i in range(3)]
     adapters = [make_adapter(name, 1, 4), make_adapter(name, 2, 20)]
-    target = make_target(name, "cpu")
-    target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data)
+    target = fused_on_a_cpu(make_target(name, "cpu"), monkeypatch)
     own = [None, *[target.load_adapter(str(i), i, one) for i, one in enumerate(adapters)]]
     found = score(target, texts, own, 3).view(3, 3, -1)
     for text, adapter, logits in zip(texts, [None, *adapters], found, strict=True):

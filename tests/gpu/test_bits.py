@@ -14,6 +14,7 @@ from forerun.testing import FakeSeq, path_to, random_tree
 from tests.gpu.tiny import VOCAB, make_target, need_cuda
 
 pytestmark = pytest.mark.gpu
+GEMMA = ("with-gemma2", "with-gemma3", "with-large-gemma2", "with-large-gemma3")
 
 
 def _text(rng: random.Random, length: int) -> list[int]:
@@ -24,7 +25,7 @@ def _score(target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch) -> Tensor
     return target.score(seqs, trees, Needs()).required_logits.clone()  # the next pass overwrites them
 
 
-@pytest.mark.parametrize("name", ["smollm2", "wide-heads", "mistral", "qwen3", "large", "odd"])
+@pytest.mark.parametrize("name", ["smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA])
 def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
     need_cuda()
     rng = random.Random(7)
@@ -52,7 +53,7 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA])
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
@@ -90,7 +91,7 @@ def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["large", "odd", "wide-qwen2", "wide-qwen3"])
+@pytest.mark.parametrize("name", ["large", "odd", "wide-qwen2", "wide-qwen3", *GEMMA[2:]])
 def test_wide_products_have_the_bits_of_narrow_ones(name: str) -> None:
     """And would not have them in another order of sums."""
     need_cuda()
@@ -130,7 +131,7 @@ def _nothing(trees: TreeBatch, bonus: int) -> Verdict:
     return Verdict.of([[]], [bonus], trees.tokens.device)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3", "large"])
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3", "large", *GEMMA])
 def test_kernels_agree_with_plain_torch_on_random_trees(name: str) -> None:
     need_cuda()
     rng = random.Random(11)

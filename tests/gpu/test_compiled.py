@@ -22,7 +22,7 @@ from tests.gpu.test_bits import WIDTHS
 from tests.gpu.tiny import VOCAB, make_reference, make_target, need_cuda, weights_of
 
 KINDS: list[WeightKind] = ["int8", "fp8", "w4"]
-NAMES = ["large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"]
+NAMES = ["large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", "with-large-gemma2", "with-large-gemma3"]
 
 
 def rounded(weight: Tensor, kind: WeightKind, head: bool = False) -> Tensor:
@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str, kind: WeightKind) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["large", "wide-split"])
+@pytest.mark.parametrize("name", ["large", "wide-split", "with-large-gemma3"])
 def test_a_node_has_the_same_bits_in_any_company(name: str, kind: WeightKind) -> None:
     target, rng = _target(name, kind), random.Random(7)
     alone = _target(name, kind)

@@ -5,11 +5,21 @@ import torch
 
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.types import Needs, TreeBatch
-from forerun.models.config import DecoderConfig
+from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.cuda.network import check_supported
 from forerun.models.families import FAMILIES
 from forerun.testing import FakeSeq, check_target
-from tests.gpu.tiny import SHAPES, SMALL, VOCAB, make_reference, make_target, need_cuda, weights_of
+from tests.gpu.tiny import (
+    SHAPES,
+    SMALL,
+    VOCAB,
+    fused_on_a_cpu,
+    make_reference,
+    make_target,
+    need_cuda,
+    weights_of,
+    where_kernels_run,
+)
 
 ON_A_CPU = [(name, "cpu") for name in SMALL]
 ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SHAPES if name != "large"]
@@ -56,6 +66,21 @@ def test_logits_are_those_of_transformers(name: str, device: str) -> None:
     assert off < (1e-4 if device == "cpu" else 0.1) * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_kernels_in_the_interpreter_say_what_transformers_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where_kernels_run().type == "cuda":
+        pytest.skip("the test above does this on a GPU, in 16 bits")
+    tokens = torch.randint(VOCAB, (1, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = make_reference(name)(tokens, use_cache=False).logits[0, 22:]
+    target = fused_on_a_cpu(make_target(name, "cpu"), monkeypatch)
+    seq = FakeSeq(1, tokens[0, :23].tolist())
+    target.prefill([seq], Needs())
+    got = target.score([seq], TreeBatch.chains([tokens[0, 22:].tolist()]), Needs()).required_logits
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_more_nodes_than_one_pass_takes_are_scored_in_several() -> None:
     target = make_target("llama", "cpu")
     seqs = [FakeSeq(i, [i + 1, 5, 7]) for i in range(4)]
@@ -91,12 +116,12 @@ def test_what_it_cannot_run_is_refused() -> None:
     config, _ = weights_of(make_reference("llama"))
     with pytest.raises(UnsupportedModel, match="head_dim=24"):
         check_supported(_changed(config, head_dim=24))
-    with pytest.raises(UnsupportedModel, match="GeGLU"):
-        check_supported(_changed(config, activation="gelu_tanh"))
-    with pytest.raises(UnsupportedModel, match="norms behind attention"):
-        check_supported(_changed(config, norms=FAMILIES["gemma2"].norms))
-    with pytest.raises(UnsupportedModel, match="soft caps of logits"):
-        check_supported(_changed(config, logit_softcap=30.0))
+    with pytest.raises(UnsupportedModel, match="layers without a norm before attention"):
+        check_supported(_changed(config, norms=FAMILIES["olmo2"].norms))
+    with pytest.raises(UnsupportedModel, match="scaled residuals"):
+        check_supported(_changed(config, residual_scale=0.5))
+    with pytest.raises(UnsupportedModel, match="its experts have GeGLU"):
+        check_supported(_changed(config, activation="gelu_tanh", moe=MoeConfig(4, 2, 16, True, None)))
 
 
 def _changed(config: DecoderConfig, **values: object) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -57,8 +58,36 @@ SHAPES["wide-qwen3"] = {**SHAPES["large"], "model_type": "qwen3"}
 # fused projections and a part of each head that rotates; rotations of neighbours (named so that other seeds stay)
 SHAPES["with-phi3"] = {"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 9}
 SHAPES["with-glm"] = {"model_type": "glm", "partial_rotary_factor": 0.5, "attention_bias": True}
+# norms behind each part, GeGLU, caps, windows and ropes by layer; heads whose norms take a whole row
+_GEMMA2 = {
+    "model_type": "gemma2",
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "rope_local_base_freq": 100.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+SHAPES["with-gemma2"] = _GEMMA2
+SHAPES["with-gemma3"] = {**_GEMMA3, "hidden_size": 96, "head_dim": 32}
+SHAPES["with-glm4"] = {"model_type": "glm4", "partial_rotary_factor": 0.5, "attention_bias": True}
+SHAPES["with-large-gemma2"] = {**SHAPES["large"], **_GEMMA2, "tie_word_embeddings": False}
+SHAPES["with-large-gemma3"] = {
+    **SHAPES["large"],
+    **_GEMMA3,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "tie_word_embeddings": False,
+}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
-WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3")
+WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", "with-large-gemma2", "with-large-gemma3")
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
 
@@ -76,6 +105,17 @@ def where_kernels_run() -> torch.device:
     if not torch.cuda.is_available() or find_spec("triton") is None:
         pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
     return torch.device("cuda")
+
+
+def fused_on_a_cpu(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> CudaDecoder:
+    """A target on a CPU whose passes run the kernels, in Triton's interpreter."""
+    from forerun.models.cuda.steps.fused import FusedSteps
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data)
+    return target
 
 
 def make_reference(name: str, seed: int | None = None) -> Any:

@@ -87,9 +87,9 @@ def test_neighbours_do_not_change_scores(pair: tuple[Any, Decoder]) -> None:
         decoder.release(seq)
 
 
-@pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])
-def test_ropes_that_depend_on_the_length(name: str, tmp_path: Path) -> None:
-    model = make_reference(name)
+def test_ropes_that_stretch_with_the_length(tmp_path: Path) -> None:
+    """By what a text may become; longropes are tested in tests/engine/test_longrope.py."""
+    model = make_reference("llama-dynamic")
     decoder = make_decoder(*save(model, tmp_path))
     text = _text(3, 90)
     wanted = reference_logits(model, text)

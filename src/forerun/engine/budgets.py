@@ -12,16 +12,23 @@ from forerun.core.types import Budget, TreeBatch
 from forerun.engine.sequence import SequenceState
 
 
-def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> list[Budget]:
-    """The controller's budgets, or a request's own: no sequence drafts more than it can still take."""
+def cut_budgets(
+    seqs: Sequence[SequenceState], planned: Sequence[Budget], reaches: Sequence[int] | None = None
+) -> list[Budget]:
+    """The controller's budgets, or a request's own: no sequence drafts more than it can still take.
+
+    `reaches`: the target's (`Target.reaches`).
+    """
     budgets = []
-    for seq, plan in zip(seqs, planned, strict=True):
+    for b, (seq, plan) in enumerate(zip(seqs, planned, strict=True)):
         own = seq.request.budget
         allowed = plan if own is None else _always(own)
         if not allowed.nodes:
             budgets.append(allowed)
             continue
         depth = min(allowed.depth, seq.room - 1)
+        if reaches is not None:
+            depth = min(depth, reaches[b] - len(seq.tokens))
         nodes = allowed.nodes if depth > 0 else 0
         fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
         budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))

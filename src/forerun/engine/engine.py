@@ -135,18 +135,28 @@ class Engine:
         """Launch a round of all running sequences, if there are any; where there are none, prefill prompts first."""
         scheduler = self.scheduler
         scheduler.start_those_read()
+        self._queue_outgrown()
         if reads and not scheduler.running and scheduler.has_prompts:
             self._prefill()
             scheduler.start_those_read()
         if scheduler.running and self.timeline.first is None:
             self._plan_and_launch(scheduler.running)
 
+    def _queue_outgrown(self) -> None:
+        """Texts that are too long for what is cached of them (`Target.reaches`) are read anew."""
+        if (reaches := self.target.reaches(self.running)) is None:
+            return
+        for seq, reach in zip(self.running, reaches, strict=True):
+            if len(seq.tokens) > reach:
+                self.timeline.send_back(seq)
+        self.timeline.change = None
+
     def _plan_and_launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
         self.timeline.open(seqs)
         rows = self._prefill_share(len(seqs))
-        budgets = cut_budgets(seqs, self.controller.plan(seqs))
+        budgets = cut_budgets(seqs, self.controller.plan(seqs), self.target.reaches(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._preempt)
         readers = scheduler.next_readers(rows) if rows else []

@@ -169,6 +169,13 @@ class Target(Protocol):
         """How many tokens of a sequence were found, and not computed, when it was first prefilled."""
         ...
 
+    def reaches(self, seqs: Sequence[Seq]) -> Sequence[int] | None:
+        """How long each may become as it is cached; None = as long as any. Beyond, positions mean something else.
+
+        A sequence that has become longer is released and prefilled anew, and no tree goes beyond.
+        """
+        ...
+
     def cached_tokens(self, seq: Seq) -> int:
         """How many tokens of a sequence are cached: it grows while a long prompt is prefilled, pass by pass.
 
@@ -200,6 +207,9 @@ class BaseTarget:
         return Abilities.of(self.device)
 
     def shared(self) -> SharedWeights | None:
+        return None
+
+    def reaches(self, seqs: Sequence[Seq]) -> Sequence[int] | None:
         return None
 
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:

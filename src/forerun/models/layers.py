@@ -85,10 +85,11 @@ def norm_heads_(rotary: Tensor, weight: Tensor, heads: int, whole: bool, eps: fl
 def gate(x: Tensor, activation: Activation) -> Tensor:
     """[M, 2I], gate and up side by side -> activation(gate) * up [M, I]."""
     inner = x.shape[-1] // 2
-    opened = x[:, :inner]
-    if activation == "silu":
-        return F.silu(opened).mul_(x[:, inner:])
-    return F.gelu(opened, approximate="tanh").mul_(x[:, inner:])
+    return activate(x[:, :inner], activation).mul_(x[:, inner:])
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 def softcap_(logits: Tensor, cap: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Rotary positions (RoPE): the settings of a rope, and the frequencies that follow from them.
 
-The two kinds whose frequencies depend on the sequence length (dynamic, longrope) use the length that a sequence
-*may become*, which is known when it is admitted. So a sequence keeps one set of frequencies: keys never have to
-be computed again, and no neighbour in the batch can change them.
+Two kinds have frequencies that depend on the sequence length. Longrope has two sets, for texts of up to `context`
+tokens and for longer ones: a text that grows beyond is read anew (docs/decisions/16). Dynamic ropes use the length that
+a sequence *may become*, which is known when it is admitted: keys never have to be computed again.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class SlotTarget(BaseTarget):
         """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes."""
         self.config, self._dtype, self.device = config, dtype, device
         self.vocab_size, self.max_length = config.vocab_size, config.max_length
-        self._lengths: dict[int, int] = {}  # sequence -> how long it may become
+        self._lengths: dict[int, int] = {}  # sequence -> the length that ropes with regimes take for its own
+        kinds = {rope.kind: rope.context for rope in config.ropes}
+        self._stretches, self._switch = "dynamic" in kinds, kinds.get("longrope")
         self._wanted: frozenset[int] = frozenset()  # hidden layers of the last pass
         kept = kv_dtype or dtype
         self.kv = PagedKV(
@@ -107,6 +109,11 @@ class SlotTarget(BaseTarget):
         except InvalidInput:
             return 0
 
+    def reaches(self, seqs: Sequence[Seq]) -> list[int] | None:
+        if (switch := self._switch) is None:
+            return None
+        return [switch if self._lengths.get(seq.id, 0) <= switch else self.max_length for seq in seqs]
+
     def release(self, seq: Seq) -> None:
         """Its pages stay, for other sequences to find, until they are needed."""
         self.kv.keep(seq.id, seq.tokens[:-1], ended=True)  # a round that failed may have written more
@@ -122,7 +129,7 @@ class SlotTarget(BaseTarget):
         new = [seq for seq in seqs if not self.kv.holds(seq.id)]
         try:
             for seq in new:
-                self._lengths[seq.id] = max(min(seq.max_length, self.max_length), len(seq.tokens))
+                self._lengths[seq.id] = self._rope_length(seq)
                 self.kv.admit(seq.id, seq.tokens[:-1], self._start_of(seq), layers)
             for seq in seqs:
                 self.kv.grow(seq.id, len(seq.tokens))
@@ -132,6 +139,11 @@ class SlotTarget(BaseTarget):
             raise
         fresh = [seq.tokens[self.kv.extent(seq.id).length : -1] for seq in seqs]
         return fresh if rows is None else first_rows(fresh, rows)
+
+    def _rope_length(self, seq: Seq) -> int:
+        """Of a sequence that is admitted: its tokens, all of its prompt included, or what it may become."""
+        length = max(len(seq.tokens), seq.prompt_length)
+        return max(length, min(seq.max_length, self.max_length)) if self._stretches else length
 
     def _start_of(self, seq: Seq) -> bytes | None:
         """What its chain of pages starts from: equal pages have equal numbers, so ropes that stretch count too."""

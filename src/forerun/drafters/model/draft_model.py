@@ -165,6 +165,9 @@ class ModelDrafter:
             agreed += 1
         branch.cached = min(branch.cached, agreed, len(seq.tokens) - 1)
         self.draft.truncate(branch, max(0, branch.cached))
+        if (reaches := self.draft.reaches((branch,))) is not None and len(seq.tokens) > reaches[0]:
+            self.draft.release(branch)
+            branch.cached = -1
         # a part of the target has cached what the target has: nothing of it is read again
         branch.cached = self.draft.cached_tokens(branch) or branch.cached
         branch.tokens, branch.committed = list(seq.tokens), len(seq.tokens)

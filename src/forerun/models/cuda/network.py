@@ -38,11 +38,16 @@ from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 _HAS = {
+    "GeGLU",
+    "soft caps of logits",
+    "scaled embeddings",
     "norms with an offset",
+    "norms behind attention and feed-forward layers",
     "several ropes",
     "rotations of neighbours",
     "layers without positions",
     "sliding windows",
+    "soft caps of attention scores",
 }
 _HAS |= {"experts"}
 
@@ -53,6 +58,8 @@ def check_supported(config: DecoderConfig) -> None:
     widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
     if lacking := [name for name in config.features if name not in _HAS]:
         reason = f"it has no kernels for {lacking[0]}"
+    elif moe is not None and (config.activation != "silu" or config.norms.after_attention is not None):
+        reason = "its experts have GeGLU or norms behind them"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     elif any(width % 16 for width in widths):
@@ -76,6 +83,9 @@ class Layer:
     rope: Tensor | None  # [P, R, 2] fp32 cosine and sine; None = no positions in this layer
     window: int  # positions a node sees, itself included; 0 = all
     experts: ExpertWeights | None = None
+    after_attention_norm: Tensor | None = None  # [D] of what attention adds to the residual stream
+    after_mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
 
 
 class Model:
@@ -139,7 +149,10 @@ class Model:
             gate_up, down = experts.gate_up, experts.down
             biases: tuple[Tensor | None, ...] = (block.o_bias,)
         else:
-            gate_up = self._pack(interleaved(mlp.gate_up), "gate", stored.get("gate_up"))
+            # products compiled ahead close gates of SwiGLU only; others are closed behind them
+            apart = self.compiled and self.config.activation != "silu"
+            both: tuple[Tensor, Role] = (mlp.gate_up, "layer") if apart else (interleaved(mlp.gate_up), "gate")
+            gate_up = self._pack(*both, stored.get("gate_up"))
             down = self._pack(mlp.down, "layer", stored.get("down"))
             biases = block.o_bias, mlp.gate_up_bias, mlp.down_bias
         if any(bias is not None for bias in biases):
@@ -160,6 +173,8 @@ class Model:
             rope=rope,
             window=self.config.windows[index] or 0,
             experts=experts,
+            after_attention_norm=block.after_attention_norm,
+            after_mlp_norm=block.after_mlp_norm,
         )
 
     def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:
@@ -266,7 +281,7 @@ class Steps(Protocol):
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
-    kinds = [(layer.window, layer.rope is None, layer.experts is None) for layer in layers]
+    kinds = [(layer.window, layer.rope is None, layer.experts is None, layer.sinks is None) for layer in layers]
     return sorted({*map(kinds.index, kinds), len(layers) - 1})
 
 

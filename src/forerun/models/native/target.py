@@ -175,6 +175,8 @@ class NativeDecoder(Decoder):
             return known
         most, last = self._plain_run.passes(seq, extent, trees, needs), self.config.layers
         end = extent.length + nodes
+        if most and (reaches := self.reaches((seq,))) is not None:
+            most = max(0, min(most, reaches[0] - end))
         table = self._tables.at(self._regimes_of(seq), end + most)
         alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
         alone.set_adapter(address_of(self.config, seq), nodes)

@@ -68,6 +68,15 @@ def _sum_of_squares(t):
 
 
 @triton.jit
+def open_gate(gate, up, GELU: tl.constexpr):
+    """SwiGLU, or GeGLU by the hyperbolic tangent, which is a logistic function of another number."""
+    z = gate
+    if GELU:
+        z = gate * (1.5957691216057308 + 0.07135481282875852 * gate * gate)
+    return gate / (1.0 + tl.exp(-z)) * up
+
+
+@triton.jit
 def _pairs(t, HALF: tl.constexpr, MT: tl.constexpr):
     """The even and the odd rows of [2 HALF, MT]."""
     return tl.split(tl.permute(tl.reshape(t, (HALF, 2, MT)), (0, 2, 1)))
@@ -128,20 +137,31 @@ def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm
 
 
 @triton.jit
+def _put_numbers(acc, n0, rows, live, out, N: tl.constexpr, BN: tl.constexpr):
+    """As they are: logits, or sums that a program per row goes on with."""
+    n = n0 + tl.arange(0, BN)
+    place = rows[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out + place, acc, mask=live[None, :] & (n < N)[:, None])
+
+
+@triton.jit
 def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
             rope, positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
             BN: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
             HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
-            ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+            ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr, GELU: tl.constexpr,
+            SUMS: tl.constexpr):  # fmt: skip
     """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
     n0 = tile * BN
     if W8:
         acc = acc * scale
-    if MT < 128:
+    if MT < 128 or SUMS:
         given = before
     else:
         given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
-    if MODE == RESIDUAL:
+    if SUMS:
+        _put_numbers(acc, n0, rows, live, out, N, BN)
+    elif MODE == RESIDUAL:
         _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM)
     else:
         if not NORMED:
@@ -155,13 +175,11 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
         elif MODE == GATED:
             gate, up = _pairs(acc, BN // 2, MT)
             n = tile * (BN // 2) + tl.arange(0, BN // 2)
-            inner = gate / (1.0 + tl.exp(-gate)) * up
+            inner = open_gate(gate, up, GELU)
             place = rows[None, :] * (N // 2) + n[:, None]
             put_rows(out, place, inner, live[None, :], ROOM * (N // 2))
         else:
-            n = n0 + tl.arange(0, BN)
-            place = rows[None, :].to(tl.int64) * N + n[:, None]
-            tl.store(out + place, acc, mask=live[None, :] & (n < N)[:, None])
+            _put_numbers(acc, n0, rows, live, out, N, BN)
 
 
 @triton.jit
@@ -241,8 +259,11 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
            MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
            D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
            TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
-           RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr):  # fmt: skip
-    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up."""
+           RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
+
+    SUMS: whatever the mode, these sums are all that is left: whole rows are needed to go on (rows.py).
+    """
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
     rows = first + tl.arange(0, MT)
@@ -251,7 +272,7 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
     if PDL and RANK == 0:
         tl.extra.cuda.gdc_wait()
     before, lift, scale = 0.0, 1.0, 1.0
-    if MT < 128:  # asked for early where there are registers to hold it
+    if MT < 128 and not SUMS:  # asked for early where there are registers to hold it
         before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if ROOM > 0:
         lift = tl.load(lifts + rows, mask=live, other=1.0, cache_modifier=".cg")
@@ -292,4 +313,4 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
                            PARTS, RANK, TOGETHER, ADAPTED_ROOM, BN, MT)  # fmt: skip
         _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
                 rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                HEAD_NORM, ROPE, SCALED, NORMED, ROOM)  # fmt: skip
+                HEAD_NORM, ROPE, SCALED, NORMED, ROOM, GELU, SUMS)  # fmt: skip

@@ -11,6 +11,8 @@ factor per row; products of few rows hand on sums of squares tile by tile instea
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels.linear import open_gate
+
 
 @triton.jit
 def inverse_root(row, WIDTH: tl.constexpr, UP: tl.constexpr, eps):
@@ -20,8 +22,17 @@ def inverse_root(row, WIDTH: tl.constexpr, UP: tl.constexpr, eps):
 
 
 @triton.jit
-def embed(tokens, table, x, out, squares, inverses, norm, eps, WIDTH: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr,
-          TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _put_squares(row, m, squares, stride, WIDTH: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr):
+    """Of each tile of BN columns of a row, for products of few rows."""
+    tile = tl.arange(0, UP // BN)
+    wide = row.to(tl.float64)
+    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
+    tl.store(squares + m * stride + tile, sums, mask=tile < (WIDTH + BN - 1) // BN)
+
+
+@triton.jit
+def embed(tokens, table, x, out, squares, inverses, norm, eps, scale, WIDTH: tl.constexpr, UP: tl.constexpr,
+          BN: tl.constexpr, TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Start the residual stream of one row, and leave what the first norm needs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -31,13 +42,11 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, WIDTH: tl.constex
     inside = n < WIDTH
     token = tl.load(tokens + m).to(tl.int64)
     row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
+    row = (row * scale).to(table.dtype.element_ty).to(tl.float32)  # in the table's type, as in transformers
     tl.store(x + m * WIDTH + n, row, mask=inside)
     scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
-    tile = tl.arange(0, UP // BN)
-    wide = row.to(tl.float64)
-    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
-    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < (WIDTH + BN - 1) // BN)
+    _put_squares(row, m, squares, TILES_UP, WIDTH, UP, BN)
     tl.store(inverses + m + tl.arange(0, 1), inverse_root(row, WIDTH, UP, eps))
 
 
@@ -64,15 +73,20 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_residual(parts, delta, x, out, bytes, scales, norm, inverses, squares, APART, eps, scale_stride,
+def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, squares, APART, eps, scale_stride,
                     square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
-                    PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
+                    PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr,
+                    AFTER: tl.constexpr):  # fmt: skip
     """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds; leave what the next norm needs:
-    the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3."""
+    the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3. AFTER > 0: what is
+    added, of a whole row, has a norm of its own, and the sums of squares of AFTER columns each are left too."""
     m, piece = tl.program_id(0), tl.program_id(1)
     n = piece * COLUMNS + tl.arange(0, COLUMNS)
     inside = n < WIDTH
     weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    own = weight
+    if AFTER > 0:
+        own = tl.load(after + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         if WHOLE:
             tl.extra.cuda.gdc_launch_dependents()
@@ -85,10 +99,14 @@ def finish_residual(parts, delta, x, out, bytes, scales, norm, inverses, squares
     acc = _added_up(parts, place, inside, stride, tl.zeros((COLUMNS,), dtype=tl.float32), PARTS)
     if ADAPTED:
         acc += tl.load(delta + place, mask=inside, other=0.0, cache_modifier=".cg")
+    if AFTER > 0:
+        acc = acc * inverse_root(acc, WIDTH, COLUMNS, eps) * own
     acc += old
     tl.store(x + place, acc, mask=inside)
     scaled = (acc * weight).to(out.dtype.element_ty)
     tl.store(out + place, scaled, mask=inside)
+    if AFTER > 0:
+        _put_squares(acc, m, squares, square_stride, WIDTH, COLUMNS, AFTER)
     if WHOLE:
         tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, COLUMNS, eps))
     else:
@@ -169,7 +187,7 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
 
 
 @triton.jit
-def finish_gate(sums, out, INNER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+def finish_gate(sums, out, INNER: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr):
     """Close the gates of some columns of one row."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -179,4 +197,21 @@ def finish_gate(sums, out, INNER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.c
     inside = n < INNER
     gates = tl.load(sums + m * (2 * INNER) + n, mask=inside, other=0.0, cache_modifier=".cg")
     ups = tl.load(sums + m * (2 * INNER) + INNER + n, mask=inside, other=0.0, cache_modifier=".cg")
-    tl.store(out + m * INNER + n, (gates * tl.sigmoid(gates) * ups).to(out.dtype.element_ty), mask=inside)
+    if GELU:
+        inner = open_gate(gates, ups, True)
+    else:
+        inner = gates * tl.sigmoid(gates) * ups
+    tl.store(out + m * INNER + n, inner.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cap_logits(logits, cap, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Some columns of one row: `cap` times the hyperbolic tangent of what they are divided by it."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = logits + tl.program_id(0).to(tl.int64) * VOCAB + n
+    found = tl.load(place, mask=n < VOCAB, other=0.0, cache_modifier=".cg")
+    shrunk = tl.exp(-2.0 * tl.abs(found) / cap)
+    size = cap * (1.0 - shrunk) / (1.0 + shrunk)
+    tl.store(place, tl.where(found < 0, -size, size), mask=n < VOCAB)

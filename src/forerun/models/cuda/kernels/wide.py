@@ -167,11 +167,14 @@ def _scaled(acc, inverses, first, P: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _put_gated(acc, desc, staging, first, n0, BN: gl.constexpr, P: gl.constexpr):
+def _put_gated(acc, desc, staging, first, n0, BN: gl.constexpr, P: gl.constexpr, GELU: gl.constexpr):
     """Gates are the first half of a tile's outputs and ups the second: both of a unit lie in one thread."""
     half: gl.constexpr = BN // 2
     gate, up = acc.reshape([2, half, P]).permute([1, 2, 0]).split()
-    inner = (gate / (1.0 + gl.exp(-gate)) * up).to(staging.dtype)
+    z = gate
+    if GELU:  # as in linear.open_gate
+        z = gate * (1.5957691216057308 + 0.07135481282875852 * gate * gate)
+    inner = (gate / (1.0 + gl.exp(-z)) * up).to(staging.dtype)
     tma.store_wait(0)
     gl.thread_barrier()
     staging.store(inner.permute([1, 0]))
@@ -193,7 +196,8 @@ def _with_delta(acc, delta, first, n0, N: gl.constexpr, BN: gl.constexpr, P: gl.
 
 @gluon.jit
 def _put(acc, out, into, staging, inverses, delta, first, n0, split, M, N: gl.constexpr, MODE: gl.constexpr,
-         BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr, ADAPTED: gl.constexpr):  # fmt: skip
+         BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr, ADAPTED: gl.constexpr,
+         GELU: gl.constexpr):  # fmt: skip
     """What follows the product of one piece, by kind."""
     if ADAPTED:
         acc = _with_delta(acc, delta, first, n0, N, BN, P, LAYOUT)
@@ -202,7 +206,7 @@ def _put(acc, out, into, staging, inverses, delta, first, n0, split, M, N: gl.co
     elif MODE == LOGITS:
         _put_numbers(_scaled(acc, inverses, first, P, LAYOUT), out, first, n0, N, BN, P, LAYOUT)
     else:
-        _put_gated(_scaled(acc, inverses, first, P, LAYOUT), into, staging, first, n0, BN, P)
+        _put_gated(_scaled(acc, inverses, first, P, LAYOUT), into, staging, first, n0, BN, P, GELU)
 
 
 @gluon.jit
@@ -210,7 +214,7 @@ def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inve
              N: gl.constexpr, K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
              P2: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
              STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr,
-             ADAPTED: gl.constexpr):  # fmt: skip
+             ADAPTED: gl.constexpr, GELU: gl.constexpr):  # fmt: skip
     MT: gl.constexpr = P0 + P1 + P2
     _gdc_wait()
     slot, phase = 0, 0
@@ -234,13 +238,13 @@ def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inve
             acc0, acc1, acc2 = sum0, sum1, sum2
         n0, first = tile * BN, row_tile * MT
         _put(acc0, out, into0, staging.slice(0, P0, 0), inverses, delta, first, n0, split, M, N, MODE, BN, P0, L0,
-             ADAPTED)  # fmt: skip
+             ADAPTED, GELU)  # fmt: skip
         if P1 > 0:
             _put(acc1, out, into1, staging.slice(0, P1, 0), inverses, delta, first + P0, n0, split, M, N, MODE, BN, P1,
-                 L1, ADAPTED)  # fmt: skip
+                 L1, ADAPTED, GELU)  # fmt: skip
         if P2 > 0:
             _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, delta, first + P0 + P1, n0, split, M, N, MODE, BN,
-                 P2, L2, ADAPTED)  # fmt: skip
+                 P2, L2, ADAPTED, GELU)  # fmt: skip
     if MODE == GATED:
         tma.store_wait(0)
 
@@ -249,7 +253,7 @@ def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inve
 def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, delta, units, M, N: gl.constexpr,
          K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
          WARPS_N: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
-         STAGES: gl.constexpr, ADAPTED: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, ADAPTED: gl.constexpr, GELU: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Tiles of BN outputs for P0 + P1 + P2 rows; `left` and `right` describe the weight: in GATED gates and ups.
 
     There `delta` is added to the product where rows have adapters (ADAPTED); others finish their sums elsewhere.
@@ -284,7 +288,7 @@ def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, delta, uni
     gl.warp_specialize(
         [
             (_consume, (w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, delta, units, M, N, K,
-                        MODE, BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, STAGES, L0, L1, L2, ADAPTED)),
+                        MODE, BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, STAGES, L0, L1, L2, ADAPTED, GELU)),
             (_fetch, (left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K, MODE, BN, P0, P1, P2, ROW_TILES,
                       PARALLEL, STAGES)),
         ],

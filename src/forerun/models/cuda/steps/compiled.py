@@ -64,6 +64,7 @@ class CompiledSteps(FusedSteps):
         layer: int = 0,
         normed: bool = False,
         change: Change | None = None,
+        after: Tensor | None = None,
     ) -> None:
         assert isinstance(weight, Strips)
         assert change is None, "CudaDecoder.load_adapter refuses adapters here"
@@ -75,13 +76,13 @@ class CompiledSteps(FusedSteps):
             norm_of = None if normed else self._norm
             self.products.multiply(weight, rows, count, self.sums if apart else out, scales=scales, norm=norm_of)
             if apart:
-                finish_gate(self.sums, count, out)
+                finish_gate(self.sums, count, out, self.gelu)
             return
         self.products.multiply(weight, rows, count, self.sums, scales=scales)
         sums = Sums(self.sums, 1, count)
         if mode == RESIDUAL:
             assert norm is not None
-            self._finish_residual(sums, count, out, norm, self._stream)
+            self._finish_residual(sums, count, out, norm, self._stream, after=after)
         else:
             self._finish_qkv(sums, run, layer, out, normed)
 

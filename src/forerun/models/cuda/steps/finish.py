@@ -35,6 +35,13 @@ class InBytes(NamedTuple):
     scales: Tensor
 
 
+class After(NamedTuple):
+    """The norm [D] of what a layer adds to the residual stream, and the columns whose squares are summed together."""
+
+    norm: Tensor
+    tile: int
+
+
 @dataclass(frozen=True, slots=True)
 class HandedOn:
     """Where a row's norm is left for the next product: `inverses` [R], or `squares` [R, stride] of `pieces`."""
@@ -42,6 +49,7 @@ class HandedOn:
     inverses: Tensor
     squares: Tensor
     pieces: int = 0  # 0 = inverses
+    pdl: bool = True  # do kernels start early?
 
 
 def columns_of(width: int, pieces: int) -> int:
@@ -60,18 +68,20 @@ def finish_residual(
     eps: float,
     in_bytes: InBytes | None = None,
     delta: Tensor | None = None,
+    after: After | None = None,
 ) -> None:
     """Add sums, and what adapters add, to the residual stream; leave what the next norm needs, and its rows."""
-    width = x.shape[1]
-    columns = columns_of(width, norms.pieces)
+    width, whole = x.shape[1], norms.pieces == 0 or after is not None
+    columns, own = columns_of(width, 0 if whole else norms.pieces), norms.inverses if after is None else after.norm
     data, scales = (out, norms.inverses)
     if in_bytes is not None:
         data, scales = in_bytes.data.view(torch.float8_e4m3fn), in_bytes.scales
     kernels_rows.finish_residual[(count, -(-width // columns))](
-        sums.data, or_unused(delta, norms.inverses), x, out, data, scales, norm, norms.inverses, norms.squares,
-        sums.apart, eps, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
-        WHOLE=norms.pieces == 0, PARTS=sums.number, BYTES=in_bytes is not None, PDL=True, ADAPTED=delta is not None,
-        num_warps=8 if norms.pieces == 0 else 4, enable_fp_fusion=False, launch_pdl=True,
+        sums.data, or_unused(delta, norms.inverses), x, out, data, scales, norm, own, norms.inverses,
+        norms.squares, sums.apart, eps, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
+        WHOLE=whole, PARTS=sums.number, BYTES=in_bytes is not None, PDL=norms.pdl, ADAPTED=delta is not None,
+        AFTER=0 if after is None else after.tile, num_warps=8 if whole else 4, enable_fp_fusion=False,
+        launch_pdl=norms.pdl,
     )  # fmt: skip
 
 
@@ -99,16 +109,18 @@ def finish_qkv(
         PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
         BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
-        NORMED=normed, PDL=True, ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False, launch_pdl=True,
+        NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False,
+        launch_pdl=norms.pdl,
     )  # fmt: skip
 
 
-def finish_gate(sums: Tensor, count: int, out: Tensor) -> None:
+def finish_gate(sums: Tensor, count: int, out: Tensor, gelu: bool) -> None:
     """Close gates: sums [count, 2I], all gates and then all ups, to out [.., I]."""
     inner = out.shape[1]
     kernels_rows.finish_gate[(count, -(-inner // 1024))](
-        sums, out, INNER=inner, COLUMNS=1024, PDL=True, num_warps=4, enable_fp_fusion=False, launch_pdl=True
-    )
+        sums, out, INNER=inner, COLUMNS=1024, GELU=gelu, PDL=True, num_warps=4, enable_fp_fusion=False,
+        launch_pdl=True,
+    )  # fmt: skip
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:

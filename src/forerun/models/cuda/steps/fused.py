@@ -22,7 +22,7 @@ from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.adapters import NO_CHANGE, Change
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
-from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, finish_qkv, finish_residual, or_unused
+from forerun.models.cuda.steps.finish import After, HandedOn, InBytes, Sums, finish_qkv, finish_residual, or_unused
 from forerun.models.cuda.steps.tiles import (
     ALL_SHARED,
     Tile,
@@ -52,9 +52,14 @@ class FusedSteps:
         tile = outputs_per_tile(model)
         heads, self.width = config.heads * config.head_dim, config.width
         self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
-        by_head = config.head_dim if config.qk_norm else tile
+        # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
+        self.apart = frozenset[str]()
+        if model.layers[-1].after_attention_norm is not None:
+            self.apart = frozenset(("qkv", "o", "down") if config.qk_norm else ("o", "down"))
+        by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile
         wide = 64 if config.vocab_size >= 1 << 14 else tile
         self.whole = model.whole
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
         self.tiles = {
             "qkv": choose_tile(self.qkv_outputs, model.layers[-1].qkv.shape[1], by_head, self.whole),
@@ -84,7 +89,9 @@ class FusedSteps:
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
-        self.norms = HandedOn(self.inverses, self.squares)
+        self.norms = HandedOn(self.inverses, self.squares, pdl=self.pdl)
+        self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width) if self.apart else 1, device=device)
+        self.gelu = config.activation == "gelu_tanh"
         self.wide = self._wide_products()
 
     def _wide_products(self) -> WideProducts | None:
@@ -102,7 +109,7 @@ class FusedSteps:
         weights = {name: weights[name] for name in self.tiles}
         if not fits(weights, self.tiles):
             return None
-        return WideProducts(self.tiles, weights, self.inverses)
+        return WideProducts(self.tiles, weights, self.inverses, self.gelu)
 
     def _partials(self, name: str) -> int:
         """Numbers that the splits of one product leave for the last of them."""
@@ -115,7 +122,7 @@ class FusedSteps:
     def embed(self, run: Run) -> None:
         kernels_rows.embed[(run.size.rows,)](
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
-            self.model.layers[0].attention_norm, self.model.config.norm_eps, WIDTH=self.width,
+            self.model.layers[0].attention_norm, self.model.config.norm_eps, self.embedding_scale, WIDTH=self.width,
             UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8,
             enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
@@ -129,7 +136,8 @@ class FusedSteps:
         weights = self.model.layers[layer]
         found, rows = self.buffers.found, self.buffers.rows
         change = self._change(run, layer, "o", found)
-        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change)
+        after = weights.after_attention_norm
+        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change, after=after)
 
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
@@ -140,7 +148,8 @@ class FusedSteps:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
         inner = self.buffers.inner
         change = self._change(run, layer, "down", inner)
-        self._linear(run, "down", RESIDUAL, inner, weights.down, self.buffers.rows, norm=norm, change=change)
+        rows, after = self.buffers.rows, weights.after_mlp_norm
+        self._linear(run, "down", RESIDUAL, inner, weights.down, rows, norm=norm, change=change, after=after)
 
     def normalise(self, run: Run, into: Tensor) -> None:
         config = self.model.config
@@ -151,10 +160,20 @@ class FusedSteps:
 
     def head(self, run: Run) -> None:
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+        self._cap_logits(run)
 
     def head_of_normed(self, run: Run) -> None:
         self.inverses[: run.size.rows].fill_(1.0)  # by which wide products multiply, whatever the rows are
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True)
+        self._cap_logits(run)
+
+    def _cap_logits(self, run: Run) -> None:
+        cap, vocab = self.model.config.logit_softcap, self.model.config.vocab_size
+        if cap is not None:
+            kernels_rows.cap_logits[(run.size.rows, -(-vocab // 4096))](
+                self.buffers.logits, cap, VOCAB=vocab, COLUMNS=4096, PDL=self.pdl, num_warps=8,
+                enable_fp_fusion=False, launch_pdl=self.pdl,
+            )  # fmt: skip
 
     def on(self, model: Model) -> FusedSteps:
         steps = copy.copy(self)
@@ -176,14 +195,40 @@ class FusedSteps:
         layer: int = 0,
         normed: bool = False,
         change: Change | None = None,
+        after: Tensor | None = None,
     ) -> None:
         """One product with the steps fused into it; pointers that a mode does not use are placeholders.
 
         `normed`: the rows come with their norm applied, and not as x times its weight. `change`: what adapters add.
+        `after`: the norm of what is added to the residual stream.
         """
         if self.wide is not None and self.wide.takes(run.size.rows):
-            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed, change)
+            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed, change, after)
             return
+        if name in self.apart:
+            self._narrow_linear(run, name, mode, rows, weight, self.sums, norm, layer, normed, change)
+            sums = Sums(self.sums, 1, run.size.rows)
+            if mode == RESIDUAL:
+                assert norm is not None
+                self._finish_residual(sums, run.size.rows, out, norm, after=after)
+            else:
+                self._finish_qkv(sums, run, layer, out, normed)
+            return
+        self._narrow_linear(run, name, mode, rows, weight, out, norm, layer, normed, change)
+
+    def _narrow_linear(
+        self,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Weight,
+        out: Tensor,
+        norm: Tensor | None,
+        layer: int,
+        normed: bool,
+        change: Change | None,
+    ) -> None:
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
         wide = rows_per_tile(run.size.rows, self.whole)
@@ -218,7 +263,8 @@ class FusedSteps:
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
-            RANK=0 if change is None else change.rank, ADAPTED_ROOM=MAX_ROWS, enable_fp_fusion=False, **settings,
+            RANK=0 if change is None else change.rank, ADAPTED_ROOM=MAX_ROWS, GELU=self.gelu, SUMS=name in self.apart,
+            enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -234,6 +280,7 @@ class FusedSteps:
         layer: int,
         normed: bool,
         change: Change | None,
+        after: Tensor | None,
     ) -> None:
         """The same by the kernels for many rows."""
         assert isinstance(weight, Tensor)
@@ -244,7 +291,7 @@ class FusedSteps:
             wide.logits(count, rows, weight, out)
         elif mode == RESIDUAL:
             assert norm is not None
-            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta)
+            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta, after=after)
         else:
             self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed, delta)
 
@@ -256,9 +303,10 @@ class FusedSteps:
         norm: Tensor,
         in_bytes: InBytes | None = None,
         delta: Tensor | None = None,
+        after: Tensor | None = None,
     ) -> None:
-        eps = self.model.config.norm_eps
-        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta)
+        eps, own = self.model.config.norm_eps, None if after is None else After(after, self.norm_tile)
+        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta, own)
 
     def _finish_qkv(
         self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool, delta: Tensor | None = None
@@ -291,5 +339,5 @@ class FusedSteps:
         return self._described[key]
 
     def attend(self, run: Run, layer: int) -> None:
-        window, found = self.model.layers[layer].window, self.buffers.found
-        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
+        place, found = self.model.layers[layer], self.buffers.found
+        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, place.window, place.sinks)

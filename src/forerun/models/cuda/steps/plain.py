@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
-from forerun.models.layers import by_expert, route
+from forerun.models.layers import activate, by_expert, route, softcap_
 from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
@@ -30,7 +31,10 @@ class PlainSteps:
         self._written: tuple[Run, Tensor, Tensor] | None = None  # a run, its rows that are written, their slots
 
     def embed(self, run: Run) -> None:
-        self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
+        rows, scale = F.embedding(run.tokens.long(), self.model.embedding), self.model.config.embedding_scale
+        if scale != 1.0:
+            rows = rows * torch.tensor(scale, dtype=rows.dtype)
+        self.buffers.x[: run.size.rows] = rows.float()
 
     def qkv(self, run: Run, layer: int) -> None:
         if layer == 0:  # another pass: its integers lie where those of the last one lay
@@ -55,7 +59,7 @@ class PlainSteps:
 
     def attend(self, run: Run, layer: int) -> None:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
-        config = self.model.config
+        config, sinks = self.model.config, self.model.layers[layer].sinks
         table, hidden = self._seen_by(run, self.model.layers[layer].window)  # [rows, P], [1, rows, 1, P]
         shape = run.size.rows, config.kv_heads, -1, config.head_dim
         queries = self.buffers.queries[: run.size.rows].view(shape).transpose(0, 1)  # [Hkv, m, group, D]
@@ -67,7 +71,10 @@ class PlainSteps:
             slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
             k, v = (store.index_select(1, slots).float().view(wide) for store in self.kv[layer])
             asked, mask = queries[:, some].float(), hidden[:, some]
-            found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            if config.attention_softcap is None and sinks is None:
+                found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            else:
+                found = _capped(asked, k, v, mask, config, sinks)
             self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
 
     def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
@@ -83,31 +90,39 @@ class PlainSteps:
         return self._seen[2:]
 
     def leave_attention(self, run: Run, layer: int) -> None:
-        rows = run.size.rows
-        given = self.buffers.found[:rows]
-        self.buffers.x[:rows] += self._adapted(run, layer, "o", given, times(given, self.model.layers[layer].o)).float()
+        given, weights = self.buffers.found[: run.size.rows], self.model.layers[layer]
+        found = self._adapted(run, layer, "o", given, times(given, weights.o))
+        self._add(found, weights.after_attention_norm)
 
     def gate(self, run: Run, layer: int) -> None:
         weights, rows = self.model.layers[layer], run.size.rows
         given = self._normed(run, weights.mlp_norm)
         both = self._adapted(run, layer, "gate", given, times(given, weights.gate_up)).view(rows, -1, 2)
-        self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
+        self.buffers.inner[:rows] = activate(both[..., 0], self.model.config.activation) * both[..., 1]
 
     def leave_mlp(self, run: Run, layer: int) -> None:
-        rows = run.size.rows
-        given, weight = self.buffers.inner[:rows], self.model.layers[layer].down
-        self.buffers.x[:rows] += self._adapted(run, layer, "down", given, times(given, weight)).float()
+        given, weights = self.buffers.inner[: run.size.rows], self.model.layers[layer]
+        self._add(self._adapted(run, layer, "down", given, times(given, weights.down)), weights.after_mlp_norm)
+
+    def _add(self, found: Tensor, norm: Tensor | None) -> None:
+        """To the residual stream, normed where the layer norms it."""
+        found = found.float()
+        if norm is not None:
+            found = F.rms_norm(found, norm.shape, norm.float(), self.model.config.norm_eps)
+        self.buffers.x[: len(found)] += found
 
     def normalise(self, run: Run, into: Tensor) -> None:
         into[: run.size.rows] = self._normed(run, self.model.final_norm)
 
     def head(self, run: Run) -> None:
-        found = times(self._normed(run, self.model.final_norm), self.model.head)
-        self.buffers.logits[: run.size.rows] = found.float()
+        self._put_logits(self._normed(run, self.model.final_norm))
 
     def head_of_normed(self, run: Run) -> None:
-        rows = run.size.rows
-        self.buffers.logits[:rows] = times(self.buffers.rows[:rows], self.model.head).float()
+        self._put_logits(self.buffers.rows[: run.size.rows])
+
+    def _put_logits(self, rows: Tensor) -> None:
+        found, cap = times(rows, self.model.head).float(), self.model.config.logit_softcap
+        self.buffers.logits[: len(rows)] = found if cap is None else softcap_(found, cap)
 
     def on(self, model: Model) -> PlainSteps:
         steps = copy.copy(self)
@@ -140,6 +155,18 @@ class PlainSteps:
     def _normed(self, run: Run, weight: Tensor) -> Tensor:
         normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)
         return (normed * weight.float()).to(self.model.dtype)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: DecoderConfig, sinks: Tensor | None) -> Tensor:
+    """Attention [Hkv, m, group, D] whose scores have a cap, or whose heads have sinks."""
+    scores = (q @ k.transpose(-1, -2)).mul_(config.attention_scale)
+    if config.attention_softcap is not None:
+        scores = softcap_(scores, config.attention_softcap)
+    scores += mask
+    if sinks is not None:
+        own = sinks.float().view(len(q), 1, -1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, own), -1).softmax(-1)[..., :-1] @ v
+    return scores.softmax(-1) @ v
 
 
 def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:

@@ -119,8 +119,11 @@ def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> TypeGuard[Ma
 class WideProducts:
     """Launches wide products of one model; sums that are not finished lie in `parts`."""
 
-    def __init__(self, cuts: Mapping[str, Cut], weights: Mapping[str, Tensor], inverses: Tensor) -> None:
-        device, self.inverses = inverses.device, inverses
+    def __init__(
+        self, cuts: Mapping[str, Cut], weights: Mapping[str, Tensor], inverses: Tensor, gelu: bool = False
+    ) -> None:
+        """`gelu`: gates are GeGLU's."""
+        device, self.inverses, self.gelu = inverses.device, inverses, gelu
         wide = [(name, rows) for name in cuts for rows in ROW_SIZES if rows > NARROW]
         self.tiles = {
             (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits) for name, rows in wide
@@ -223,7 +226,7 @@ class WideProducts:
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
             WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
             PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, STAGES=tile.stages_for(mode, depth),
-            ADAPTED=delta is not None, num_warps=8, enable_fp_fusion=False, launch_pdl=True,
+            ADAPTED=delta is not None, GELU=self.gelu, num_warps=8, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
 
     def _describe(self, tensor: Tensor, rows: int, columns: int = kernels_wide.STEP) -> Any:
