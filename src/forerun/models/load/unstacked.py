@@ -100,8 +100,7 @@ class UnstackedExperts(Weights):
             raise self._damaged(place.stack + "_scales", "has scales that are not numbers")
         data = torch.empty(*scales.shape, 17, dtype=torch.uint8)
         data[..., 0] = scales
-        pairs = codes.unflatten(-1, (2, 8))  # inputs 0 to 15, two to a byte, and 16 to 31
-        first, last = pairs[..., 0, :], pairs[..., 1, :]
+        first, last = codes[..., :8], codes[..., 8:]  # inputs 0 to 15, two to a byte, and 16 to 31
         data[..., 1::2] = (first & 15) | (last & 15) << 4
         data[..., 2::2] = (first >> 4) | (last >> 4 << 4)
         return Blocks(MXFP4, shape, data.flatten())
