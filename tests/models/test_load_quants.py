@@ -11,7 +11,7 @@ from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 
 gguf = pytest.importorskip("gguf")
 
-OURS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
+OURS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"]
 BORROWED = ["Q2_K", "Q3_K", "IQ4_XS", "TQ1_0"]
 KIND = {layout.name: kind for kind, layout in LAYOUTS.items()}
 

@@ -19,7 +19,7 @@ from forerun.models.native.target import NativeDecoder
 from tests.exactness.harness import run
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 PROMPTS = 3
 NEW = 30
 
@@ -63,7 +63,7 @@ def test_another_routing_is_another_text(name: str, tmp_path: Path) -> None:
     """The control of the test above: a model whose routers pick otherwise writes otherwise."""
     model = make_reference(name)
     config, weights = save(model, tmp_path)
-    routers = [key for key in weights if key.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))]
+    routers = [key for key in weights if key.endswith(("gate.weight", "router.weight"))]
     assert routers
     target = make_decoder(config, {**weights, **{key: weights[key].flip(0) for key in routers}})
     requests = [Request(prompt, SamplingParams(max_tokens=NEW)) for prompt in _prompts()]

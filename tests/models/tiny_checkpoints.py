@@ -141,6 +141,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 28, "mlp_only_layers": [1], **_MOE},
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True, **_MOE},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": 6,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.6,  # low enough to be reached by many gates and ups
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
+    "gpt_oss-packed": {  # multiples of a block, so that experts can be MXFP4
+        "model_type": "gpt_oss",
+        "intermediate_size": 96,
+        "head_dim": 8,
+        "sliding_window": 9,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 2.0,
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
+    "gpt_oss-odd": {  # a group of three queries, a window of one, a last layer that slides
+        "model_type": "gpt_oss",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 37,
+        "sliding_window": 1,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 1,
+        "swiglu_alpha": 2.5,
+        "swiglu_limit": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150.0},
+    },
 }
 
 
@@ -149,7 +182,11 @@ def make_reference(name: str) -> Any:
     settings = {**_BASE, **FAMILIES[name]}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+        .float()
+        .eval()
+    )
     offset = config.model_type.startswith("gemma")
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -21,6 +21,7 @@ HALVES = {  # where a block keeps float16 scales
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "IQ4_NL": (0,),
+    "MXFP4": (),  # an exponent
 }
 KINDS = {layout.name: kind for kind, layout in LAYOUTS.items() if layout.name in HALVES}
 
@@ -34,6 +35,8 @@ def random_blocks(name: str, outputs: int, inputs: int, seed: int = 0) -> Blocks
     for at in HALVES[name]:
         scales = torch.randn(len(data), 1, generator=made) * 0.01
         data[:, at : at + 2] = scales.half().view(torch.uint8)
+    if name == "MXFP4":
+        data[:, 0] = torch.randint(118, 124, (len(data),), dtype=torch.uint8, generator=made)
     return Blocks(KINDS[name], (outputs, inputs), data.flatten())
 
 

@@ -24,6 +24,7 @@ typedef struct {
     int nodes;
     void *keys, *values; /* [KV_HEADS, SLOTS, dim] */
     float *q;            /* [MOST_NODES, KV_HEADS * group * dim] */
+    const float *sinks;  /* [KV_HEADS * group] or NULL */
 } problem;
 
 static int32_t slot_of(int64_t position) { return page_list[position / FR_PAGE] * FR_PAGE + (int32_t)(position % FR_PAGE); }
@@ -41,7 +42,7 @@ static void attend(const problem *p, int first, int count, int own, float *out) 
     fr_attention_args a = {.reach = {start, context, tail, tails, own, most, page_list}, .q = p->q + first * width, .out = out,
                            .keys = p->keys, .values = p->values, .half = p->half, .tiles = tiles, .heads = KV_HEADS * p->group,
                            .kv_heads = KV_HEADS, .head_dim = p->dim, .q_stride = width, .head_stride = SLOTS * p->dim,
-                           .window = p->window, .scale = 0.2f};
+                           .window = p->window, .scale = 0.2f, .sinks = p->sinks};
     a.scratch = malloc(sizeof(float) * FR_MAX_THREADS * FR_TOGETHER * (size_t)(most + FR_ROOM));
     a.tile_count = fr_attention_tiles(&a.reach, count, p->group, KV_HEADS, tiles);
     fr_attention(&a);
@@ -59,7 +60,7 @@ static double error(const problem *p, int node, const float *out) {
     double worst = 0, score[SLOTS], total;
     for (int64_t h = 0; h < heads; h++) {
         const float *q = p->q + (node * heads + h) * p->dim;
-        total = 0;
+        total = p->sinks ? exp(p->sinks[h]) : 0;
         for (int64_t i = from; i < seen; i++) {
             score[i] = 0;
             for (int64_t d = 0; d < p->dim; d++) score[i] += q[d] * at(p, p->keys, h / p->group, i, d);
@@ -119,9 +120,11 @@ static void *cache(const problem *p) {
 /* Tiles of one to sixteen queries, groups that they cut, short and long windows, every width that a kernel walks in. */
 int check_attention(void) {
     static const int64_t groups[] = {1, 3, 5}, dims[] = {64, 84}, windows[] = {0, 6, 70};
+    static const float sinks[KV_HEADS * 5] = {0.5f, -3.0f, 9.0f, 2.0f, -60.0f, 1.0f, -0.25f, 6.0f, -1.0f, 3.0f};
     int bad = 0;
     for (int n = 0; n < 18; n++) {
         problem p = {.group = groups[n % 3], .dim = dims[n / 3 % 2], .window = windows[n / 6], .half = n % 2, .context = n % 4 ? 130 + n : 0};
+        p.sinks = n % 4 == 1 ? sinks : NULL;
         p.nodes = n % 5 ? 1 + 9 * (n % 7) : MOST_NODES;
         p.keys = cache(&p), p.values = cache(&p);
         p.q = malloc(sizeof(float) * (size_t)(MOST_NODES * KV_HEADS * p.group * p.dim));

@@ -1,4 +1,5 @@
-/* The experts' kernels by themselves, on exact-sized buffers: packed and plain weights, with and without a shared expert.
+/* The experts' kernels by themselves, on exact-sized buffers: packed and plain weights, with and without a shared expert,
+ * with biases and limited gates.
  *
  * Called by check.c on every path; 0 where a row has the same bits alone and beside others, and where no more experts
  * are read than were picked.
@@ -8,7 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WIDTH = 64, INNER = 32, SHARED = 96, EXPERTS = 7, PICKED = 3, ROWS = 45, Q8_0 = 8, BLOCK_BYTES = 34 };
+enum { WIDTH = 64, INNER = 32, SHARED = 96, EXPERTS = 7, PICKED = 3, ROWS = 45 };
+enum { Q8_0 = 8, MXFP4 = 39 }; /* types of weights; 0 = floats */
 
 static uint32_t state = 9;
 static uint32_t next(void) { return state = state * 1664525u + 1013904223u; }
@@ -19,17 +21,18 @@ static float *floats(int64_t count) {
     return p;
 }
 
-static fr_weight new_weight(int packed, int outputs, int inputs) {
-    if (!packed) return (fr_weight){FR_F32, outputs, inputs, floats((int64_t)outputs * inputs), NULL};
-    int64_t row = inputs / FR_BLOCK * BLOCK_BYTES, bytes = outputs * row;
+static fr_weight new_weight(int type, int outputs, int inputs) {
+    if (!type) return (fr_weight){FR_F32, outputs, inputs, floats((int64_t)outputs * inputs), NULL};
+    int64_t block = type == Q8_0 ? 34 : 17, row = inputs / FR_BLOCK * block, bytes = outputs * row;
     uint8_t *raw = malloc((size_t)bytes);
     for (int64_t i = 0; i < bytes; i++) {
         raw[i] = (uint8_t)(next() >> 24);
-        if (i % BLOCK_BYTES < 2) raw[i] = i % BLOCK_BYTES ? 0x18 : raw[i]; /* a small scale */
+        if (type == Q8_0 && i % block == 1) raw[i] = 0x18; /* small scales */
+        if (type == MXFP4 && i % block == 0) raw[i] = (uint8_t)(120 + raw[i] % 4);
     }
-    fr_weight w = {fr_packed_kind(Q8_0), outputs, inputs, NULL, NULL};
+    fr_weight w = {fr_packed_kind(type), outputs, inputs, NULL, NULL};
     void *data = malloc((size_t)fr_packed_bytes(w.kind, outputs, inputs));
-    fr_pack(Q8_0, raw, row, outputs, inputs, data);
+    fr_pack(type, raw, row, outputs, inputs, data);
     w.data = data;
     free(raw);
     return w;
@@ -48,18 +51,26 @@ static int64_t run(const fr_experts *e, const float *x, float *out, int64_t rows
     return active_experts;
 }
 
-static int check_kind(int packed, int shared) {
+static int check_kind(int type, int shared, float limit) {
     fr_weights into[EXPERTS], out[EXPERTS];
     for (int i = 0; i < EXPERTS; i++) {
-        into[i] = (fr_weights){2, {new_weight(packed, INNER, WIDTH), new_weight(packed, INNER, WIDTH)}};
-        out[i] = one(new_weight(packed, WIDTH, INNER));
+        into[i] = (fr_weights){2, {new_weight(type, INNER, WIDTH), new_weight(type, INNER, WIDTH)}};
+        out[i] = one(new_weight(type, WIDTH, INNER));
     }
     fr_experts e = {.count = EXPERTS, .per_token = PICKED, .inner = INNER, .renormalise = !shared, .gate_up = into, .down = out};
+    float biases[WIDTH + 2 * INNER + EXPERTS];
+    for (int i = 0; i < WIDTH + 2 * INNER + EXPERTS; i++) biases[i] = (float)(i % 7) / 4 - 1;
+    if (limit) e.limit = limit, e.alpha = 1.702f;
+    for (int i = 0; i < EXPERTS && limit; i++) {
+        out[i].part[0].bias = biases;
+        for (int j = 0; j < 2; j++) into[i].part[j].bias = biases + WIDTH + j * INNER;
+    }
     e.router = one(new_weight(0, EXPERTS, WIDTH));
+    if (limit) e.router.part[0].bias = biases + WIDTH + 2 * INNER;
     if (shared) {
         e.shared_inner = SHARED;
-        e.shared_gate_up = one(new_weight(packed, 2 * SHARED, WIDTH));
-        e.shared_down = one(new_weight(packed, WIDTH, SHARED));
+        e.shared_gate_up = one(new_weight(type, 2 * SHARED, WIDTH));
+        e.shared_down = one(new_weight(type, WIDTH, SHARED));
         e.shared_gate = one(new_weight(0, 1, WIDTH));
     }
     float *x = floats(ROWS * WIDTH), *together = floats(ROWS * WIDTH), *alone = floats(WIDTH);
@@ -74,4 +85,7 @@ static int check_kind(int packed, int shared) {
     return bad;
 }
 
-int check_experts(void) { return check_kind(0, 0) | check_kind(1, 0) | check_kind(0, 1) | check_kind(1, 1); }
+int check_experts(void) {
+    int bad = check_kind(0, 0, 0.5f) | check_kind(MXFP4, 0, 0.5f);
+    return bad | check_kind(0, 0, 0) | check_kind(Q8_0, 0, 0) | check_kind(0, 1, 0) | check_kind(Q8_0, 1, 0);
+}

@@ -31,6 +31,7 @@ KINDS = {
         "num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
     },
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
 }  # fmt: skip
 
 

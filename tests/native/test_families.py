@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.native.target import NativeDecoder
+from forerun.models.native.target import NativeDecoder, choose_mode
 from forerun.testing import FakeSeq
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
@@ -25,7 +25,19 @@ from tests.models.tiny_gguf import gguf
 from tests.native.blocks import needs_native
 
 pytestmark = needs_native
-NEW = ["gemma2", "gemma3", "gemma3-odd", "olmo2", "olmo3", "granite", "glm", "glm4"]
+NEW = [
+    "gemma2",
+    "gemma3",
+    "gemma3-odd",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "glm",
+    "glm4",
+    "gpt_oss",
+    "gpt_oss-packed",
+    "gpt_oss-odd",
+]
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
 Made = tuple[Any, dict[str, Any], dict[str, Tensor]]
@@ -65,6 +77,16 @@ def _longer(config: DecoderConfig) -> DecoderConfig:
     return replace(config, windows=tuple(window and window + 1 for window in config.windows))
 
 
+def _clamped(config: DecoderConfig, clamp: tuple[float, float] | None) -> DecoderConfig:
+    assert config.moe is not None
+    return replace(config, moe=replace(config.moe, clamp=clamp))
+
+
+def _unbiased(config: DecoderConfig) -> DecoderConfig:
+    assert config.moe is not None
+    return replace(config, moe=replace(config.moe, biases=False))
+
+
 CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "a window that is one short": ("gemma3", _shorter),
     "a window that is one long": ("gemma2", _longer),
@@ -80,6 +102,13 @@ CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "no scale of residuals": ("granite", lambda config: replace(config, residual_scale=1.0)),
     "no scale of logits": ("granite", lambda config: replace(config, logit_scale=1.0)),
     "halves for neighbours": ("glm4", lambda config: replace(config, rope_pairs="halves")),
+    "a window of gpt-oss that is one short": ("gpt_oss", _shorter),
+    "no sinks": ("gpt_oss", lambda config: replace(config, sinks=False)),
+    "no sinks before a window of one": ("gpt_oss-odd", lambda config: replace(config, sinks=False)),
+    "a gate without a limit": ("gpt_oss", lambda config: _clamped(config, (1e9, 1.702))),
+    "another alpha": ("gpt_oss-odd", lambda config: _clamped(config, (0.4, 1.702))),
+    "plain gates": ("gpt_oss", lambda config: _clamped(config, None)),
+    "a router without a bias": ("gpt_oss", _unbiased),
 }
 
 
@@ -112,7 +141,8 @@ def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: 
     from transformers import AutoModelForCausalLM
 
     folder = make_tiny_folder(tmp_path, name)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, **eager).float().eval()
     prompts = ["abcabcabcabc", "the cat. the cat. the", "Q"]
     wanted = []
     for prompt in prompts:
@@ -127,7 +157,10 @@ def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: 
             assert [[token for token in one.token_ids if token != 1] for one in done] == wanted, drafter
 
 
-ARCHITECTURES = {"gemma2": "GEMMA2", "gemma3": "GEMMA3", "olmo2": "OLMO2", "granite": "GRANITE", "glm4": "GLM4"}
+ARCHITECTURES = {
+    "gemma2": "GEMMA2", "gemma3": "GEMMA3", "olmo2": "OLMO2", "granite": "GRANITE", "glm4": "GLM4",
+    "gpt_oss": "GPT_OSS", "gpt_oss-packed": "GPT_OSS",
+}  # fmt: skip
 KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
@@ -135,8 +168,24 @@ KEYS = {
 }  # fmt: skip
 
 
-def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """As llama.cpp's converter writes it, under gguf's own names."""
+def as_converted(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """gpt-oss's weights as llama.cpp's converter has them: gates and ups apart, outputs first, sinks a weight."""
+    found = dict[str, Tensor]()
+    for key, weight in weights.items():
+        stem, bias = key.removesuffix("_bias"), ".bias" if key.endswith("_bias") else ".weight"
+        turned = weight.transpose(-1, -2) if weight.dim() == 3 else weight
+        if stem.endswith("experts.gate_up_proj"):
+            at = stem.removesuffix("gate_up_proj")
+            found |= {f"{at}gate_proj{bias}": turned[:, ::2], f"{at}up_proj{bias}": turned[:, 1::2]}
+        elif stem.endswith("experts.down_proj"):
+            found[stem + bias] = turned
+        else:
+            found[f"{key}.weight" if key.endswith("sinks") else key] = weight
+    return found
+
+
+def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Tensor], packs: bool = False) -> str:
+    """As llama.cpp's converter writes it, under gguf's own names; `packs`: experts in MXFP4."""
     architecture = gguf.MODEL_ARCH[ARCHITECTURES[name]]
     arch, parsed = gguf.MODEL_ARCH_NAMES[architecture], DecoderConfig.from_hf(config)
     names = gguf.get_tensor_name_map(architecture, parsed.layers)
@@ -153,6 +202,15 @@ def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Ten
     writer.add_rope_dimension_count(parsed.ropes[0].dims)
     if any(parsed.windows):
         writer.add_sliding_window(max(filter(None, parsed.windows)))
+    if parsed.moe is not None:
+        writer.add_expert_count(parsed.moe.experts)
+        writer.add_expert_used_count(parsed.moe.per_token)
+        writer.add_expert_feed_forward_length(parsed.moe.inner)
+    if parsed.ropes[0].kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(parsed.ropes[0].factor)
+        writer.add_rope_scaling_orig_ctx_len(parsed.ropes[0].context)
+        writer.add_rope_scaling_yarn_beta_fast(parsed.ropes[0].betas[0])
     for key, ours in KEYS.items():
         if config.get(key) is not None:
             writer.add_float32(f"{arch}.{ours}", float(config[key]))
@@ -161,6 +219,8 @@ def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Ten
     writer.add_token_list([f"t{i}" for i in range(VOCAB)])
     writer.add_token_types([1] * VOCAB)
     writer.add_token_merges([])
+    if name.startswith("gpt_oss"):
+        weights = as_converted(weights)
     for key, weight in weights.items():
         if key.endswith("norm.weight") and name.startswith("gemma"):
             weight = weight + 1
@@ -169,7 +229,12 @@ def _write(path: Path, name: str, config: dict[str, Any], weights: dict[str, Ten
             weight = weight.view(heads, 2, -1, parsed.width).transpose(1, 2).reshape(weight.shape)
         ours = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert ours is not None, key
-        writer.add_tensor(ours, weight.float().contiguous().numpy())
+        numbers = weight.float().contiguous().numpy()
+        if packs and ours.endswith("_exps.weight"):
+            packed = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.MXFP4)
+            writer.add_tensor(ours, packed, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(ours, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -193,7 +258,27 @@ def test_gguf_files_equal_transformers(name: str, made: Callable[[str], Made], t
         config = {**config, "query_pre_attn_scalar": config["head_dim"]}
         for layer in model.model.layers:
             layer.self_attn.scaling = config["head_dim"] ** -0.5
+    if name.startswith("gpt_oss"):  # GGUF has no settings of gates
+        for layer in model.model.layers:
+            layer.mlp.experts.limit, layer.mlp.experts.alpha = 7.0, 1.702
     opened = open_checkpoint(_write(tmp_path / "tiny.gguf", name, config, weights))
     parsed = DecoderConfig.from_hf(opened.config)
     assert parsed.features == DecoderConfig.from_hf(config).features
     assert _off(model, parsed, opened.weights) < CLOSE
+
+
+def test_mxfp4_in_a_gguf_file_is_kept_packed(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """As gguf's own library packs and unpacks it; rows are rounded to eight bits before packed weights."""
+    _, config, weights = made("gpt_oss-packed")
+    opened = open_checkpoint(_write(tmp_path / "tiny.gguf", "gpt_oss-packed", config, weights, packs=True))
+    parsed = DecoderConfig.from_hf(opened.config)
+    assert choose_mode(parsed, opened.weights, "auto") == "gguf"
+    target = NativeDecoder(parsed, opened.weights, mode="gguf", kv_slots=None)
+    widened = NativeDecoder(parsed, opened.weights, mode="float32", kv_slots=None)
+    got, wanted = (score_chain(one, TEXT, 13, len(TEXT)) for one in (target, widened))
+    errors = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert 0 < float(errors.median()) < 0.05  # a row whose routing is a near-tie may pick another expert
+    experts = 3 * 4 * 3 * 96 * 32  # layers, experts, projections
+    saved = sum(one.nbytes for one in widened._kept if isinstance(one, Tensor))
+    saved -= sum(one.nbytes for one in target._kept if isinstance(one, Tensor))
+    assert saved == experts * 4 - experts * 18 // 32

@@ -149,6 +149,8 @@ def test_the_largest_integers_do_not_overflow(name: str, path: str, chosen: None
         data, scales = (b.data.view(-1, LAYOUTS[KINDS[name]].bytes) for b in (blocks, like))
         for at in HALVES[name]:
             data[:, at : at + 2] = scales[:, at : at + 2]
+        if name == "MXFP4":
+            data[:, 0] = scales[:, 0]
         _choose("generic")
         wanted = apply(pack_blocks(blocks), x)
         exact = as_int8(x) @ dequantize(blocks).double().T

@@ -301,17 +301,17 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
 def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> str | None:
     """The format of a checkpoint's quantised weights and what they are held as in memory; None where they are plain."""
-    from forerun.models.load.quantized.weights import QuantizedWeights
     from forerun.models.native.target import choose_mode
 
-    if not isinstance(checkpoint.weights, QuantizedWeights):
+    quantization = checkpoint.weights.quantization
+    if quantization is None:
         return None
-    if keeps_packed(checkpoint, family, dtype, device):
-        return f"{checkpoint.weights.quantization}, kept packed"
     held: str | None = choose_mode(family, checkpoint.weights, dtype) if device.type == "cpu" else None
+    if held == "gguf" or keeps_packed(checkpoint, family, dtype, device):
+        return f"{quantization}, kept packed"
     if held is None:
         held = dtype if dtype in ("int8", "fp8", "w4") else str(_dtype(dtype, device)).removeprefix("torch.")
-    return f"{checkpoint.weights.quantization}, dequantised to {held}"
+    return f"{quantization}, dequantised to {held}"
 
 
 def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> bool:

@@ -124,17 +124,17 @@ def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int)
     )
 
 
-def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
-    """Write the nodes' keys and values, and the attention output, for one layer of one span."""
+def attend(layer: int, view: View, scale: float, softcap: float | None, sinks: Tensor | None = None) -> None:
+    """Write the nodes' keys and values, and the attention output, for one layer of one span; `sinks` [H]."""
     view.write(layer)
     queries, (keys, values) = view.queries, view.seen(layer).unbind(0)
-    if softcap is None:
+    if softcap is None and sinks is None:
         grouped = queries.shape[1] != keys.shape[1]
         found = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=view.mask, scale=scale, enable_gqa=grouped
         )
     else:
-        found = _capped(queries, keys, values, view.mask, scale, softcap)
+        found = _by_hand(queries, keys, values, view.mask, scale, softcap, sinks)
     view.into.copy_(found)
 
 
@@ -144,11 +144,18 @@ def write_keys(layer: int, views: Sequence[View]) -> None:
         view.write(layer)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Attention whose scores are capped before the mask: the fused kernels cannot."""
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention whose scores are capped before the mask, or have a sink beside them: the fused kernels cannot."""
     q = q.view(1, k.shape[1], -1, *q.shape[2:])  # [1, Hkv, G, M_b, D]
-    scores = softcap_((q @ k.unsqueeze(2).transpose(-1, -2)).mul_(scale), cap)
+    scores = (q @ k.unsqueeze(2).transpose(-1, -2)).mul_(scale)
+    if cap is not None:
+        softcap_(scores, cap)
     if mask is not None:
         scores += mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    if sinks is not None:
+        beside = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, beside), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)[..., : k.shape[2]]
     return (weights @ v.unsqueeze(2)).flatten(1, 2)

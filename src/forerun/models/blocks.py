@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.models.config import DecoderConfig
+from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import Experts, Mlp, pair_up
+from forerun.models.load.unstacked import unstack
 from forerun.models.load.weights import Weights, missing_weight, wrong_shape
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -34,6 +35,7 @@ class Block:
     mlp: Mlp | Experts
     after_attention_norm: Tensor | None  # [D]; where the layer norms what attention returns
     after_mlp_norm: Tensor | None
+    sinks: Tensor | None = None  # [H]
 
 
 class Checkpoint:
@@ -42,6 +44,7 @@ class Checkpoint:
     def __init__(
         self, weights: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
+        weights = unstack(config.family, weights)
         if isinstance(weights, Weights):
             weights = weights.on(device)
         self.weights, self.config, self.dtype, self.device = weights, config, dtype, device
@@ -75,6 +78,7 @@ class Checkpoint:
             mlp=self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner),
             after_attention_norm=after,
             after_mlp_norm=mlp_after,
+            sinks=self._read(at + "self_attn.sinks", (config.heads,)) if config.sinks else None,
         )
 
     def norms(self, at: str) -> list[Tensor | None]:
@@ -140,13 +144,25 @@ class Checkpoint:
                 self._fill(gate_up[i], files[:2])
                 self._fill(down[i], files[2:])
         shared = moe.shared_inner
+        biases = self._expert_biases(at, moe) if moe.biases else {}
         return Experts(
             router=self._read(at + "gate.weight", (moe.experts, width)),
             gate_up=gate_up,
             down=down,
             shared=self._mlp(at + "shared_expert.", shared) if shared else None,
             shared_gate=self._read(at + "shared_expert_gate.weight", (1, width)) if shared else None,
+            **biases,
         )
+
+    def _expert_biases(self, at: str, moe: MoeConfig) -> dict[str, Tensor]:
+        width = self.config.width
+        gate_up = torch.empty(moe.experts, 2 * moe.inner, dtype=self.dtype, device=self.device)
+        down = torch.empty(moe.experts, width, dtype=self.dtype, device=self.device)
+        for i in range(moe.experts):
+            self._fill(gate_up[i], [f"{at}experts.{i}.{name}_proj.bias" for name in ("gate", "up")])
+            self._fill(down[i], [f"{at}experts.{i}.down_proj.bias"])
+        router = self._read(at + "gate.bias", (moe.experts,))
+        return {"router_bias": router, "gate_up_bias": gate_up, "down_bias": down}
 
     def norm(self, name: str, size: int | None = None) -> Tensor:
         """A norm's weight; where the norm multiplies by 1 + weight, the sum is kept in fp32, which bf16 would round."""

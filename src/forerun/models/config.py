@@ -29,6 +29,7 @@ _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcap
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
+    "rope_parameters", "num_experts_per_tok",
 }  # fmt: skip
 
 
@@ -41,6 +42,8 @@ class MoeConfig:
     inner: int
     renormalise: bool  # the picked experts' weights sum to 1
     shared_inner: int | None  # width of the expert that every row also goes through
+    biases: bool = False  # of the router and of every expert
+    clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class DecoderConfig:
     norm_offset: bool = False  # norms multiply by 1 + weight
     norms: Norms = BEFORE
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # dimensions that the checkpoint rotates together
+    sinks: bool = False  # every query head has a learned score that takes weight and brings no value
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
 
@@ -95,7 +99,10 @@ class DecoderConfig:
             "rotations of neighbours": self.rope_pairs == "neighbours",
             "layers without positions": None in self.layer_ropes,
             "sliding windows": any(self.windows),
+            "attention sinks": self.sinks,
             "experts": self.moe is not None,
+            "experts with biases": self.moe is not None and self.moe.biases,
+            "clamped gates": self.moe is not None and self.moe.clamp is not None,
         }
         return tuple(name for name, there in has.items() if there)
 
@@ -165,6 +172,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         norm_offset=described.norm_offset,
         norms=described.norms,
         rope_pairs=described.rope_pairs,
+        sinks=described.sinks,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
     )
@@ -284,14 +292,16 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
     if described.experts is None or not values.get(key):
         return None
-    experts, mixtral = _size(values, key, _MOST_LAYERS), described.experts == "mixtral"
-    shared = "shared_expert_intermediate_size"
+    experts, qwen = _size(values, key, _MOST_LAYERS), described.experts == "qwen"
+    shared, limit = "shared_expert_intermediate_size", "swiglu_limit"
     return MoeConfig(
         experts=experts,
         per_token=_size(values, "num_experts_per_tok", experts),
-        inner=_size(values, "intermediate_size" if mixtral else "moe_intermediate_size"),
-        renormalise=mixtral or bool(values.get("norm_topk_prob", False)),
+        inner=_size(values, "moe_intermediate_size" if qwen else "intermediate_size"),
+        renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
         shared_inner=_size(values, shared) if shared in described.settings else None,
+        biases=described.experts == "gpt_oss",
+        clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
     )
 
 

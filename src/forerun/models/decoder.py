@@ -239,7 +239,7 @@ class Decoder(SlotTarget):
                 write_keys(i, views[config.windows[i]])
                 break
             for view in views[config.windows[i]]:
-                attend(i, view, config.attention_scale, config.attention_softcap)
+                attend(i, view, config.attention_scale, config.attention_softcap, block.sinks)
             self._add_attention(x, block, found)
             self._add_mlp(x, block, i, layers)
         if layers.end in hidden:

@@ -73,7 +73,8 @@ class Family:
     slides: Slides | None = None  # which layers have the sliding window, where no layer_types say so
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
-    experts: Literal["mixtral", "qwen"] | None = None
+    sinks: bool = False  # every query head has a learned score that takes weight and brings no value
+    experts: Literal["mixtral", "qwen", "gpt_oss"] | None = None
     gguf: str | None = None  # llama.cpp's name of the architecture
     gguf_interleaves: bool = False  # its converter makes neighbours of the halves that rotate together
 
@@ -97,6 +98,7 @@ _GEMMA = {
     "layer_types": None,
     "tie_word_embeddings": True,
 }
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
 
 FAMILIES: dict[str, Family] = {
@@ -237,5 +239,26 @@ FAMILIES: dict[str, Family] = {
         slides=_in_every_layer,
         experts="qwen",
         gguf="qwen3moe",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": _GPT_OSS_ROPE,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        slides=_but_every_nth,
+        sinks=True,
+        experts="gpt_oss",
+        gguf="gpt-oss",
     ),
 }

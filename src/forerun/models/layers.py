@@ -92,6 +92,13 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
+def clamped_gate(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """[M, 2I] -> [M, I] as gpt-oss does: gate * sigmoid(alpha * gate) * (up + 1), both limited first."""
+    inner = x.shape[-1] // 2
+    opened, linear_part = x[:, :inner].clamp(max=limit), x[:, inner:].clamp(-limit, limit)
+    return (opened * alpha).sigmoid_().mul_(opened).mul_(linear_part.add_(1))
+
+
 def softcap_(logits: Tensor, cap: float) -> Tensor:
     """cap * tanh(logits / cap), in place."""
     return logits.div_(cap).tanh_().mul_(cap)
@@ -166,6 +173,9 @@ class Experts:
     down: Tensor  # [E, D, I]
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, D]
+    router_bias: Tensor | None = None  # [E]
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, D]
 
 
 def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) -> Tensor:
@@ -173,11 +183,13 @@ def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) 
 
     Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once.
     """
-    weights, picked = route(x, experts.router, config)  # [M, K]
+    weights, picked = route(x, experts.router, config, experts.router_bias)  # [M, K]
+    into, out_of = experts.gate_up_bias, experts.down_bias
     found = x.new_empty(len(x), config.per_token, x.shape[1])
     for expert, rows, ranks in by_expert(picked, config.experts):
-        inner = gate(linear(x[rows], experts.gate_up[expert]), activation)
-        found[rows, ranks] = linear(inner, experts.down[expert])
+        both = linear(x[rows], experts.gate_up[expert], None if into is None else into[expert])
+        inner = gate(both, activation) if config.clamp is None else clamped_gate(both, *config.clamp)
+        found[rows, ranks] = linear(inner, experts.down[expert], None if out_of is None else out_of[expert])
     out = found[:, 0] * weights[:, :1]
     for rank in range(1, config.per_token):
         out += found[:, rank] * weights[:, rank : rank + 1]
@@ -187,9 +199,9 @@ def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) 
     return out
 
 
-def route(x: Tensor, router: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Tensor, config: MoeConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[M, K] the weights of the experts that each row picks, and their numbers, which ascend."""
-    laws = linear(x, router).softmax(-1, dtype=torch.float32)  # [M, E]
+    laws = linear(x, router, bias).softmax(-1, dtype=torch.float32)  # [M, E]
     weights, picked = laws.topk(config.per_token, dim=-1)
     if config.renormalise:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -25,6 +25,7 @@ from forerun.models.load.marian_tokenizer import MarianTokenizer
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
 from forerun.models.load.quantized.weights import QuantizedWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
+from forerun.models.load.unstacked import unstack
 from forerun.models.load.weights import FILE, GgufWeights, PickledWeights, SafetensorsWeights, Weights
 
 log = logging.getLogger(__name__)
@@ -88,9 +89,12 @@ def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
     if pickled and is_encoder_decoder(config):
         return PickledWeights(folder)
     weights = SafetensorsWeights(folder)
-    if not is_quantised(config) or not (supports(config) or is_encoder_decoder(config)):
-        return weights  # transformers reads the formats of other families itself
-    return QuantizedWeights(weights, quantization_of(config))
+    ours = supports(config)
+    if not is_quantised(config) or not (ours or is_encoder_decoder(config)):
+        found: Weights = weights  # transformers reads the formats of other families itself
+    else:
+        found = QuantizedWeights(weights, quantization_of(config))
+    return unstack(config["model_type"], found) if ours else found
 
 
 def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:

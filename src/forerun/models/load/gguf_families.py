@@ -35,6 +35,7 @@ class Origin:
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # in the order of forerun.models.families
+_OSS_NORMS = ("attn_norm", "", "post_attention_norm", "")
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -43,6 +44,7 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
 }
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _QWEN_MOE = {
@@ -135,6 +137,11 @@ def _qwen_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     return settings
 
 
+def _oss_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    inner = metadata.integer(".expert_feed_forward_length", metadata.integer(".feed_forward_length"))
+    return {**_mixtral_extra(metadata, file), "intermediate_size": inner, "attention_bias": True}
+
+
 def _gemma_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     head_dim = metadata.integer(".attention.key_length", 256)
     # The 27B models alone scale their scores by the width per head instead of the head's own width.
@@ -178,6 +185,7 @@ _EXTRAS: dict[str, Extra] = {
     "mixtral": _mixtral_extra,
     "qwen2_moe": _qwen_moe_extra,
     "qwen3_moe": _qwen_moe_extra,
+    "gpt_oss": _oss_extra,
 }
 
 
@@ -199,7 +207,8 @@ def model_type_of(metadata: Metadata) -> str:
 
 def _names_of(family: Family, file: GgufFile) -> dict[str, str]:
     """The file's names of a layer's tensors, and Hugging Face's."""
-    norms = {ours: theirs for ours, theirs in zip(_NORMS, family.norms, strict=True) if theirs is not None}
+    told = _OSS_NORMS if family.experts == "gpt_oss" else _NORMS
+    norms = {ours: theirs for ours, theirs in zip(told, family.norms, strict=True) if theirs is not None}
     if family.experts is not None:
         return _ATTENTION | norms | (_MIXTRAL if family.experts == "mixtral" else _QWEN_MOE)
     return _ATTENTION | norms | (_DENSE if "blk.0.ffn_gate.weight" in file.tensors else _FUSED)
@@ -258,6 +267,8 @@ def origins_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Origin]:
 
 def tensor_of(file: GgufFile, name: str) -> str:
     """What a file of this architecture would call a weight that it lacks."""
+    if name.endswith(".sinks"):  # a bare parameter there
+        name += ".weight"
     layer = _LAYER_WEIGHT.fullmatch(name)
     stem, _, kind = name.rpartition(".")
     if layer is None:
@@ -295,6 +306,8 @@ def _map_tensor(
         return {name.format(match[3]): Origin(tensor)}
     if part.endswith("_exps"):
         return {name.format(i): Origin(tensor, expert=i) for i in range(_count_experts(file, tensor))}
+    if part == "attn_sinks":
+        return {name.removesuffix(".weight"): Origin(tensor)}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     origin = Origin(
         tensor,
@@ -320,7 +333,7 @@ def _count_layers(metadata: Metadata, file: GgufFile) -> int:
 
 def _count_experts(file: GgufFile, tensor: str) -> int:
     shape = file.tensors[tensor].shape
-    if len(shape) != 3 or shape[0] > 4096:
+    if len(shape) != (2 if tensor.endswith(".bias") else 3) or shape[0] > 4096:
         raise DamagedFile(f"{file.path} is damaged: {tensor} has shape {shape}, not experts; pull it again")
     return shape[0]
 
@@ -362,6 +375,8 @@ def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> di
     if kind == "yarn":
         original = metadata.integer(".rope.scaling.original_context_length", 0, least=0)
         scaling |= {"original_max_position_embeddings": original} if original else {}
+        usual = FAMILIES[model_type_of(metadata)].settings.get("rope_parameters", {})
+        scaling |= {"truncate": usual["truncate"]} if "truncate" in usual else {}  # no file says it
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if metadata.find(f".rope.scaling.{theirs}") is not None:
                 scaling[ours] = metadata.real(f".rope.scaling.{theirs}")

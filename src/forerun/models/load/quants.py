@@ -63,6 +63,7 @@ LAYOUTS: dict[int, Layout] = {
     35: Layout("TQ2_0", 256, 66),
     39: Layout("MXFP4", 32, 17),
 }
+MXFP4 = 39
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,16 @@ def _iq4_nl(packed: Tensor, out: Tensor) -> None:
     torch.mul(_UNEVEN_STEPS.to(packed.device)[_four_bits(packed[:, 2:]).long()], _half(packed, 0), out=out)
 
 
+# The sixteen values of MXFP4, twice as large as they are: scales are halved.
+_FLOAT_STEPS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+
+
+def _mxfp4(packed: Tensor, out: Tensor) -> None:
+    exponents = packed[:, :1].int()
+    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)  # 2^(e - 128)
+    torch.mul(_FLOAT_STEPS.to(packed.device)[_four_bits(packed[:, 1:]).long()], bits.view(torch.float32), out=out)
+
+
 def _q5_0(packed: Tensor, out: Tensor) -> None:
     codes = _four_bits(packed[:, 6:]) | _fifth_bit(packed[:, 2:6])
     torch.mul(codes.view(torch.int8) - 16, _half(packed, 0), out=out)
@@ -224,4 +235,5 @@ _UNPACKERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
 }

@@ -72,6 +72,8 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
         whole = config.qk_norm == "all"
         for name, size in (("q", queries), ("k", keys)):
             yield f"{at}{name}_norm.weight", (size if whole else config.head_dim,)
+    if config.sinks:
+        yield f"{at}sinks", (config.heads,)
 
 
 def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -104,6 +106,11 @@ def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[
             for name in into:
                 yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)
             yield f"{at}experts.{i}.{out}.weight", (width, moe.inner)
+    if moe.biases:
+        yield at + "gate.bias", (moe.experts,)
+        for i in range(moe.experts):
+            sizes = {"gate_proj": moe.inner, "up_proj": moe.inner, "down_proj": width}
+            yield from ((f"{at}experts.{i}.{name}.bias", (size,)) for name, size in sizes.items())
     if moe.shared_inner is not None:
         yield from _mlp(moe.shared_inner, width, weights, at + "shared_expert.")
         yield at + "shared_expert_gate.weight", (1, width)

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import Origin, tensor_of
+from forerun.models.load.quantized.scheme import Quantization
 from forerun.models.load.quants import Blocks, dequantize
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -48,9 +49,19 @@ class Weights(LazyTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, without loading it."""
 
+    quantization: Quantization | None = None  # what its config says of quantised weights
+
     def on(self, device: torch.device | str) -> Weights:
         """The same, dequantised on a device when asked for; plain weights are loaded as they are."""
         return self
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The weight as the file packs it, where that is in blocks of a GGUF type."""
+        return None
+
+    def packed_kinds(self) -> set[int]:
+        """The GGUF types of what `blocks` gives; empty where it gives nothing."""
+        return set()
 
 
 def missing_weight(weights: Mapping[str, Tensor], name: str) -> DamagedFile:
@@ -122,6 +133,9 @@ class GgufWeights(Weights):
             pairs = shape[0] // origin.heads // 2
             data = data.view(origin.heads, pairs, 2, -1).transpose(1, 2).reshape(-1)
         return Blocks(packed.kind, shape, data)
+
+    def packed_kinds(self) -> set[int]:
+        return {self.file.tensors[origin.tensor].kind for origin in self.origins.values()}
 
     def __getitem__(self, name: str) -> Tensor:
         weight = dequantize(self.blocks(name), self.device)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 19  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 20  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -57,6 +57,8 @@ class Experts(Structure):
 
     _fields_: ClassVar[Fields] = [
         *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner", "activation")],
+        ("limit", c_float),
+        ("alpha", c_float),
         ("router", Weights),
         ("gate_up", POINTER(Weights)),
         ("down", POINTER(Weights)),
@@ -75,6 +77,7 @@ class Layer(Structure):
         ("experts", POINTER(Experts)),
         ("after_attention", c_void_p),
         ("after_mlp", c_void_p),
+        ("sinks", c_void_p),
     ]
 
 

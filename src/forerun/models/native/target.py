@@ -26,7 +26,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.layers import Rotations
 from forerun.models.load.adapter import Adapter
 from forerun.models.load.quants import Blocks
-from forerun.models.load.weights import GgufWeights
+from forerun.models.load.weights import GgufWeights, Weights
 from forerun.models.native import library as native
 from forerun.models.native.adapters import NativeAdapter, adapters_of, address_of
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
@@ -328,11 +328,7 @@ def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str
     if dtype == "gguf" and not isinstance(weights, GgufWeights):
         raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
     if dtype == "auto":
-        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
+        kinds = weights.packed_kinds() if isinstance(weights, Weights) else set()
+        return "gguf" if kinds and all(map(is_packable, kinds)) else "float32"
     modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
     return modes.get(dtype)
-
-
-def _all_packable(weights: GgufWeights) -> bool:
-    tensors = weights.file.tensors
-    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())

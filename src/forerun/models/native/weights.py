@@ -22,7 +22,7 @@ from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Layer, Model
 from forerun.models.native.library import Weights as Parts
-from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
+from forerun.models.native.packing import FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as forerun.h has them
@@ -32,8 +32,9 @@ class NativeReader:
     """Named weights of one model as the kernels want them. `kept` holds every tensor that a struct points to."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], mode: Mode) -> None:
-        self.config, self.weights, self.mode = config, weights, mode
+        self.config, self.mode = config, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
+        self.weights = self.names.weights
         self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
         self.inactive_bytes = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
@@ -123,8 +124,13 @@ class NativeReader:
             output=self._projection(at + "self_attn.", "o", {"o": config.width}, queries),
             window=window or 0,
             rotate=0 if rope is None else 1 + rope,
+            sinks=self._sinks(at + "self_attn.sinks") if config.sinks else None,
             **(self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner)),
         )
+
+    def _sinks(self, name: str) -> int:
+        self._check(name, (self.config.heads,))
+        return self._keep(self.weights[name].detach().float().contiguous())
 
     def _mlp(self, at: str, inner: int) -> dict[str, Any]:
         gates, width = {"gate": inner, "up": inner}, self.config.width
@@ -142,23 +148,27 @@ class NativeReader:
         arrays = [(Parts * moe.experts)(*map(side_by_side, parts)) for parts in zip(*packed, strict=True)]
         found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.shared_inner or 0)
         found.activation = _ACTIVATIONS[self.config.activation]
-        found.router = self._router(at + "gate.weight", moe.experts)
+        found.limit, found.alpha = moe.clamp or (0.0, 0.0)
+        found.router = self._router(at + "gate", moe.experts, moe.biases)
         found.gate_up, found.down = arrays
         if moe.shared_inner is not None:
             shared = self._mlp(at + "shared_expert.", moe.shared_inner)
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
-            found.shared_gate = self._router(at + "shared_expert_gate.weight", 1)
+            found.shared_gate = self._router(at + "shared_expert_gate", 1)
         size = sum(part.data.nbytes for parts in packed for some in parts for part in some)
         self.inactive_bytes.append(size * (moe.experts - moe.per_token) // moe.experts)
         self.kept.extend((*arrays, found))
         return {"experts": ctypes.pointer(found)}
 
-    def _router(self, name: str, outputs: int) -> Parts:
+    def _router(self, name: str, outputs: int, biased: bool = False) -> Parts:
         """In float32 whatever the mode: it is small, and a rounded one would pick other experts."""
-        self._check(name, (outputs, self.config.width))
-        packed = pack_floats(self.weights[name].detach(), "float32")
-        self.kept.append(packed.data)
-        return side_by_side([packed])
+        self._check(name + ".weight", (outputs, self.config.width))
+        bias = self._bias(name + ".bias", outputs) if biased else None
+        return side_by_side([self._kept(pack_floats(self.weights[name + ".weight"].detach(), "float32", bias))])
+
+    def _bias(self, name: str, outputs: int) -> Tensor:
+        self._check(name, (outputs,))
+        return self.weights[name].detach()
 
     def _expert(self, at: str, index: int, moe: MoeConfig) -> tuple[list[PackedWeight], list[PackedWeight]]:
         width, inner = self.config.width, moe.inner
@@ -170,8 +180,8 @@ class NativeReader:
         old_names = f"{at}experts.0.w1.weight" in self.weights
         names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
         gate, up, down = (f"{at}experts.{index}.{name}.weight" for name in names)
-        into = [self._linear(name, inner, width) for name in (gate, up)]
-        return into, [self._linear(down, width, inner)]
+        into = [self._linear(name, inner, width, moe.biases) for name in (gate, up)]
+        return into, [self._linear(down, width, inner, moe.biases)]
 
     def _projection(self, at: str, fused: str, sizes: dict[str, int], inputs: int) -> Parts:
         """Weights that share their input; Phi-3 stores them as one."""
@@ -180,14 +190,13 @@ class NativeReader:
         parts = [self._linear(f"{at}{name}_proj.weight", size, inputs) for name, size in sizes.items()]
         return side_by_side(parts)
 
-    def _linear(self, name: str, outputs: int, inputs: int) -> PackedWeight:
+    def _linear(self, name: str, outputs: int, inputs: int, biased: bool = False) -> PackedWeight:
+        """A matrix, and its bias where there is one; `biased`: there must be."""
         self._check(name, (outputs, inputs))
-        bias_name = name.removesuffix("weight") + "bias"
-        bias, weights = None, self.weights
-        if bias_name in weights:
-            self._check(bias_name, (outputs,))
-            bias = weights[bias_name].detach()
-        weight = weights.blocks(name) if self.mode == "gguf" and isinstance(weights, GgufWeights) else weights[name]
+        bias_name, weights = name.removesuffix("weight") + "bias", self.weights
+        bias = self._bias(bias_name, outputs) if bias_name in weights or biased else None
+        blocks = weights.blocks(name) if self.mode == "gguf" and isinstance(weights, Weights) else None
+        weight = weights[name] if blocks is None else blocks
         if self.config.rope_pairs == "neighbours" and name.endswith(("q_proj.weight", "k_proj.weight")):
             order = unpair(torch.arange(outputs), self.config.head_dim, self.config.ropes[0].dims)
             weight = take_rows(weight, order) if isinstance(weight, Blocks) else weight[order]
@@ -196,10 +205,11 @@ class NativeReader:
 
     def _pack(self, weight: Tensor | Blocks, bias: Tensor | None) -> PackedWeight:
         if isinstance(weight, Blocks):
-            packed = pack_blocks(weight, bias)
-        else:
-            assert self.mode != "gguf"
-            packed = pack_floats(weight.detach(), self.mode, bias)
+            return self._kept(pack_blocks(weight, bias))
+        own: FloatMode = "bfloat16" if weight.dtype == torch.bfloat16 else "float32"
+        return self._kept(pack_floats(weight.detach(), own if self.mode == "gguf" else self.mode, bias))
+
+    def _kept(self, packed: PackedWeight) -> PackedWeight:
         self.kept.extend(tensor for tensor in (packed.data, packed.bias) if tensor is not None)
         return packed
 

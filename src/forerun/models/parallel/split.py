@@ -83,6 +83,8 @@ class SplitWeights(LazyTensors):
         module, _, kind = name.removesuffix(".weight").rpartition(".")
         if kind == "bias":
             kind = module.rpartition(".")[2]
+            if kind == "down_proj" and ".experts." in module and self._part.rank:
+                return torch.zeros_like(weight)  # ranks add up what experts give: the first has the biases
             return weight if kind in ("o_proj", "down_proj") else self._rows(kind, weight)
         if kind == "o_proj":
             return weight[:, self._queries]
@@ -95,6 +97,8 @@ class SplitWeights(LazyTensors):
         config = self._config
         if kind == "q_proj":
             return weight[self._queries]
+        if kind == "sinks":
+            return weight[self._queries.start // config.head_dim : self._queries.stop // config.head_dim]
         if kind in ("k_proj", "v_proj"):
             return weight[self._keys]
         if kind == "qkv_proj":

@@ -1,4 +1,4 @@
-"""What a config.json says about quantised weights: compressed-tensors, block FP8, AWQ and GPTQ.
+"""What a config.json says about quantised weights: compressed-tensors, block FP8, MXFP4, AWQ and GPTQ.
 
 Formats and variants that are not understood raise UnsupportedModel with the format's name: never a guess. Which
 modules are quantised is decided by the tensors in the files, so lists of modules that stay plain need no reading.
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 
-Layout = Literal["awq", "gptq", "packed", "elements"]
+Layout = Literal["awq", "gptq", "packed", "elements", "mxfp4"]
 # compressed-tensors: how a format lays out its weights; the other names are refused
 _FORMATS: dict[str, Layout | None] = {
     "pack-quantized": "packed",
@@ -51,7 +51,7 @@ class Scheme:
     @property
     def numbers(self) -> str:
         """What the weights are made of."""
-        return "FP8" if self.floats else f"{self.bits}-bit"
+        return f"FP{self.bits}" if self.floats else f"{self.bits}-bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def describe(config: Mapping[str, Any]) -> str:
 
 
 def _unsupported(what: str) -> UnsupportedModel:
-    known = "compressed-tensors, fp8, awq and gptq"
+    known = "compressed-tensors, fp8, mxfp4, awq and gptq"
     return UnsupportedModel(f"weights quantised with {what} cannot be read ({known} can): use another checkpoint of it")
 
 
@@ -166,6 +166,11 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
         raise ValueError(f"weight_block_size is {block!r:.40}")
     static = "scales of activations" if given.get("activation_scheme") == "static" else ""
     return Quantization("fp8", ((("Linear",), Scheme("elements", 8, (rows, columns), floats=True)),), static)
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+    """Of gpt-oss's experts, which forerun.models.load.unstacked reads."""
+    return Quantization("mxfp4", ((("Linear",), Scheme("mxfp4", 4, (1, 32), floats=True)),))
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantization:
@@ -221,4 +226,4 @@ def _group(size: object) -> int:
     return max(size, 0)
 
 
-_METHODS = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
+_METHODS = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}

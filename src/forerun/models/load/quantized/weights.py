@@ -78,6 +78,7 @@ class QuantizedWeights(Weights):
         return found
 
     def _scheme(self, stem: str, part: str) -> Scheme:
+        assert self.quantization is not None
         scheme = self.quantization.of(stem)
         expected = {"packed": "weight_packed", "elements": "weight"}.get(scheme.layout, "qweight")
         if part != expected:

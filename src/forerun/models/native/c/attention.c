@@ -48,7 +48,7 @@ FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int hal
 /* Scores to weights, and their sum: each lane adds every fourth position, whatever else is in the pass. Exponentials of
  * sixteen positions are computed side by side, since each waits for itself most of the time. */
 static void soften(query *q) {
-    float *weights = q->weights, most = -INFINITY;
+    float *weights = q->weights, most = q->sink;
     int64_t i = q->from, whole = i + (q->seen - i) / 4 * 4, wide = i + (q->seen - i) / 16 * 16;
     f32x4 highest[4], total = all4(0);
     FR_UNROLL for (int j = 0; j < 4; j++) highest[j] = all4(-INFINITY);
@@ -70,7 +70,7 @@ static void soften(query *q) {
         store4(weights + i, w);
         total += w;
     }
-    q->total = across(total);
+    q->total = across(total) + sink_weight(q, most);
 }
 
 /* Sums += weighted values of a stretch, `vectors` times four columns at once, position by position. */
@@ -161,6 +161,7 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
         q->seen = q->context + reach->tail[node];
         q->from = a->window && q->seen > a->window ? q->seen - a->window : 0;
         q->weights = scratch + i * (reach->most + FR_ROOM);
+        q->sink = a->sinks ? a->sinks[head] : -INFINITY;
     }
 }
 

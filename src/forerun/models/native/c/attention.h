@@ -12,7 +12,7 @@ typedef struct {
     const int32_t *tail, *pages; /* pages of its context, or NULL: then it starts at slot `first` */
     int64_t first, context, from, seen;
     float *weights, *out;
-    float total;
+    float total, sink; /* sink: a score that is no position's; -INFINITY = none */
 } query;
 
 typedef struct fr_queries {
@@ -63,6 +63,14 @@ FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
 FR_INLINE int64_t slot_at(const query *q, int64_t i) {
     if (i >= q->context) return q->tail[i - q->context];
     return q->pages ? (int64_t)q->pages[i / FR_PAGE] * FR_PAGE + i % FR_PAGE : q->first + i;
+}
+
+/* What a query's sink adds to the sum of its weights; `most` is its largest score, the sink's included. */
+FR_INLINE float sink_weight(const query *q, float most) {
+    f32x4 weight = all4(q->sink - most);
+    if (q->sink == -INFINITY) return 0.0f;
+    exp_below(&weight, 1);
+    return weight[0];
 }
 
 /* Ask for the values of keys that are read now: they are read in stripes, which no prefetcher foresees. */

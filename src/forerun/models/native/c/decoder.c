@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 10, FR_ABI = 19 };
+enum { BUFFERS = 10, FR_ABI = 20 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle;
@@ -111,7 +111,7 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
         .half = p->half,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
         .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
-        .cap = m->attention_cap,
+        .cap = m->attention_cap, .sinks = layer->sinks,
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);

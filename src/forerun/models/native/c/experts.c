@@ -120,6 +120,16 @@ static void copy_rows(void *arg, int64_t begin, int64_t end, int worker) {
         memcpy(job->r->x + job->r->place[p] * width, job->x + p / k * width, (size_t)width * sizeof(float));
 }
 
+/* Limits a row's gates and ups so that the plain gate behind it gives gate sigmoid(alpha gate) (up + 1). What is not a
+ * number stays so. */
+static void limit_row(float *restrict gate, float *restrict up, int64_t width, float limit, float alpha) {
+    for (int64_t i = 0; i < width; i++) {
+        float g = gate[i] > limit ? limit : gate[i], u = up[i] > limit ? limit : up[i];
+        gate[i] = alpha * g;
+        up[i] = ((u < -limit ? -limit : u) + 1.0f) / alpha;
+    }
+}
+
 static void gate_segments(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const rows_job *job = arg;
@@ -127,7 +137,8 @@ static void gate_segments(void *arg, int64_t begin, int64_t end, int worker) {
     fr_gate_row *row = fr_chosen_gate();
     for (int64_t p = begin * k; p < end * k; p++) {
         int64_t at = job->r->place[p];
-        const float *gate = job->r->gate_up + 2 * at * inner;
+        float *gate = job->r->gate_up + 2 * at * inner;
+        if (job->e->limit) limit_row(gate, gate + inner, inner, job->e->limit, job->e->alpha);
         row(gate, gate + inner, job->r->mlp + at * inner, inner, (int)job->e->activation);
     }
 }

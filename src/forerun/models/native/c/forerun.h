@@ -121,6 +121,7 @@ typedef struct {
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
     int64_t window; /* 0 = everything, else only the last `window` positions */
     float scale, cap; /* cap of the scores; 0 = none */
+    const float *sinks; /* [heads] a score beside those of the positions, which brings no value; or NULL */
 } fr_attention_args;
 void fr_attention(const fr_attention_args *args);
 /* Which queries walk together; tiles has room for nodes * group pairs. Returns how many there are. */
@@ -140,6 +141,7 @@ typedef struct {
     int64_t renormalise;              /* the weights of a row's experts sum to one */
     int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
     int64_t activation;
+    float limit, alpha;               /* 0, or as gpt-oss: gate sigmoid(alpha gate) (up + 1), both limited first */
     fr_weights router;                /* [count, width] */
     const fr_weights *gate_up, *down; /* [count] */
     fr_weights shared_gate_up, shared_down, shared_gate; /* the last: [1, width] */
@@ -201,6 +203,7 @@ typedef struct {
     int64_t rotate;            /* by which rope, from 1 on; 0: this layer has no positions */
     const fr_experts *experts; /* in place of gate_up and down, or NULL */
     const float *after_attention, *after_mlp; /* [width] norms of what these parts add, or NULL */
+    const float *sinks;                       /* [heads] or NULL */
 } fr_layer;
 
 typedef struct {

@@ -39,7 +39,7 @@
  *   v18-v21  sums of the first four rows, then dot * scale of the second four
  *   v22-v25  sums of the second four rows
  *   v26-v29  inputs of four rows, then dot * scale of the first four
- *   v30, v31 scales of the rows, then their sums */
+ *   v30, v31 scales of the rows, then their sums; before, what weights are unpacked with */
 #define LOAD(to, from, at) "ldr q" #to ", [%[" #from "], #" #at "]\n\t"
 #define LOAD2(to, more, from, at) "ldp q" #to ", q" #more ", [%[" #from "], #" #at "]\n\t"
 #define SDOT(sum, w, x, lane) "sdot v" #sum ".4s, v" #w ".16b, v" #x ".4b[" #lane "]\n\t"
@@ -54,6 +54,10 @@
 #define HALVES(to, at) "ldr d" #to ", [%[panel], #" #at "]\n\tfcvtl v" #to ".4s, v" #to ".4h\n\t"
 #define UNPACK_P4 NIBBLES HALVES(16, 64) HALVES(17, 72)
 #define UNPACK_P4W LOAD2(16, 17, panel, 64) NIBBLES
+#define STEP(v) "tbl v" #v ".16b, {v31.16b}, v" #v ".16b\n\t"
+#define UNPACK_P4E \
+    NIBBLES LOAD(31, shift, 32) STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) \
+    "ldr d16, [%[panel], #64]\n\tshll v16.4s, v16.4h, #16\n\t"
 #define UNPACK_P8 BYTES HALVES(16, 128)
 #define UNPACK_P8M LOAD2(16, 17, panel, 128) BYTES
 #define UNPACK_P8W UNPACK_P8M
@@ -139,6 +143,7 @@
 #define BODY_P4W BODY_P4
 #define BODY_P8M BODY_P4
 #define BODY_P8(ROWS, n) ROWS(WHOLE, NO_OFFSETS, "v16", n)
+#define BODY_P4E BODY_P8
 #define BODY_P8W(ROWS, n) ROWS(LOW, NO_OFFSETS, "v16", n) ROWS(HIGH, NO_OFFSETS, "v17", n)
 
 #define T(r) [t##r] "+w"(total[r])
@@ -151,14 +156,17 @@
 #define T7 T6, T(6)
 #define T8 T7, T(7)
 #define BITS 0x4B400000
-static const int32_t shift[8] __attribute__((aligned(32))) = {BITS, BITS, BITS, BITS, BITS, BITS, BITS, BITS};
+static const struct {
+    int32_t bits[8];
+    int8_t steps[16];
+} shift __attribute__((aligned(32))) = {{BITS, BITS, BITS, BITS, BITS, BITS, BITS, BITS}, {FR_FLOAT_STEPS}};
 _Static_assert(offsetof(fr_group, scales) == 128 && offsetof(fr_group, sums) == 144 && offsetof(fr_group, backs) == 160,
                "the assembly knows these places");
 
 #define RUN(kind, ROWS, n, totals) \
     __asm__ volatile(UNPACK_##kind BODY_##kind(ROWS, n) \
                      : totals \
-                     : [panel] "r"(panel), [a] "r"(q), [b] "r"(q + blocks), [shift] "r"(shift) \
+                     : [panel] "r"(panel), [a] "r"(q), [b] "r"(q + blocks), [shift] "r"(&shift) \
                      : "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", "v22", \
                        "v23", "v24", "v25", "v26", "v27", "v28", "v29", "v30", "v31", "memory")
 
@@ -183,6 +191,7 @@ PANEL_ROWS(P8)
 PANEL_ROWS(P4W)
 PANEL_ROWS(P8W)
 PANEL_ROWS(P8M)
+PANEL_ROWS(P4E)
 
 FR_INLINE void store(const fr_range *g, int64_t row, int64_t panel, float32x4_t total) {
     int64_t o = panel * FR_QUAD;
@@ -206,6 +215,7 @@ FR_INLINE void tile_rows(const fr_range *g, int kind, int tile, int64_t first) {
         else if (kind == FR_P8) panel_P8(panel, tile, blocks, q, total);
         else if (kind == FR_P4W) panel_P4W(panel, tile, blocks, q, total);
         else if (kind == FR_P8W) panel_P8W(panel, tile, blocks, q, total);
+        else if (kind == FR_P4E) panel_P4E(panel, tile, blocks, q, total);
         else panel_P8M(panel, tile, blocks, q, total);
 #define STORE(r) store(g, first + r, p, total[r]);
 #define STORE_MORE(r) store(g, first + r + 4, p, total[r + 4]);

@@ -34,17 +34,21 @@ FR_INLINE void pair_up(int8x16_t low, int8x16_t high, int8x16_t out[2]) {
 
 FR_INLINE void read_block(int format, const uint8_t *p, block *out) {
     int8x16_t groups[8];
-    int four = format == FR_P4 || format == FR_P4W;
+    static const int8_t steps[16] = {FR_FLOAT_STEPS};
+    int four = format == FR_P4 || format == FR_P4W || format == FR_P4E;
     for (int g = 0; g < (four ? 4 : 8); g++) {
         uint8x16_t bytes = vld1q_u8(p + 16 * g);
         groups[g] = vreinterpretq_s8_u8(four ? vandq_u8(bytes, vdupq_n_u8(15)) : bytes);
         if (four) groups[g + 4] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
     }
+    for (int g = 0; g < 8 && format == FR_P4E; g++)
+        groups[g] = vqtbl1q_s8(vld1q_s8(steps), vreinterpretq_u8_s8(groups[g]));
     for (int g = 0; g < 4; g++) pair_up(groups[2 * g], groups[2 * g + 1], out->v[g]);
     p += four ? 64 : 128;
     out->d2 = out->m = vdupq_n_f32(0);
     if (format == FR_P4) out->d = halves(p), out->m = halves(p + 8);
     else if (format == FR_P8) out->d = halves(p);
+    else if (format == FR_P4E) out->d = vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
     else if (format == FR_P8W) out->d = floats(p), out->d2 = floats(p + 16);
     else out->d = floats(p), out->m = floats(p + 16);
 }
@@ -72,7 +76,7 @@ FR_INLINE void add_pair(int format, const block *w, const fr_group *q, int row, 
         int32x4_t sums[2];
         dot_pair(w, q, row, from, split ? from + 2 : 4, sums);
         for (int r = 0; r < 2; r++) {
-            if (format != FR_P8 && !split) total[r] = vfmaq_n_f32(total[r], w->m, q->sums[row + r]);
+            if (format != FR_P8 && format != FR_P4E && !split) total[r] = vfmaq_n_f32(total[r], w->m, q->sums[row + r]);
             total[r] = add_scaled(sums[r], q->scales[row + r], from ? w->d2 : w->d, total[r]);
         }
     }

@@ -25,6 +25,17 @@ FR_INLINE float float_at(const uint8_t *p) {
     return f;
 }
 
+FR_INLINE float bf16_at(const uint8_t *p) {
+    uint16_t h;
+    memcpy(&h, p, 2);
+    uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static const int8_t float_steps[16] = {FR_FLOAT_STEPS};
+
 FR_INLINE int value_at(int format, int64_t w, const uint8_t *block, int64_t output, int k) {
     int64_t group = k / 4, at = output * 4 + k % 4, more = 16 * w;
     if (format == FR_P8 || format == FR_P8W || format == FR_P8M) return (int8_t)block[group * 4 * w + at];
@@ -32,6 +43,7 @@ FR_INLINE int value_at(int format, int64_t w, const uint8_t *block, int64_t outp
     v = group < 4 ? v & 15 : v >> 4;
     if (format == FR_P5 || format == FR_P5M || format == FR_P5K) v |= (block[more + group * w / 2 + at / 8] >> at % 8 & 1) << 4;
     if (format == FR_P6K) v |= (block[more + group / 4 * 4 * w + at] >> group % 4 * 2 & 3) << 4;
+    if (format == FR_P4E) return float_steps[v];
     return format == FR_P5 ? v - 16 : format == FR_P6K ? v - 32 : v;
 }
 
@@ -43,6 +55,7 @@ FR_INLINE void read_scales(int format, int64_t w, const uint8_t *block, const ui
     switch (format) {
     case FR_P4: case FR_P5M: *first = half_at(end - 4 * w + 2 * i), *offset = half_at(end - 2 * w + 2 * i); break;
     case FR_P8: case FR_P5: *first = half_at(end - 2 * w + 2 * i); break;
+    case FR_P4E: *first = bf16_at(end - 2 * w + 2 * i); break;
     case FR_P4W: case FR_P8M: *first = float_at(end - 8 * w + 4 * i), *offset = float_at(end - 4 * w + 4 * i); break;
     case FR_P8W: *first = float_at(end - 8 * w + 4 * i), *last = float_at(end - 4 * w + 4 * i); break;
     case FR_P6K:
@@ -64,7 +77,7 @@ FR_INLINE int32_t dot_half(const int8_t *v, const int8_t *x) {
 FR_INLINE float add_block(int format, const numbers *n, int64_t i, const fr_group *q, int row, float total) {
     float s = q->scales[row];
     int32_t low = dot_half(n->values[i], q->values[0][row]), high = dot_half(n->values[i] + 16, q->values[1][row]);
-    if (format != FR_P8 && format != FR_P5 && format != FR_P8W && format != FR_P6K)
+    if (format != FR_P8 && format != FR_P5 && format != FR_P4E && format != FR_P8W && format != FR_P6K)
         total = __builtin_fmaf(n->offsets[i], q->sums[row], total);
     if (format != FR_P8W && format != FR_P6K) return __builtin_fmaf((float)(low + high) * s, n->scales[0][i], total);
     total = __builtin_fmaf((float)low * s, n->scales[0][i], total);

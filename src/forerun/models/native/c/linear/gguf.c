@@ -28,6 +28,11 @@ static void nibbles(const uint8_t *p, int8_t *values) {
 /* What the sixteen values of IQ4_NL stand for. */
 static const int8_t uneven_steps[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
+static const int8_t float_steps[16] = {FR_FLOAT_STEPS};
+
+/* 2^(e - 128), which numbers of 16 bits with eight of exponent hold from the least to the largest. */
+static uint16_t half_power(int e) { return (uint16_t)(e < 2 ? 0x20 << e : (e - 1) << 7); }
+
 static void fifth_bits(const uint8_t *p, int zero, int8_t *values) {
     for (int k = 0; k < 32; k++) values[k] = (int8_t)((values[k] | ((p[k / 8] >> (k % 8)) & 1) << 4) - zero);
 }
@@ -127,6 +132,16 @@ void fr_read_block(int type, const uint8_t *row, int64_t b, fr_block *out) {
         nibbles(row + 2, out->values);
         for (int k = 0; k < 32; k++) out->values[k] = uneven_steps[out->values[k]];
         break;
+    case GGUF_MXFP4: {
+        row += b * 17;
+        uint32_t bits = (uint32_t)half_power(row[0]) << 16;
+        out->half_scale = half_power(row[0]);
+        memcpy(&out->scales[0], &bits, 4);
+        out->scales[1] = out->scales[0];
+        nibbles(row + 1, out->values);
+        for (int k = 0; k < 32; k++) out->values[k] = float_steps[out->values[k]];
+        break;
+    }
     case GGUF_Q4_K: row += b / 8 * 144; read_k(row, (int)(b % 8), NULL, row + 16, out); break;
     case GGUF_Q5_K: row += b / 8 * 176; read_k(row, (int)(b % 8), row + 16, row + 48, out); break;
     case GGUF_Q6_K: read_q6_k(row + b / 8 * 210, (int)(b % 8), out); break;

@@ -32,7 +32,7 @@ FR_INLINE uint16_t fr_to_half(float f) {
 }
 
 /* ---- linear: weights packed in panels of 4, 8 or 16 output rows ---- */
-enum { FR_F32, FR_BF16, FR_P4, FR_P8, FR_P4W, FR_P8W, FR_P8M, FR_P5, FR_P5M, FR_P4K, FR_P5K, FR_P6K, FR_FORMATS };
+enum { FR_F32, FR_BF16, FR_P4, FR_P8, FR_P4W, FR_P8W, FR_P8M, FR_P5, FR_P5M, FR_P4K, FR_P5K, FR_P6K, FR_P4E, FR_FORMATS };
 enum { FR_BLOCK = 32, FR_QUAD = 4, FR_SUPER = 8, FR_GROUP = 4, FR_WIDEST = 16, FR_MOST_PARTS = 3 };
 /* F32 and BF16 are not packed: [outputs, inputs] as they lie. The others come in panels of W outputs; a panel is its
  * blocks of 32 inputs one after another. A block starts with integers, in eight groups of W * 4: group g has inputs
@@ -48,8 +48,11 @@ enum { FR_BLOCK = 32, FR_QUAD = 4, FR_SUPER = 8, FR_GROUP = 4, FR_WIDEST = 16, F
  *   P5K  as P4K, with fifth bits by group after the nibbles
  *   P6K  nibbles, bits 5 and 6 (groups 0-3 in the four pairs of a byte, then 4-7), W int8 factors of the first half
  *        block, W of the second; after eight blocks W fp16 scales            weight = scale * factor * (value - 32)
+ *   P4E  nibbles that stand for FR_FLOAT_STEPS, W bf16 scales           weight = scale * step
  * The wide ones (P4W, P8W, P8M) hold in floats what the K ones hold as factors: more bytes and fewer instructions, which
  * is what the ARM kernels want. */
+#define FR_FLOAT_STEPS 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 /* MXFP4's, doubled */
+#define FR_FLOAT_STEPS_UP 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4 /* with P5's zero point added */
 FR_INLINE int64_t fr_block_bytes(int format, int64_t w) {
     switch (format) {
     case FR_P4: return 20 * w;
@@ -58,7 +61,7 @@ FR_INLINE int64_t fr_block_bytes(int format, int64_t w) {
     case FR_P8W: case FR_P8M: return 40 * w;
     case FR_P5: return 22 * w;
     case FR_P5M: return 24 * w;
-    case FR_P4K: return 18 * w;
+    case FR_P4K: case FR_P4E: return 18 * w;
     case FR_P5K: return 22 * w;
     case FR_P6K: return 26 * w;
     default: return 0;
@@ -92,7 +95,7 @@ typedef struct {
     fr_weight part[FR_MOST_PARTS];
 } fr_weights;
 
-/* Zero points that unsigned arithmetic takes off: of P8, of P5, and of P6K for each half block. */
+/* Zero points that unsigned arithmetic takes off: of P8, of P5 and P4E, and of P6K for each half block. */
 #define FR_SHIFT 12582912.0f /* 1.5 * 2^23: its unit is one */
 #define FR_SHIFT_BITS 0x4B400000
 enum { FR_ZERO_8, FR_ZERO_5, FR_ZERO_6, FR_ZERO_6_LAST, FR_STARTS };
@@ -167,9 +170,9 @@ typedef struct {
 } fr_range;
 typedef void (*fr_kernel)(const fr_range *range);
 void fr_packed_generic(const fr_range *range); /* any format, panels of any width */
-void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM, panels of 4: P4, P8, P4W, P8W, P8M */
+void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM, panels of 4: P4, P8, P4W, P8W, P8M, P4E */
 void fr_packed_i8mm(const fr_range *range);    /* the same */
-void fr_packed_avx2(const fr_range *range);    /* x86-64, panels of 8: P4, P8 and the 5-bit and K formats */
+void fr_packed_avx2(const fr_range *range);    /* x86-64, panels of 8: P4, P8, P4E and the 5-bit and K formats */
 void fr_packed_avx_vnni(const fr_range *range);
 void fr_packed_avx512(const fr_range *range); /* x86-64, panels of 16: the same */
 void fr_packed_amx(const fr_range *range);    /* x86-64 on Linux, panels of 16: the same */
@@ -180,12 +183,13 @@ void fr_plain(const fr_range *range);         /* F32 and BF16 */
 #define FR_CASE(format) case format: packed(g, format); break;
 #define FR_BY_FORMAT(g, cases) switch (fr_format((g)->w->kind)) { cases default: break; }
 #define FR_X86_CASES \
-    FR_CASE(FR_P4) FR_CASE(FR_P8) FR_CASE(FR_P5) FR_CASE(FR_P5M) FR_CASE(FR_P4K) FR_CASE(FR_P5K) FR_CASE(FR_P6K)
-#define FR_ARM_CASES FR_CASE(FR_P4) FR_CASE(FR_P8) FR_CASE(FR_P4W) FR_CASE(FR_P8W) FR_CASE(FR_P8M)
+    FR_CASE(FR_P4) FR_CASE(FR_P8) FR_CASE(FR_P5) FR_CASE(FR_P5M) FR_CASE(FR_P4K) FR_CASE(FR_P5K) FR_CASE(FR_P6K) \
+    FR_CASE(FR_P4E)
+#define FR_ARM_CASES FR_CASE(FR_P4) FR_CASE(FR_P8) FR_CASE(FR_P4W) FR_CASE(FR_P8W) FR_CASE(FR_P8M) FR_CASE(FR_P4E)
 #define FR_ALL_CASES FR_X86_CASES FR_CASE(FR_P4W) FR_CASE(FR_P8W) FR_CASE(FR_P8M)
 
 /* GGUF's numbers of the types that the kernels read. */
 enum { GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8 };
-enum { GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_IQ4_NL = 20 };
+enum { GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14, GGUF_IQ4_NL = 20, GGUF_MXFP4 = 39 };
 
 #endif

@@ -1,12 +1,14 @@
 /* GGUF blocks into panels of output rows: the same numbers in another order, so nothing is lost.
  *
  * Q4_0, Q4_1 -> P4;  Q8_0, IQ4_NL -> P8;  in panels of four Q5_0 -> P8, Q4_K -> P4W, Q5_1, Q5_K -> P8M, Q6_K -> P8W;
- * in wider ones Q5_0 -> P5, Q5_1 -> P5M, Q4_K -> P4K, Q5_K -> P5K, Q6_K -> P6K. Rows past the last output are zero.
+ * MXFP4 -> P4E; in wider ones Q5_0 -> P5, Q5_1 -> P5M, Q4_K -> P4K, Q5_K -> P5K, Q6_K -> P6K. Rows past the last output are zero.
  */
 #include "forerun.h"
 
 static int is_bytes(int format) { return format == FR_P8 || format == FR_P8W || format == FR_P8M; }
 static int has_fifth_bits(int format) { return format == FR_P5 || format == FR_P5M || format == FR_P5K; }
+/* Which of FR_FLOAT_STEPS a value is, from -12 on. */
+static const uint8_t step_of[25] = {15, 0, 0, 0, 14, 0, 13, 0, 12, 11, 10, 9, 0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7};
 /* What is added to values so that they are not negative. */
 static int zero_of(int format) { return format == FR_P5 ? 16 : format == FR_P6K ? 32 : 0; }
 
@@ -14,7 +16,7 @@ static void write_values(int format, int64_t w, uint8_t *to, int64_t row, const 
     int zero = zero_of(format);
     for (int k = 0; k < FR_BLOCK; k++) {
         int64_t group = k / 4, at = row * 4 + k % 4, more = 16 * w;
-        int v = in->values[k] + zero;
+        int v = format == FR_P4E ? step_of[in->values[k] + 12] : in->values[k] + zero;
         if (is_bytes(format)) {
             to[group * 4 * w + at] = (uint8_t)v;
             continue;
@@ -40,6 +42,7 @@ static void write_block(int format, int64_t w, uint8_t *to, uint8_t *after, int6
     write_values(format, w, to, row, in);
     switch (format) {
     case FR_P4: write_halves(to + 16 * w, w, row, in, 1); break;
+    case FR_P4E: write_halves(to + 16 * w, w, row, in, 0); break;
     case FR_P8: write_halves(to + 32 * w, w, row, in, 0); break;
     case FR_P5: write_halves(to + 20 * w, w, row, in, 0); break;
     case FR_P5M: write_halves(to + 20 * w, w, row, in, 1); break;
@@ -60,6 +63,7 @@ static int format_of(int type, int narrow) {
     switch (type) {
     case GGUF_Q4_0: case GGUF_Q4_1: return FR_P4;
     case GGUF_Q8_0: case GGUF_IQ4_NL: return FR_P8;
+    case GGUF_MXFP4: return FR_P4E;
     case GGUF_Q5_0: return narrow ? FR_P8 : FR_P5;
     case GGUF_Q5_1: return narrow ? FR_P8M : FR_P5M;
     case GGUF_Q4_K: return narrow ? FR_P4W : FR_P4K;

@@ -104,7 +104,8 @@ static void soften16(query *q) {
     __mmask16 rest = (__mmask16)((1u << (q->seen - wide)) - 1);
     __m512 highest = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), rest, weights + wide);
     for (; i < wide; i += WIDE) highest = _mm512_max_ps(highest, _mm512_loadu_ps(weights + i));
-    __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(highest));
+    float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_set1_ps(q->sink), highest));
+    __m512 most = _mm512_set1_ps(largest);
     f32x4 total = all4(0);
     for (i = q->from; i < q->seen; i += WIDE) {
         __mmask16 there = i < wide ? 0xFFFF : rest;
@@ -112,7 +113,7 @@ static void soften16(query *q) {
         _mm512_mask_storeu_ps(weights + i, there, w);
         FR_UNROLL for (int j = 0; j < 4; j++) total += (f32x4)quarter(w, j);
     }
-    q->total = across(total);
+    q->total = across(total) + sink_weight(q, largest);
 }
 
 FR_INLINE __m512 sixteen_at(const char *numbers, int64_t i, __mmask16 there, int half) {

@@ -50,7 +50,7 @@ static void configure(int rows, int inputs) {
 
 FR_INLINE void unpack_chunk(int format, const uint8_t *panel, int64_t first, int64_t count, unpacked *out) {
     const int64_t bytes = fr_block_bytes(format, W), more = fr_super_bytes(format, W);
-    const __m512i zero = _mm512_set1_epi8(format == FR_P5 ? 16 : 32);
+    const __m512i zero = _mm512_set1_epi8(format == FR_P6K ? 32 : 16);
     block_scales s = super_scales(FR_P8, panel);
     for (int64_t i = 0; i < count; i++) {
         int64_t b = first + i;
@@ -60,7 +60,7 @@ FR_INLINE void unpack_chunk(int format, const uint8_t *panel, int64_t first, int
         read_scales(format, block, &s);
         FR_UNROLL for (int g = 0; g < 8; g++) {
             __m512i v = group(format, block, 0, g);
-            if (format == FR_P5 || format == FR_P6K) v = _mm512_sub_epi8(v, zero);
+            if (format == FR_P5 || format == FR_P4E || format == FR_P6K) v = _mm512_sub_epi8(v, zero);
             _mm512_store_si512(out->values[i] + 64 * g, v);
         }
         if (format == FR_P6K) _mm512_store_ps(out->d[2 * i], s.d), _mm512_store_ps(out->d[2 * i + 1], s.d2);

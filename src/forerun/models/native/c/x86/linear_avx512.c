@@ -22,7 +22,7 @@ enum { TILE = 12, AHEAD = 4096 }; /* bytes of weights asked for before they are 
 
 FR_INLINE __m512i start(int format, const fr_group *q, int row, int last) {
     if (format == FR_P8) return _mm512_set1_epi32(q->starts[FR_ZERO_8][row]);
-    if (format == FR_P5) return _mm512_set1_epi32(q->starts[FR_ZERO_5][row]);
+    if (format == FR_P5 || format == FR_P4E) return _mm512_set1_epi32(q->starts[FR_ZERO_5][row]);
     if (format == FR_P6K) return _mm512_set1_epi32(q->starts[last ? FR_ZERO_6_LAST : FR_ZERO_6][row]);
     return _mm512_set1_epi32(FR_SHIFT_BITS);
 }

@@ -12,6 +12,9 @@ typedef __m256 vec;
 #define vec_zero _mm256_setzero_ps
 #define vec_mul _mm256_mul_ps
 FR_INLINE __m256 halves(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+FR_INLINE __m256 bf16s(const uint8_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
 FR_INLINE __m256 unsigned_bytes(const uint8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
@@ -53,6 +56,7 @@ FR_INLINE __m256i group(int format, const uint8_t *block, int g) {
     }
     __m256i v = load(block + 4 * W * (g % 4));
     v = _mm256_and_si256(g < 4 ? v : _mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+    if (format == FR_P4E) return _mm256_shuffle_epi8(_mm256_setr_epi8(FR_FLOAT_STEPS_UP, FR_FLOAT_STEPS_UP), v);
     if (format == FR_P5 || format == FR_P5M || format == FR_P5K) v = _mm256_or_si256(v, fifth_bits(block + 16 * W + g * W / 2));
     if (format == FR_P6K) v = _mm256_or_si256(v, two_bits(block + 16 * W, g));
     return v;
@@ -70,7 +74,7 @@ FR_INLINE int fits(int format) {
 
 FR_INLINE __m256i start(int format, const fr_group *q, int row, int last) {
     if (format == FR_P8 && FR_VNNI) return _mm256_set1_epi32(q->starts[FR_ZERO_8][row]);
-    if (format == FR_P5) return _mm256_set1_epi32(q->starts[FR_ZERO_5][row]);
+    if (format == FR_P5 || format == FR_P4E) return _mm256_set1_epi32(q->starts[FR_ZERO_5][row]);
     if (format == FR_P6K) return _mm256_set1_epi32(q->starts[last ? FR_ZERO_6_LAST : FR_ZERO_6][row]);
     return _mm256_set1_epi32(FR_SHIFT_BITS);
 }

@@ -10,6 +10,9 @@ typedef __m512 vec;
 #define vec_zero _mm512_setzero_ps
 #define vec_mul _mm512_mul_ps
 FR_INLINE __m512 halves(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+FR_INLINE __m512 bf16s(const uint8_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
 FR_INLINE __m512 unsigned_bytes(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
@@ -35,6 +38,8 @@ FR_INLINE __m512i group(int format, const uint8_t *block, int no_sign, int g) {
         return _mm512_xor_si512(_mm512_loadu_si512(block + 64 * g), _mm512_set1_epi8(no_sign ? (char)0x80 : 0));
     __m512i v = _mm512_loadu_si512(block + 64 * (g % 4));
     v = _mm512_and_si512(g < 4 ? v : _mm512_srli_epi16(v, 4), low);
+    if (format == FR_P4E)
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(FR_FLOAT_STEPS_UP)), v);
     if (format == FR_P5 || format == FR_P5M || format == FR_P5K) {
         uint64_t set;
         memcpy(&set, block + 256 + 8 * g, 8);
