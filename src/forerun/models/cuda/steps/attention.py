@@ -46,22 +46,47 @@ class Attention:
         cap = config.attention_softcap or 0.0
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
         each = power_of_two(config.heads // config.kv_heads)
-        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        how = how or sharing_for(size, each, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
-        grid, each_tree = (size.attending(how.programs), config.kv_heads, 1), size.groups // size.trees
-        if how.walked:  # one group after another, whichever tree they are of
-            assert not size.lone, "no program has all splits of a tree's single nodes"
-            grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
+        grid = size.shared * how.programs, config.kv_heads, 1
+        if how.walked:
+            grid = size.shared, config.kv_heads, how.programs
         kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
-            self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, each_tree, size.lone,
+            self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, size.shared,
             how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
-            WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, TREES=size.lone > 0, WALKS=how.walked > 0,
-            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=4,
+            WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, SIZE=how.rows, WALKS=how.walked > 0,
+            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=how.warps,
             num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        self._combine(run, out, window, sinks, how.walked > 0, settings)
+        if size.branches:
+            self._combine_trees(run, queries, kv, out, window, sinks, how.walked > 0, settings)
+        else:
+            self._combine(run, out, window, sinks, how.walked > 0, settings)
+
+    def _combine_trees(
+        self,
+        run: Run,
+        queries: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        window: int,
+        sinks: Tensor | None,
+        skips: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        """Add up what programs left, and what nodes of trees find among their ancestors."""
+        config, size = self.config, run.size
+        cap = config.attention_softcap or 0.0
+        kernels_attention.combine_trees[size.rows, config.kv_heads](
+            out, queries, kv[0], kv[1], run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
+            self.sums, self.tops if sinks is None else sinks, config.attention_scale / (cap or math.log(2)),
+            kv.stride(1), self.split_stride, H=config.heads, HKV=config.kv_heads,
+            SIZE=max(16, power_of_two(config.heads // config.kv_heads)), D=config.head_dim, WINDOW=window,
+            CAP=cap / math.log(2), SINKS=sinks is not None, STEP=4, SKIPS=skips, ROOM=self.room, PDL=self.pdl,
+            num_warps=4, **settings,
+        )  # fmt: skip
 
     def _combine(
         self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, settings: dict[str, Any]
