@@ -12,9 +12,26 @@ from forerun.testing import path_to, random_tree
 
 
 def test_splits_cover_positions_in_order() -> None:
-    starts = [split_start(s) for s in range(60)]
+    starts = [split_start(s) for s in range(120)]
     assert starts == sorted(set(starts))
-    for position in [0, 127, 128, 1023, 1024, 1279, 1280, 4095, 4096, 5119, 5120, 32_767]:
+    for position in [
+        0,
+        127,
+        128,
+        1023,
+        1024,
+        1279,
+        1280,
+        4095,
+        4096,
+        5119,
+        5120,
+        32_767,
+        32_768,
+        34_815,
+        34_816,
+        128_000,
+    ]:
         split = split_of(position)
         assert split_start(split) <= position < split_start(split + 1)
 

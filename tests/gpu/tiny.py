@@ -57,8 +57,11 @@ SHAPES["wide-qwen3"] = {**SHAPES["large"], "model_type": "qwen3"}
 # fused projections and a part of each head that rotates; rotations of neighbours (named so that other seeds stay)
 SHAPES["with-phi3"] = {"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": 9}
 SHAPES["with-glm"] = {"model_type": "glm", "partial_rotary_factor": 0.5, "attention_bias": True}
+# for contexts of several thousand tokens
+SHAPES["xl-context"] = {**SHAPES["wide-heads"], "num_attention_heads": 8, "num_key_value_heads": 2}
+SHAPES["xl-context"] |= {"max_position_embeddings": 8192}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
-WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3")
+WIDE = ("xl-context", "wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3")
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
 

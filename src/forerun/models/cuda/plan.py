@@ -33,32 +33,34 @@ ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 
 NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 QUERIES = 128  # rows that one program of attention has at most: nodes times heads per key-value head
-LONGEST = 245_760  # positions that 256 splits cover
+LONGEST = 245_760  # positions; 256 splits cover more
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
 
 def split_of(position: int) -> int:
-    """Which split of the context a position lies in: 128 wide to 1024, 256 to 4096, then 1024."""
-    if position < 1024:
-        return position // 128
-    return 8 + (position - 1024) // 256 if position < 4096 else 20 + (position - 4096) // 1024
+    """Which split of the context a position lies in: 128 wide to 1024, 256 to 4096, 1024 to 32768, then 2048."""
+    if position < 4096:
+        return position // 128 if position < 1024 else 8 + (position - 1024) // 256
+    return 20 + (position - 4096) // 1024 if position < 32_768 else 48 + (position - 32_768) // 2048
 
 
 def splits_of(positions: Ints) -> Ints:
-    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
+    far = np.where(positions < 32_768, 20 + ((positions - 4096) >> 10), 48 + ((positions - 32_768) >> 11))
+    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), far)
     return np.where(positions < 1024, positions >> 7, far)
 
 
 def splits_at(positions: Tensor) -> Tensor:
     """`split_of` of many positions on a device."""
-    far = torch.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
+    far = torch.where(positions < 32_768, 20 + ((positions - 4096) >> 10), 48 + ((positions - 32_768) >> 11))
+    far = torch.where(positions < 4096, 8 + ((positions - 1024) >> 8), far)
     return torch.where(positions < 1024, positions >> 7, far)
 
 
 def split_start(split: int) -> int:
-    if split < 8:
-        return split * 128
-    return 1024 + (split - 8) * 256 if split < 20 else 4096 + (split - 20) * 1024
+    if split < 20:
+        return split * 128 if split < 8 else 1024 + (split - 8) * 256
+    return 4096 + (split - 20) * 1024 if split < 48 else 32_768 + (split - 48) * 2048
 
 
 def nodes_per_group(heads: int, kv_heads: int, head_dim: int) -> int:

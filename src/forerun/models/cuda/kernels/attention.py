@@ -87,7 +87,7 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
 
 @triton.jit
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
-            split_stride, h, low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+            split_stride, h, low, high, rank, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
             D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
             WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every n-th split of some nodes, each by itself.
@@ -108,7 +108,8 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
     if PDL:  # the plan is there before any kernel of the pass
         tl.extra.cuda.gdc_wait()
     q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
-    for s in range(low, high, step):
+    for i in range(rank, high - low, step):
+        s = high - 1 - i  # the last ones are the longest: they start first
         start, end = tl.maximum(split_start(s), near), tl.minimum(split_start(s + 1), behind)
         if WALKS:
             start, end = tl.where(whole, near, start), tl.where(whole, behind, end)
@@ -134,23 +135,21 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
             tl.store(sums + part, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["GROUPS", "PROGRAMS", "WALKED"])
+@triton.jit(do_not_specialize=["PROGRAMS", "WALKED"])
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
-           split_stride, GROUPS, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+           split_stride, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
            WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
-    Each of the GROUPS has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
+    Each group has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
     program takes all of them and writes what was found to `out`. A group of more than SIZE queries is read in parts.
     NARROW: small groups have programs of few rows; unused rows cost no reading, but registers.
     """
-    h, whole = tl.program_id(1), False
-    if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
-        g, rank = GROUPS - 1 - tl.program_id(0), tl.program_id(2)
-    else:  # groups of one split are neighbours: they find each other's tiles in the cache
-        g, rank = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    # groups of one split are neighbours, and find each other's tiles in the cache; the last are of
+    # prompts, and take longest; programs that find nothing to do start last
+    g, h, rank, whole = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2), False
     group = groups + g * FIELDS
     low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
@@ -164,12 +163,12 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     if low + rank < tl.where(whole, 1, high):
         if NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
-                    split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
+                    split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
                     STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
         else:
             for done in range(0, count, SIZE // EACH):
                 _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, SIZE // EACH),
-                        positions, out, parts, tops, sums, sinks, scale, split_stride, h, low + rank, high, step, whole,
+                        positions, out, parts, tops, sums, sinks, scale, split_stride, h, low, high, rank, step, whole,
                         H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, STAGES, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
@@ -181,18 +180,20 @@ FINISHED = tl.constexpr(-1.0)  # in the place of a node's first sum of weights: 
 @triton.jit
 def split_start(s):
     """Where split s starts; plan.py has the inverse."""
-    return tl.where(s < 8, s * 128, tl.where(s < 20, 1024 + (s - 8) * 256, 4096 + (s - 20) * 1024))
+    far = tl.where(s < 48, 4096 + (s - 20) * 1024, 32768 + (s - 48) * 2048)
+    return tl.where(s < 8, s * 128, tl.where(s < 20, 1024 + (s - 8) * 256, far))
 
 
 @triton.jit
 def split_width(p):
     """How wide the split is that p lies in; it starts at a multiple of that."""
-    return tl.where(p < 1024, 128, tl.where(p < 4096, 256, 1024))
+    return tl.where(p < 1024, 128, tl.where(p < 4096, 256, tl.where(p < 32768, 1024, 2048)))
 
 
 @triton.jit
 def split_of(p):
-    return tl.where(p < 1024, p // 128, tl.where(p < 4096, 8 + (p - 1024) // 256, 20 + (p - 4096) // 1024))
+    far = tl.where(p < 32768, 20 + (p - 4096) // 1024, 48 + (p - 32768) // 2048)
+    return tl.where(p < 1024, p // 128, tl.where(p < 4096, 8 + (p - 1024) // 256, far))
 
 
 @triton.jit
@@ -301,27 +302,38 @@ def _slots(p, there, ints, length, ancestors, pages):
 
 
 @triton.jit
+def _repeated(values, TIMES: tl.constexpr):
+    """Each row so many times."""
+    if len(values.shape) == 1:
+        return tl.reshape(tl.broadcast_to(values[:, None], (values.shape[0], TIMES)), (values.shape[0] * TIMES,))
+    else:  # noqa: RET505  (without it Triton would compile both)
+        wide = tl.broadcast_to(values[:, None, :], (values.shape[0], TIMES, values.shape[1]))
+        return tl.reshape(wide, (values.shape[0] * TIMES, values.shape[1]))
+
+
+@triton.jit
 def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops, sums, sinks, scale, head_stride,
-                  split_stride, H: tl.constexpr, HKV: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+                  split_stride, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
                   WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
                   SKIPS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The same of one row and one key-value head, in passes over trees that branch.
 
     A node of a tree finds what its group left of the split in which the tree starts, and goes on with its ancestors.
+    Tensor cores take 16 queries at least: where there are fewer, each is there several times.
     """
+    TIMES: tl.constexpr = 1 if EACH > FEWEST else FEWEST // EACH
     m, h = tl.program_id(0), tl.program_id(1)
-    r, d, t = tl.arange(0, SIZE), tl.arange(0, D), tl.arange(0, TILE)
-    real, row = r < H // HKV, m * H + h * (H // HKV) + r
+    r, d, t = tl.arange(0, EACH * TIMES) // TIMES, tl.arange(0, D), tl.arange(0, TILE)
+    head, first = tl.arange(0, EACH), m * H + h * (H // HKV)
     own = lone + m * FIELDS
     length, ancestors, pages = tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
     position = tl.load(positions + m)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-    branches, low, behind = ancestors > 0, position * 0, split_of(position) + 1
+    branches, low, end = ancestors > 0, position * 0, position + 1
     if WINDOW > 0:
         low = split_of(tl.maximum(position - WINDOW + 1, 0))
-    start, end = position + 1, position + 1
-    if branches:
-        start, behind = (length // TILE) * TILE, split_of(length)
+    start = tl.where(branches, (length // TILE) * TILE, end)
+    behind = tl.where(branches, split_of(length), split_of(position) + 1)
     slot = _slots(start + t, start + t < end, ints, length, ancestors, pages)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -330,26 +342,37 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
     if SKIPS:
         finished = tl.load(sums + m * H, cache_modifier=".cg") == FINISHED
     if finished == False:  # noqa: E712
-        q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
-        all_top, all_total, all_acc = _add_parts(row, real, low, behind, parts, tops, sums, split_stride, SIZE, D, STEP)
-        part, left = (behind * split_stride + row).to(tl.int64), real & branches
-        top = tl.load(tops + part, mask=left, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(sums + part, mask=left, other=0.0, cache_modifier=".cg")
-        acc = tl.load(parts + part[:, None] * D + d[None, :], mask=left[:, None], other=0.0, cache_modifier=".cg")
-        for p0 in range(start, end, TILE):
+        real, place = (r < H // HKV)[:, None], (first + r)[:, None] * D + d[None, :]
+        q = tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg")
+        k, v = _read(mine, theirs, slot, start + t < end, D)
+        part = (behind * split_stride + first + r).to(tl.int64)
+        top = tl.load(tops + part, mask=(r < H // HKV) & branches, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(sums + part, mask=(r < H // HKV) & branches, other=0.0, cache_modifier=".cg")
+        acc = tl.load(parts + part[:, None] * D + d[None, :], mask=real & branches, other=0.0, cache_modifier=".cg")
+        all_top, all_total, all_acc = _add_parts(first + head, head < H // HKV, low, behind, parts, tops, sums,
+                                                 split_stride, EACH, D, STEP)  # fmt: skip
+        all_top, all_total, all_acc = _repeated(all_top, TIMES), _repeated(all_total, TIMES), _repeated(all_acc, TIMES)
+        for p0 in tl.range(start, end, TILE, num_stages=1):
             p = p0 + t
-            there, place = (p < end)[:, None], slot.to(tl.int64)[:, None] * D + d[None, :]
-            k = tl.load(mine + place, mask=there, other=0.0, cache_modifier=".cg")
-            v = tl.load(theirs + place, mask=there, other=0.0, cache_modifier=".cg")
-            slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
-            seen = (p < end)[None, :] & real[:, None]
+            seen = (p < end)[None, :] & real
             if WINDOW > 0:
                 seen = seen & (p > position - WINDOW)[None, :]
             if (p0 > start) & (p0 % split_width(p0) == 0):
                 all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-                top, total, acc = nothing_found(SIZE, D)
+                top, total, acc = nothing_found(EACH * TIMES, D)
             top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True)
+            if p0 + TILE < end:
+                slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
+                k, v = _read(mine, theirs, slot, p + TILE < end, D)
         if branches:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-        all_total = add_sinks(all_total, all_top, sinks, row % H, SINKS)
-        put_rows(out, row[:, None] * D + d[None, :], all_acc / all_total[:, None], real[:, None], ROOM * H * D)
+        all_total = add_sinks(all_total, all_top, sinks, (first + r) % H, SINKS)
+        once = real & (tl.arange(0, EACH * TIMES) % TIMES == 0)[:, None]
+        put_rows(out, place, all_acc / all_total[:, None], once, ROOM * H * D)
+
+
+@triton.jit
+def _read(keys, values, slot, there, D: tl.constexpr):
+    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+    return k, tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")

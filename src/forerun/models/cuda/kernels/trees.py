@@ -18,7 +18,8 @@ FIELDS = tl.constexpr(8)  # of a group; models/cuda/plan.py
 @triton.jit
 def split_at(position):
     """models/cuda/plan.py: split_of."""
-    far = tl.where(position < 4096, 8 + ((position - 1024) >> 8), 20 + ((position - 4096) >> 10))
+    far = tl.where(position < 32768, 20 + ((position - 4096) >> 10), 48 + ((position - 32768) >> 11))
+    far = tl.where(position < 4096, 8 + ((position - 1024) >> 8), far)
     return tl.where(position < 1024, position >> 7, far)
 
 
