@@ -25,12 +25,23 @@ def _score(target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch) -> Tensor
     return target.score(seqs, trees, Needs()).required_logits.clone()  # the next pass overwrites them
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("name", ["smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA])
 def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
+=======
+USUAL, LONG = [2, 129, 700, 1500, 60], [5000, 37, 1022, 4090, 4160]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [*((name, USUAL) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd")), ("xl-context", LONG)],
+)
+def test_a_node_has_the_same_bits_in_any_company(name: str, lengths: list[int]) -> None:
+>>>>>>> l-attn
     need_cuda()
     rng = random.Random(7)
     target, alone = [make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2)]
-    seqs = [FakeSeq(i, _text(rng, length), max_length=2000) for i, length in enumerate([2, 129, 700, 1500, 60])]
+    seqs = [FakeSeq(i, _text(rng, length), max_length=max(lengths) + 500) for i, length in enumerate(lengths)]
     target.prefill(seqs, Needs())
     grown = [random_tree(rng, seq.tokens[-1], VOCAB, 24) for seq in seqs]
     trees = TreeBatch.trees(grown)
@@ -43,11 +54,37 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
             path = [tokens[i] for i in path_to(parents, node)]
             chain = _score(target, [seq], TreeBatch.chains([[tokens[0], *path]]))
             assert torch.equal(chain[-1], single[node]), f"node {node} differs in a chain"
-            plain = FakeSeq(100 + node, [*seq.tokens, *path], max_length=2000)
+            plain = FakeSeq(100 + node, [*seq.tokens, *path], max_length=max(lengths) + 500)
             alone.prefill([plain], Needs())
             root = _score(alone, [plain], TreeBatch.chains([plain.tokens[-1:]]))
             alone.release(plain)
             assert torch.equal(root[0], single[node]), f"node {node} differs alone"
+
+
+def test_a_large_tree_behind_a_long_context_beside_a_prompt_has_the_bits_of_its_nodes_alone() -> None:
+    """Programs of 16, 64 and 128 rows, trees that fill several groups, and a chunk of a prompt in the same pass."""
+    need_cuda()
+    rng = random.Random(17)
+    target, alone = [make_target("xl-context", "cuda", torch.bfloat16, "triton") for _ in range(2)]
+    seqs = [FakeSeq(i, _text(rng, length), max_length=6000) for i, length in enumerate([4999, 300])]
+    target.prefill(seqs, Needs())
+    tokens = [seqs[0].tokens[-1], *(i % VOCAB for i in range(99))]
+    parents = [-1, *((i - 1) // 3 for i in range(1, 100))]
+    single = _score(target, seqs[:1], TreeBatch.trees([(tokens, parents)]))
+    other = [seqs[1].tokens[-1], *_text(rng, 200)]
+    both = _score(target, seqs, TreeBatch.trees([(tokens, parents), (other, [*range(-1, 200)])]))
+    assert torch.equal(both[:100], single)
+    for node in (0, 1, 40, 77, 99):
+        path = [tokens[i] for i in path_to(parents, node)]
+        plain = FakeSeq(100 + node, [*seqs[0].tokens, *path], max_length=6000)
+        alone.prefill([plain], Needs())
+        root = _score(alone, [plain], TreeBatch.chains([plain.tokens[-1:]]))
+        alone.release(plain)
+        assert torch.equal(root[0], single[node]), f"node {node} differs alone"
+    other_text = FakeSeq(99, [*seqs[0].tokens[:-9], 5, *seqs[0].tokens[-8:]], max_length=6000)
+    alone.prefill([other_text], Needs())
+    changed = _score(alone, [other_text], TreeBatch.chains([other_text.tokens[-1:]]))
+    assert not torch.equal(changed[0], single[0]), "one token of 5,000 changes nothing"
 
 
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]

@@ -86,8 +86,21 @@ SHAPES["with-large-gemma3"] = {
     "head_dim": 256,
     "tie_word_embeddings": False,
 }
+# for contexts of several thousand tokens
+SHAPES["xl-context"] = {**SHAPES["wide-heads"], "num_attention_heads": 8, "num_key_value_heads": 2}
+SHAPES["xl-context"] |= {"max_position_embeddings": 8192}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
-WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", "with-large-gemma2", "with-large-gemma3")
+WIDE = (
+    "xl-context",
+    "wide-kv",
+    "large",
+    "odd",
+    "wide-split",
+    "wide-qwen2",
+    "wide-qwen3",
+    "with-large-gemma2",
+    "with-large-gemma3",
+)
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
 

@@ -1,0 +1,163 @@
+"""Passes and prompts behind contexts of several lengths, and attention alone in every way it may be shared out.
+
+Weights are random. A row of the first table is a context; columns are one node, chains and trees. `--ways` times
+attention of one layer under each number of rows, warps and stages, and says which are not of the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.cli.bench import words
+from forerun.core.errors import InvalidInput
+from forerun.core.tree import Topology, chain_of, topology_of
+from forerun.core.types import Needs, TreeBatch
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.network import Run as Integers
+from forerun.models.cuda.plan import MAX_ROWS, Need, Plan, Size, Span, nodes_per_group, plan_pass
+from forerun.models.cuda.steps.attention import Attention
+from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.pages import PAGE
+from forerun.testing import FakeSeq
+from forerun.verify.greedy import device_walk
+from lab.gpu.rounds import seconds_of
+from lab.gpu.stand_ins import RandomWeights
+from lab.inflate.model import PRESETS
+from lab.runner import Document, Run
+
+ROOM = 2048  # positions behind the longest context
+SHAPES: dict[str, tuple[int, ...]] = {  # parents
+    "1 node": (-1,),
+    **{f"chain of {n}": (-1, *range(n - 1)) for n in (16, 64)},
+    **{f"tree of {n}": (-1, *((i - 1) // 2 for i in range(1, n))) for n in (16, 64)},
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add = parser.add_argument
+    add("--shape", default="8b", choices=[*PRESETS], help="shape of the model; default: %(default)s")
+    add("--lengths", default="512,32000,128000", help="tokens of context, by comma; default: %(default)s")
+    add("--prompts", default="32000", help="lengths of prompts that are timed, by comma; default: %(default)s")
+    add("--ways", action="store_true", help="time attention alone in every way, and no passes")
+
+
+def measure(run: Run) -> Document:
+    """Passes and prompts, or attention alone."""
+    flags = run.flags
+    if not torch.cuda.is_available():
+        raise InvalidInput("this benchmark needs a CUDA device and torch sees none")
+    lengths = [int(word) for word in words(flags.lengths)]
+    weights = RandomWeights(PRESETS[flags.shape], 32_000, False, "cuda")
+    weights.config["max_position_embeddings"] = max(lengths) + ROOM
+    config = DecoderConfig.from_hf(weights.config)
+    if flags.ways:
+        return {"ways": [row for length in lengths for row in _ways(config, length)]}
+    target = CudaDecoder(
+        config, weights, dtype=torch.bfloat16, kv_slots=max(lengths) + 2 * ROOM,
+        greedy_walk=device_walk(torch.device("cuda")),
+    )  # fmt: skip
+    return {"passes": _passes(target, lengths, [int(word) for word in words(flags.prompts)], run)}
+
+
+def show(document: Document, flags: argparse.Namespace) -> None:
+    """A row for each context."""
+    for row in document.get("passes", []):
+        print(f"{row['context']:>7} tokens  " + "  ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items()))
+
+
+def _passes(target: CudaDecoder, lengths: list[int], prompts: list[int], run: Run) -> list[dict[str, Any]]:
+    found = []
+    for length in sorted(lengths):
+        seq = FakeSeq(length, [(7 * j) % 199 for j in range(length + 1)], max_length=length + 512)
+        times = dict[str, float]()
+        for timed in (False, True) if length in prompts else (True,):  # the first time captures
+            torch.cuda.synchronize()
+            started = perf_counter()
+            target.prefill([seq], Needs())
+            torch.cuda.synchronize()
+            times["prompt"] = (perf_counter() - started) * 1e3
+            if not timed:
+                target.release(seq)
+        for name, parents in SHAPES.items():
+            tokens = [seq.tokens[-1], *range(len(parents) - 1)]
+            chain = topology_of(parents).is_chain
+            trees = TreeBatch.chains([tokens]) if chain else TreeBatch.trees([(tokens, list(parents))])
+            target.score([seq], trees, Needs())
+            times[name] = seconds_of(target.passes.replay_last, 20) * 1e3
+        target.release(seq)
+        run.say(f"behind {length} tokens, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
+        found.append({"context": length, "ms": times})
+    return found
+
+
+def _ways(config: DecoderConfig, length: int) -> list[dict[str, Any]]:
+    """Attention of one layer in all ways: microseconds, and whether its bits are those of the first."""
+    found, nodes = [], nodes_per_group(config.heads, config.kv_heads, config.head_dim)
+    torch.manual_seed(0)
+    pages = torch.randperm(length // PAGE + 40).tolist()
+    kv = torch.randn(2, config.kv_heads, (length // PAGE + 40) * PAGE, config.head_dim, device="cuda").bfloat16()
+    queries = torch.randn(MAX_ROWS, config.heads * config.head_dim, device="cuda").bfloat16()
+    attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
+    shapes = {name: topology_of(parents) for name, parents in SHAPES.items()}
+    shapes |= {"prompt": chain_of(MAX_ROWS)}
+    for name, shape in shapes.items():
+        plan = plan_pass([_span(shape, pages, length)], nodes, Need.exactly)
+        usual = sharing_for(plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads,
+                            config.head_dim, attention.processors)  # fmt: skip
+        wanted = None
+        for how in dict.fromkeys((usual, *_other(plan.size, usual))):
+            micros, out = _time(attention, plan, queries, kv, how)
+            wanted = out if wanted is None else wanted
+            row = {"context": length, "shape": name, "us": micros, "how": repr(how)}
+            row["equal"] = torch.equal(out[: plan.rows], wanted[: plan.rows])
+            found.append(row)
+            flag = "" if row["equal"] else "  BITS DIFFER"
+            print(f"{length:>7} {name:>11}: {micros:8.1f} us  {_words(how)}{flag}", flush=True)
+    return found
+
+
+def _span(shape: Topology, pages: list[int], length: int) -> Span:
+    count = len(shape.depths)
+    return Span([1] * count, shape, pages[: (length + count) // PAGE + 1], length)
+
+
+def _words(how: Sharing) -> str:
+    kind = f"walked {how.walked}" if how.walked else "parts"
+    most = f", at most {how.registers} registers" if how.registers else ""
+    return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
+
+
+def _other(size: Size, usual: Sharing) -> list[Sharing]:
+    if size.rows >= 512:
+        small = replace(usual, rows=64, warps=4, narrow=False)
+        return [replace(usual, stages=2), replace(usual, stages=4), small, replace(small, stages=2),
+                replace(usual, narrow=False)]  # fmt: skip
+    ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False)
+            for rows, warps in ((16, 4), (64, 4), (128, 8)) for stages in (2, 3, 4)
+            if rows <= 4 * usual.rows and rows * 8 >= usual.rows]  # fmt: skip
+    ways += [replace(usual, rows=128, warps=8, stages=2, registers=128)] if usual.rows == 128 else []
+    ways += [replace(usual, rows=128, warps=4, stages=2, registers=None)] if usual.rows == 128 else []
+    return ways
+
+
+def _time(attention: Attention, plan: Plan, queries: Tensor, kv: Tensor, how: Sharing) -> tuple[float, Tensor]:
+    """Microseconds of a replay, and what was found; keys and values of eight layers, so that none stay in the cache."""
+    ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).cuda()
+    run, out = Integers.of(plan.size, ints), torch.zeros_like(queries)
+    layers = [kv, *(kv.clone() for _ in range(7))] if plan.rows < 512 else [kv]
+    attention.attend(run, queries, kv, out, 0, how=how)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers:
+            attention.attend(run, queries, layer, out, 0, how=how)
+    return seconds_of(graph.replay, 5) * 1e6 / len(layers), out
