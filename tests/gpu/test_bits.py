@@ -25,19 +25,17 @@ def _score(target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch) -> Tensor
     return target.score(seqs, trees, Needs()).required_logits.clone()  # the next pass overwrites them
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("name", ["smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA])
-def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
-=======
 USUAL, LONG = [2, 129, 700, 1500, 60], [5000, 37, 1022, 4090, 4160]
 
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [*((name, USUAL) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd")), ("xl-context", LONG)],
+    [
+        *((name, USUAL) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA)),
+        ("xl-context", LONG),
+    ],
 )
 def test_a_node_has_the_same_bits_in_any_company(name: str, lengths: list[int]) -> None:
->>>>>>> l-attn
     need_cuda()
     rng = random.Random(7)
     target, alone = [make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2)]
