@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, rotates
+from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, RecurrentKind, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -26,9 +26,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# Families with a vision tower: the family of their text, and whether the head is the embedding where they do not say.
+_WRAPPED = {
+    "gemma3": ("gemma3_text", True),
+    "qwen3_5": ("qwen3_5_text", False),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False),
+}
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
+    "norm_topk_prob",
 }  # fmt: skip
 
 
@@ -41,6 +48,19 @@ class MoeConfig:
     inner: int
     renormalise: bool  # the picked experts' weights sum to 1
     shared_inner: int | None  # width of the expert that every row also goes through
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Layers that keep a state of fixed size in the place of keys and values."""
+
+    kind: RecurrentKind
+    layers: tuple[bool, ...]  # [L] which layers these are; the others have attention
+    kernel: int  # inputs that their convolution reads, the row's own included
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0  # of a head
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +94,20 @@ class DecoderConfig:
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # dimensions that the checkpoint rotates together
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
+    recurrent: RecurrentConfig | None = None
+    gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
+    names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in the files
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.layers if self.recurrent is None else self.recurrent.layers.count(False)
+
+    def file_name(self, name: str) -> str:
+        """What the files call a weight."""
+        for ours, theirs in self.names:
+            name = name.replace(ours, theirs)
+        return name
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -96,6 +130,8 @@ class DecoderConfig:
             "layers without positions": None in self.layer_ropes,
             "sliding windows": any(self.windows),
             "experts": self.moe is not None,
+            "recurrent states": self.recurrent is not None,
+            "gates behind attention": self.gated_attention,
         }
         return tuple(name for name, there in has.items() if there)
 
@@ -167,7 +203,37 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         rope_pairs=described.rope_pairs,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
+        recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
+        gated_attention=described.gated_attention,
+        names=described.names,
     )
+
+
+def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> RecurrentConfig:
+    """Which layers keep a state, by the file's list or the family's rule, and the sizes of the state."""
+    if kind == "short_conv":
+        attends = values.get("full_attn_idxs")
+        made = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
+    else:
+        every = _size(values, "full_attention_interval")
+        made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    kinds = values.get("layer_types") or made
+    other = "conv" if kind == "short_conv" else "linear_attention"
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", other}:
+        raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or {other}")
+    which = tuple(one == other for one in kinds)
+    if kind == "short_conv":
+        return RecurrentConfig(kind, which, _size(values, "conv_L_cache", _MOST_HEADS))
+    found = RecurrentConfig(
+        kind, which, _size(values, "linear_conv_kernel_dim", _MOST_HEADS),
+        key_heads=_size(values, "linear_num_key_heads", _MOST_HEADS),
+        value_heads=_size(values, "linear_num_value_heads", _MOST_HEADS),
+        key_dim=_size(values, "linear_key_head_dim", _MOST_HEADS),
+        value_dim=_size(values, "linear_value_head_dim", _MOST_HEADS),
+    )  # fmt: skip
+    if found.value_heads % found.key_heads:
+        raise ValueError(f"linear_num_value_heads {found.value_heads} is no multiple of {found.key_heads} key heads")
+    return found
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
@@ -191,7 +257,11 @@ def _inner(values: Mapping[str, Any], moe: MoeConfig | None, layers: int) -> int
     """The feed-forward width; a model whose layers all have experts need not have one."""
     if moe is not None and all(_sparse_layers(values, layers)) and not values.get("intermediate_size"):
         return 0
-    return _size(values, "intermediate_size")
+    inner = _size(values, "intermediate_size")
+    if values.get("block_auto_adjust_ff_dim"):  # LFM2
+        unit, share = _size(values, "block_multiple_of"), float(values.get("block_ffn_dim_multiplier") or 1.0)
+        inner = -(-int(share * int(2 * inner / 3)) // unit) * unit
+    return inner
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -206,9 +276,10 @@ def supports(config: Mapping[str, Any]) -> bool:
 def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The family, and its settings with defaults filled in and nested text settings brought up."""
     family = config.get("model_type")
-    if family == "gemma3":  # the same decoder, wrapped with a vision tower that text does not use
-        nested = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        family, config = "gemma3_text", {**nested, **_text_settings(config)}
+    if family in _WRAPPED:  # the same decoder, wrapped with a vision tower that text does not use
+        inside, tied = _WRAPPED[family]
+        nested = {"tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+        family, config = inside, {**nested, **_text_settings(config)}
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
@@ -216,6 +287,8 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
+    spelled = FAMILIES[family].spellings
+    given = {spelled.get(key, key): value for key, value in given.items()}
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
     unread = {key for key in _SOME_FAMILIES if key not in described}

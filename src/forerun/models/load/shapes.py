@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig, MoeConfig, RecurrentConfig
 from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
 
 Shape = tuple[int, ...]
@@ -42,6 +42,11 @@ def check_shapes(config: DecoderConfig, weights: Weights) -> None:
 
 def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
     """Every weight that a decoder of this config reads, under the names that this checkpoint uses, and its shape."""
+    for name, shape in _shapes(config, weights):
+        yield config.file_name(name), shape
+
+
+def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
     yield prefix + "embed_tokens.weight", (config.vocab_size, config.width)
     yield prefix + "norm.weight", (config.width,)
@@ -52,7 +57,10 @@ def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[s
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
         yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
-        yield from _attention(config, weights, at + "self_attn.")
+        if config.recurrent is not None and config.recurrent.layers[i]:
+            yield from _recurrent(config.recurrent, config.width, weights, at)
+        else:
+            yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
             yield from _experts(config.moe, config.width, weights, at)
@@ -62,7 +70,7 @@ def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[s
 
 def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes = {"q": queries, "k": keys, "v": keys}
+    sizes = {"q": queries * (2 if config.gated_attention else 1), "k": keys, "v": keys}
     if f"{at}qkv_proj.weight" in weights:
         sizes = {"qkv": queries + 2 * keys}
     for name, size in sizes.items():
@@ -72,6 +80,26 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
         whole = config.qk_norm == "all"
         for name, size in (("q", queries), ("k", keys)):
             yield f"{at}{name}_norm.weight", (size if whole else config.head_dim,)
+
+
+def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    if config.kind == "short_conv":
+        yield from _with_bias(weights, at + "conv.in_proj", 3 * width, width)
+        yield from _with_bias(weights, at + "conv.out_proj", width, width)
+        yield at + "conv.conv.weight", (width, 1, config.kernel)
+        if f"{at}conv.conv.bias" in weights:
+            yield at + "conv.conv.bias", (width,)
+        return
+    at, keys, values = at + "linear_attn.", config.key_heads * config.key_dim, config.value_heads * config.value_dim
+    sizes = {"qkv": 2 * keys + values, "z": values, "b": config.value_heads, "a": config.value_heads}
+    if f"{at}in_proj_qkvz.weight" in weights:
+        sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * config.value_heads}
+    yield from ((f"{at}in_proj_{name}.weight", (size, width)) for name, size in sizes.items())
+    yield at + "conv1d.weight", (2 * keys + values, 1, config.kernel)
+    yield at + "A_log", (config.value_heads,)
+    yield at + "dt_bias", (config.value_heads,)
+    yield at + "norm.weight", (config.value_dim,)
+    yield at + "out_proj.weight", (width, values)
 
 
 def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
