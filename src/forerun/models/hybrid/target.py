@@ -105,6 +105,7 @@ class HybridDecoder(Decoder):
         super()._keep_pieces(pieces)
         for piece in pieces:
             self._advance(piece.seq, piece.seq.tokens, range(len(piece.tokens)))
+            self._keep_end(piece.seq)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         super().commit(seqs, trees, verdict)
@@ -147,17 +148,21 @@ class HybridDecoder(Decoder):
 
     def release(self, seq: Seq) -> None:
         """What it has read and written stays, for others to continue, until the room is needed."""
-        reached = self._states.now.get(seq.id)
-        super().release(seq) if reached is None else self._release(seq, reached)
+        self._keep_end(seq)
+        super().release(seq)
         self._states.drop(seq.id)
 
-    def _release(self, seq: Seq, reached: Reached) -> None:
-        extent, length = self.kv.extent(seq.id), reached.length
-        if extent.start is not None and length == extent.length == len(seq.tokens) - 1 and length % PAGE:
-            self.kv.keep(seq.id, seq.tokens[:-1])
-            before = extent.digests[-1] if extent.digests else extent.start
-            self._states.keep(digest_of(before, seq.tokens[length // PAGE * PAGE : length]), reached.state)
-        super().release(seq)
+    def _keep_end(self, seq: Seq) -> None:
+        """The state behind all that is read of a text, if all but its last token is, and it does not end a page."""
+        reached = self._states.now.get(seq.id)
+        if reached is None or reached.length != len(seq.tokens) - 1 or not reached.length % PAGE:
+            return
+        extent, pages = self.kv.extent(seq.id), reached.length // PAGE
+        if extent.start is None or extent.length != reached.length:
+            return
+        self.kv.keep(seq.id, seq.tokens[:-1])
+        before = extent.digests[pages - 1] if pages else extent.start
+        self._states.keep(digest_of(before, seq.tokens[pages * PAGE : reached.length]), reached.state)
 
     # A pass.
 
