@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
@@ -20,7 +21,7 @@ from tests.models.tiny_checkpoints import HYBRIDS, VOCAB, make_decoder, make_ref
 
 Make = Callable[..., Decoder]
 ALL = sorted(HYBRIDS)
-ONE_EACH = ["lfm2-odd", "qwen3_next"]
+ONE_EACH = ["lfm2-odd", "qwen3_next", "granite4"]
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -247,6 +248,12 @@ def test_a_commit_that_was_interrupted_leaves_no_state_for_others(made: Any, mon
     target.prefill([again], Needs())
     got = target.score([again], TreeBatch.chains([[9]]), Needs()).required_logits
     assert torch.equal(got, fresh(make_decoder(config, weights), again.tokens))
+
+
+def test_time_steps_with_limits_are_refused(made: Any) -> None:
+    config = made("granite4")[1]
+    with pytest.raises(UnsupportedModel, match="time_step_limit"):
+        DecoderConfig.from_hf({**config, "time_step_limit": [0.0, 0.5]})
 
 
 def test_vision_wrappers_are_read_as_text(made: Any) -> None:

@@ -152,6 +152,14 @@ _DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+_MAMBA = {
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 28,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridDecoder's
     "lfm2": {
         "model_type": "lfm2",
@@ -193,6 +201,26 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "shared_expert_intermediate_size": 28,
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        "num_local_experts": 0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+        "mamba_n_groups": 2,
+    },
+    "granite4-experts": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "tie_word_embeddings": True,
     },
 }
 

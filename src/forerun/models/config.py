@@ -211,29 +211,33 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
 
 def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> RecurrentConfig:
     """Which layers keep a state, by the file's list or the family's rule, and the sizes of the state."""
-    if kind == "short_conv":
-        attends = values.get("full_attn_idxs")
-        made = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
-    else:
-        every = _size(values, "full_attention_interval")
+    attends = values.get("full_attn_idxs")
+    made = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
+    if kind != "short_conv":
+        every = _size(values, "full_attention_interval", default=layers + 1)
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    kinds = values.get("layer_types") or made
-    other = "conv" if kind == "short_conv" else "linear_attention"
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", other}:
-        raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or {other}")
-    which = tuple(one == other for one in kinds)
+    kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
+    if len(kinds) != layers or not set(kinds) <= {*attention, "conv", "linear_attention", "mamba"}:
+        raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
+    which = tuple(one not in attention for one in kinds)
     if kind == "short_conv":
         return RecurrentConfig(kind, which, _size(values, "conv_L_cache", _MOST_HEADS))
-    found = RecurrentConfig(
-        kind, which, _size(values, "linear_conv_kernel_dim", _MOST_HEADS),
-        key_heads=_size(values, "linear_num_key_heads", _MOST_HEADS),
-        value_heads=_size(values, "linear_num_value_heads", _MOST_HEADS),
-        key_dim=_size(values, "linear_key_head_dim", _MOST_HEADS),
-        value_dim=_size(values, "linear_value_head_dim", _MOST_HEADS),
-    )  # fmt: skip
-    if found.value_heads % found.key_heads:
-        raise ValueError(f"linear_num_value_heads {found.value_heads} is no multiple of {found.key_heads} key heads")
-    return found
+    names = [f"linear_{name}" for name in ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim")]
+    if kind == "mamba2":
+        names = [f"mamba_{name}" for name in ("d_conv", "n_groups", "n_heads", "d_state")]
+    kernel, key_heads, value_heads, key_dim = (_size(values, name, _MOST_HEADS) for name in names)
+    if value_heads % key_heads:
+        raise ValueError(f"{names[2]} {value_heads} is no multiple of {names[1]} {key_heads}")
+    if kind == "mamba2":
+        low, high = values.get("time_step_limit") or (0.0, float("inf"))
+        if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
+            raise UnsupportedModel(f"time_step_limit={values['time_step_limit']!r:.60} is not 0 to infinity")
+        value_dim, rest = divmod(_size(values, "mamba_expand") * _size(values, "hidden_size"), value_heads)
+        if rest or values["mamba_d_head"] not in ("auto", value_dim):
+            raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r:.40} with {value_heads} heads")
+    else:
+        value_dim = _size(values, "linear_value_head_dim", _MOST_HEADS)
+    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim)
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
@@ -257,7 +261,7 @@ def _inner(values: Mapping[str, Any], moe: MoeConfig | None, layers: int) -> int
     """The feed-forward width; a model whose layers all have experts need not have one."""
     if moe is not None and all(_sparse_layers(values, layers)) and not values.get("intermediate_size"):
         return 0
-    inner = _size(values, "intermediate_size")
+    inner = _size(values, "shared_intermediate_size" if "shared_intermediate_size" in values else "intermediate_size")
     if values.get("block_auto_adjust_ff_dim"):  # LFM2
         unit, share = _size(values, "block_multiple_of"), float(values.get("block_ffn_dim_multiplier") or 1.0)
         inner = -(-int(share * int(2 * inner / 3)) // unit) * unit
@@ -336,6 +340,8 @@ def _ropes(
     rope = RopeConfig.from_hf(given, values, head_dim)
     if family == "phi3" and rope.kind == "yarn":
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
+    if values.get("position_embedding_type", "rope") != "rope":
+        return (rope,), (None,) * len(kinds)
     return (rope,), tuple(0 if rotates(values, i) else None for i in range(len(kinds)))
 
 
@@ -357,7 +363,7 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
     if described.experts is None or not values.get(key):
         return None
-    experts, mixtral = _size(values, key, _MOST_LAYERS), described.experts == "mixtral"
+    experts, mixtral = _size(values, key, _MOST_LAYERS), described.experts != "qwen"
     shared = "shared_expert_intermediate_size"
     return MoeConfig(
         experts=experts,

@@ -74,7 +74,7 @@ class Family:
     slides: Slides | None = None  # which layers have the sliding window, where no layer_types say so
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
-    experts: Literal["mixtral", "qwen"] | None = None
+    experts: Literal["mixtral", "qwen", "granite"] | None = None
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
     spellings: Mapping[str, str] = field(default_factory=dict)  # its own names of common settings, and ours
@@ -313,5 +313,34 @@ FAMILIES: dict[str, Family] = {
         experts="qwen",
         recurrent="delta_net",
         gated_attention=True,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "time_step_limit": None,
+        },
+        experts="granite",
+        recurrent="mamba2",
+        names=(
+            ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
+            ("mlp.down_proj.", "shared_mlp.output_linear."),
+            ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+        ),
     ),
 }

@@ -6,6 +6,7 @@ taken one by one, prompts too, so that a state does not depend on how its tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,10 +94,10 @@ class ShortConv:
         return self.output(behind * mixed.to(x.dtype)), kept
 
 
-class DeltaNet:
-    """Qwen3-Next and Qwen3.5: a convolution, then a memory that forgets and is corrected (the gated delta rule).
+class Memory(ABC):
+    """A convolution, then a matrix per head that forgets, is written by keys and values, and read by queries.
 
-    `inputs` gives queries, keys and values of all heads, then gates of what is found, strengths and decays.
+    `inputs` gives what is convolved, then gates of what is found, then steps (`steps` numbers).
     """
 
     def __init__(
@@ -106,64 +107,107 @@ class DeltaNet:
         convolution: Convolution,
         rates: Tensor,  # [Hv] fp32, negative: how fast each head forgets
         step_bias: Tensor,  # [Hv] fp32
-        norm: Tensor,  # [Dv]
+        norm: Tensor,
         output: RowLinear,
         eps: float,
+        steps: int,
     ) -> None:
-        self.config, self.inputs, self.convolution = config, inputs, convolution
+        self.config, self.inputs, self.convolution, self.steps = config, inputs, convolution, steps
         self.rates, self.step_bias, self.norm, self.output, self.eps = rates, step_bias, norm, output, eps
-        keys, self.heads = config.key_heads * config.key_dim, config.value_heads
-        self.sizes = [keys, keys, config.value_heads * config.value_dim]
+        self.heads, self.values = config.value_heads, config.value_heads * config.value_dim
+        self.keys = config.key_heads * config.key_dim
 
     def start(self) -> LayerState:
-        config = self.config
-        memory = self.rates.new_zeros(config.value_heads, config.key_dim, config.value_dim)
+        memory = self.rates.new_zeros(self.heads, self.config.key_dim, self.config.value_dim)
         return self.convolution.start(self.inputs.weight.dtype), memory
 
     def run(self, x: Tensor, walks: Sequence[Walk], states: Sequence[LayerState]) -> tuple[Tensor, list[Made]]:
-        joined, gates, steps = torch.split(self.inputs(x), [sum(self.sizes), self.sizes[2], 2 * self.heads], -1)
+        sizes = [2 * self.keys + self.values, self.values, self.steps]
+        joined, gates, steps = torch.split(self.inputs(x), sizes, -1)
         mixed, inputs = self.convolution.run(joined, walks, [state[0] for state in states])
-        prepared = by_rows(self._prepare, mixed, steps)
-        found, made = prepared.new_empty(len(x), self.heads * self.config.value_dim), list[Made]()
+        prepared = by_rows(self._prepare, mixed.to(x.dtype), steps)
+        found, made = prepared.new_empty(len(x), self.values), list[Made]()
         for walk, state, last in zip(walks, states, inputs, strict=True):
             memories = self._walk(walk, state[1], prepared, found)
             made.append({node: (last[node], memories[node]) for node in walk.kept})
         return self.output(by_rows(self._finish, found.to(x.dtype), gates)), made
 
-    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
-        """[N, ...] fp32, side by side: queries and keys of unit length, values, strengths, what is left of the past."""
-        queries, keys, values = torch.split(F.silu(mixed.to(steps.dtype)).float(), self.sizes, -1)
-        share, parts = self.config.value_heads // self.config.key_heads, list[Tensor]()
-        for one in (queries, keys):
-            heads = one.reshape(len(one), -1, self.config.key_dim)
-            unit = heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
-            parts.append(unit.repeat_interleave(share, 1).flatten(1))
-        strengths, decays = steps.chunk(2, -1)
-        kept = (self.rates * F.softplus(decays.float() + self.step_bias)).exp()
-        return torch.cat(
-            (parts[0] * self.config.key_dim**-0.5, parts[1], values, strengths.sigmoid().float(), kept), -1
-        )
-
     def _walk(self, walk: Walk, start: Tensor, prepared: Tensor, found: Tensor) -> Mapping[int, Tensor]:
         """Fill what each node finds in its memory; the memories of all nodes, of a chain those that are kept."""
-        config, heads, memories = self.config, self.heads, dict[int, Tensor]()
-        keys, values = heads * config.key_dim, heads * config.value_dim
+        heads, keys, memories = self.heads, self.heads * self.config.key_dim, dict[int, Tensor]()
         for node, parent in enumerate(walk.span.shape.parents):
             row = prepared[walk.span.first + node].clone()  # equally aligned wherever it was
-            query, key, value, strength, left = torch.split(row, [keys, keys, values, heads, heads])
-            query, key = query.view(heads, 1, -1), key.view(heads, 1, -1)
-            before = start if parent < 0 else memories[parent]
-            memory = before * left.view(-1, 1, 1)
-            wrong = (value.view(heads, 1, -1) - torch.bmm(key, memory)) * strength.view(-1, 1, 1)
-            memory.baddbmm_(key.transpose(1, 2), wrong)
-            found[walk.span.first + node] = torch.bmm(query, memory).flatten()
+            query, key, value, strength, left = torch.split(row, [keys, keys, self.values, heads, heads])
+            query, key, value = (one.view(heads, 1, -1) for one in (query, key, value))
+            memory = (start if parent < 0 else memories[parent]) * left.view(-1, 1, 1)
+            memory.baddbmm_(key.transpose(1, 2), self._written(memory, key, value) * strength.view(-1, 1, 1))
+            found[walk.span.first + node] = self._read(memory, query, value).flatten()
             memories[node] = memory
             if walk.span.shape.is_chain and parent not in walk.kept:
                 memories.pop(parent, None)
         return memories
 
+    def _of_all_heads(self, one: Tensor) -> Tensor:
+        """[N, Hk, Dk] queries or keys -> [N, Hv Dk]: heads of values share them."""
+        return one.repeat_interleave(self.heads // self.config.key_heads, 1).flatten(1)
+
+    @abstractmethod
+    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+        """[N, ...] fp32, side by side: queries, keys, values, how strongly each is written, what is left of before."""
+
+    @abstractmethod
+    def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[Hv, 1, Dv] what a value adds under its key."""
+
+    def _read(self, memory: Tensor, query: Tensor, value: Tensor) -> Tensor:
+        return torch.bmm(query, memory)
+
+    @abstractmethod
     def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
-        """Every head normed, and multiplied by its gate."""
+        """What is found, normed and multiplied by its gate."""
+
+
+class DeltaNet(Memory):
+    """Qwen3-Next and Qwen3.5: what a key gives already is taken off its value (the gated delta rule)."""
+
+    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+        queries, keys, values = torch.split(F.silu(mixed).float(), [self.keys, self.keys, self.values], -1)
+        parts = list[Tensor]()
+        for one in (queries, keys):
+            heads = one.reshape(len(one), -1, self.config.key_dim)
+            parts.append(self._of_all_heads(heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)))
+        strengths, decays = steps.chunk(2, -1)
+        left = (self.rates * F.softplus(decays.float() + self.step_bias)).exp()
+        return torch.cat(
+            (parts[0] * self.config.key_dim**-0.5, parts[1], values, strengths.sigmoid().float(), left), -1
+        )
+
+    def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value - torch.bmm(key, memory)
+
+    def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
         heads = found.reshape(len(found), -1, self.config.value_dim)
         normed = self.norm * F.rms_norm(heads.float(), heads.shape[-1:], None, self.eps).to(found.dtype)
         return (normed.flatten(1) * F.silu(gates.float())).to(found.dtype)
+
+
+class Mamba2(Memory):
+    """Granite 4: values come first among what is convolved, then keys and queries of groups of heads."""
+
+    skip: Tensor  # [Hv] fp32: how much of a value is found directly
+
+    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+        values, keys, queries = torch.split(F.silu(mixed).float(), [self.values, self.keys, self.keys], -1)
+        groups = [one.reshape(len(one), -1, self.config.key_dim) for one in (queries, keys)]
+        strengths = F.softplus(steps.float() + self.step_bias)
+        return torch.cat((*map(self._of_all_heads, groups), values, strengths, (strengths * self.rates).exp()), -1)
+
+    def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    def _read(self, memory: Tensor, query: Tensor, value: Tensor) -> Tensor:
+        return torch.bmm(query, memory) + self.skip.view(-1, 1, 1) * value
+
+    def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
+        gated = found.float() * F.silu(gates.float())
+        return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).to(found.dtype)

@@ -25,7 +25,7 @@ from forerun.models.hybrid.mixers import Made, Walk
 from forerun.models.hybrid.rows import RowLinear, attend_by_nodes, by_rows, threads_for_rows
 from forerun.models.hybrid.states import Reached, State, States
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
-from forerun.models.layers import Experts, Rotations, gate, mix, norm_heads_, rms_norm, rotate_
+from forerun.models.layers import Rotations, gate, mix, norm_heads_, rms_norm, rotate_
 from forerun.models.paged import Extent
 from forerun.models.pages import PAGE, digest_of
 from forerun.models.slots import Piece, SlotTarget
@@ -221,21 +221,22 @@ class HybridDecoder(Decoder):
         rotations = self._row_rotations(spans, seqs)
         starts, made = [self._start_state(seq, span) for seq, span in zip(seqs, spans, strict=True)], list[list[Made]]()
         unread = logits is None and not LayerSubset(self.config.layers).output_is_in(hidden)
-        x, attends = self._embedded(tokens), 0
+        x, attends, scale = self._embedded(tokens), 0, self.config.residual_scale
         for i, block in enumerate(self._hybrid_blocks):
             if i in hidden:
                 hidden[i].copy_(x)
             rows = by_rows(partial(rms_norm, weight=block.norm, eps=self.config.norm_eps), x)
             if isinstance(block.mixer, GatedAttention):
-                x += self._attend(rows, block.mixer, attends, spans, rotations)
+                turns = None if self.config.layer_ropes[i] is None else rotations
+                x += self._attend(rows, block.mixer, attends, spans, turns) * scale
                 attends += 1
             else:
                 mixed, states = block.mixer.run(rows, walks, [state[len(made)] for state in starts])
-                x += mixed
+                x += mixed * scale
                 made.append(states)
             if unread and i == self.config.layers - 1:
                 break
-            x += self._feed_forward(x, block)
+            x += self._feed_forward(x, block) * scale
         if self.config.layers in hidden:
             hidden[self.config.layers].copy_(x)
         if not unread:
@@ -268,13 +269,14 @@ class HybridDecoder(Decoder):
         return reached.state
 
     def _attend(
-        self, rows: Tensor, mixer: GatedAttention, index: int, spans: Sequence[Span], rotations: Tensor
+        self, rows: Tensor, mixer: GatedAttention, index: int, spans: Sequence[Span], rotations: Tensor | None
     ) -> Tensor:
         """[M, D] -> [M, D] with the keys and values of the attention layer of this number."""
         config = self.config
         heads, dim, both = config.heads, config.head_dim, (config.heads + config.kv_heads) * config.head_dim
         wide = mixer.inputs(rows)
-        rotary = by_rows(partial(self._rotated, norm=mixer.qk_norm), wide[:, :both], rotations)
+        turned = (wide[:, :both],) if rotations is None else (wide[:, :both], rotations)
+        rotary = by_rows(partial(self._rotated, norm=mixer.qk_norm), *turned)
         rotary = rotary.view(len(rows), -1, dim)
         values = wide[:, both : both + config.kv_heads * dim].view(len(rows), -1, dim)
         found = rows.new_empty(len(rows), heads, dim)
@@ -285,12 +287,14 @@ class HybridDecoder(Decoder):
             flat *= by_rows(torch.sigmoid, wide[:, -heads * dim :])
         return mixer.output(flat)
 
-    def _rotated(self, wide: Tensor, rotations: Tensor, norm: Tensor | None) -> Tensor:
+    def _rotated(self, wide: Tensor, rotations: Tensor | None = None, *, norm: Tensor | None) -> Tensor:
         """Queries and keys of all heads, normed and rotated."""
         config, rotary = self.config, wide.view(len(wide), -1, self.config.head_dim)
         if norm is not None:
             norm_heads_(rotary, norm, config.heads, config.qk_norm == "all", config.norm_eps)
-        rotate_(rotary[..., : config.ropes[0].dims].view(*rotary.shape[:2], -1, 2), torch.view_as_complex(rotations))
+        if rotations is not None:
+            pairs = rotary[..., : config.ropes[0].dims].view(*rotary.shape[:2], -1, 2)
+            rotate_(pairs, torch.view_as_complex(rotations))
         return wide
 
     def _row_rotations(self, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
@@ -304,8 +308,10 @@ class HybridDecoder(Decoder):
 
     def _feed_forward(self, x: Tensor, block: HybridBlock) -> Tensor:
         rows = by_rows(partial(rms_norm, weight=block.mlp_norm, eps=self.config.norm_eps), x)
-        activation, moe = self.config.activation, self.config.moe
-        if isinstance(block.mlp, Experts):
+        activation, moe, added = self.config.activation, self.config.moe, list[Tensor]()
+        if block.experts is not None:
             assert moe is not None
-            return by_rows(partial(mix, experts=block.mlp, config=moe, activation=activation), rows, size=1)
-        return block.mlp.down(by_rows(partial(gate, activation=activation), block.mlp.gate_up(rows)))
+            added.append(by_rows(partial(mix, experts=block.experts, config=moe, activation=activation), rows, size=1))
+        if block.mlp is not None:
+            added.append(block.mlp.down(by_rows(partial(gate, activation=activation), block.mlp.gate_up(rows))))
+        return added[0] if len(added) == 1 else added[0] + added[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import RecurrentConfig
-from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mixer, ShortConv
+from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mamba2, Memory, Mixer, ShortConv
 from forerun.models.hybrid.rows import RowLinear
 from forerun.models.layers import Experts
 
@@ -38,7 +38,8 @@ class HybridBlock:
     norm: Tensor  # [D]
     mixer: GatedAttention | Mixer
     mlp_norm: Tensor
-    mlp: RowMlp | Experts
+    mlp: RowMlp | None
+    experts: Experts | None  # what both give is added up
 
 
 class HybridCheckpoint(Checkpoint):
@@ -49,16 +50,14 @@ class HybridCheckpoint(Checkpoint):
         assert recurrent is not None
         norm, _, mlp_norm, _ = self.norms(at)
         assert norm is not None and mlp_norm is not None  # noqa: PT018
-        mlp: RowMlp | Experts
-        if self.config.sparse[index]:
-            mlp = self._experts(at)
-        else:
+        experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
+        if experts is None or recurrent.kind == "mamba2":  # Granite has both
             plain = self._mlp(at + "mlp.", self.config.inner)
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         if not recurrent.layers[index]:
-            return HybridBlock(norm, self._attention(at + "self_attn.", index), mlp_norm, mlp)
-        make = self._short_conv if recurrent.kind == "short_conv" else self._delta_net
-        return HybridBlock(norm, make(at, recurrent), mlp_norm, mlp)
+            return HybridBlock(norm, self._attention(at + "self_attn.", index), mlp_norm, mlp, experts)
+        make = self._short_conv if recurrent.kind == "short_conv" else self._memory
+        return HybridBlock(norm, make(at, recurrent), mlp_norm, mlp, experts)
 
     def _attention(self, at: str, index: int) -> GatedAttention:
         config, rope = self.config, self.config.layer_ropes[index]
@@ -97,28 +96,45 @@ class HybridCheckpoint(Checkpoint):
         )
         return ShortConv(inputs, self._convolution(at + "conv.conv.", width, recurrent.kernel), output)
 
-    def _delta_net(self, at: str, recurrent: RecurrentConfig) -> DeltaNet:
-        at, width, heads = at + "linear_attn.", self.config.width, recurrent.value_heads
+    def _memory(self, at: str, recurrent: RecurrentConfig) -> Memory:
+        width, heads, is_mamba = self.config.width, recurrent.value_heads, recurrent.kind == "mamba2"
+        keys, values = recurrent.key_heads * recurrent.key_dim, heads * recurrent.value_dim
+        at += "mamba." if is_mamba else "linear_attn."
+        made = (Mamba2 if is_mamba else DeltaNet)(
+            recurrent,
+            self._mamba_inputs(at, recurrent) if is_mamba else RowLinear(self._delta_net_inputs(at, recurrent)),
+            self._convolution(at + "conv1d.", 2 * keys + values, recurrent.kernel),
+            rates=-self._wide(at + "A_log", heads).exp(),
+            step_bias=self._wide(at + "dt_bias", heads),
+            norm=self._read(at + "norm.weight", (values if is_mamba else recurrent.value_dim,)),
+            output=RowLinear(self._read(at + "out_proj.weight", (width, values)), self._maybe(at + "out_proj.bias")),
+            eps=self.config.norm_eps,
+            steps=heads if is_mamba else 2 * heads,
+        )
+        if isinstance(made, Mamba2):
+            made.skip = self._wide(at + "D", heads)
+        return made
+
+    def _mamba_inputs(self, at: str, recurrent: RecurrentConfig) -> RowLinear:
+        """Gates come first in the file, and second here."""
+        heads, values = recurrent.value_heads, recurrent.value_heads * recurrent.value_dim
+        convolved = values + 2 * recurrent.key_heads * recurrent.key_dim
+        order = [slice(values, values + convolved), slice(0, values), slice(values + convolved, None)]
+        weight = self._read(at + "in_proj.weight", (values + convolved + heads, self.config.width))
+        bias = self._maybe(at + "in_proj.bias")
+        moved = None if bias is None else torch.cat([bias[one] for one in order])
+        return RowLinear(torch.cat([weight[one] for one in order]), moved)
+
+    def _delta_net_inputs(self, at: str, recurrent: RecurrentConfig) -> Tensor:
+        width, heads = self.config.width, recurrent.value_heads
         keys, values = recurrent.key_heads * recurrent.key_dim, heads * recurrent.value_dim
         if f"{at}in_proj_qkvz.weight" in self.weights:  # Qwen3-Next: key head by key head
             share = heads // recurrent.key_heads
             sizes = [recurrent.key_dim] * 2 + [share * recurrent.value_dim] * 2
             first = self._by_heads(f"{at}in_proj_qkvz.weight", 2 * keys + 2 * values, sizes)
-            second = self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share])
-            joined = torch.cat((first, second))
-        else:
-            outputs = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
-            joined = torch.cat([self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()])
-        return DeltaNet(
-            recurrent,
-            RowLinear(joined),
-            self._convolution(at + "conv1d.", 2 * keys + values, recurrent.kernel),
-            rates=-self._wide(at + "A_log", heads).exp(),
-            step_bias=self._wide(at + "dt_bias", heads),
-            norm=self._read(at + "norm.weight", (recurrent.value_dim,)),
-            output=RowLinear(self._read(at + "out_proj.weight", (width, values))),
-            eps=self.config.norm_eps,
-        )
+            return torch.cat((first, self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share])))
+        outputs = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+        return torch.cat([self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()])
 
     def _by_heads(self, name: str, outputs: int, sizes: list[int]) -> Tensor:
         """Rows that lie head by head, part after part."""

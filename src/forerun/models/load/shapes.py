@@ -63,9 +63,9 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
             yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
-            yield from _experts(config.moe, config.width, weights, at)
-        else:
-            yield from _mlp(config.inner, config.width, weights, at + "mlp.")
+            yield from _experts(config, config.moe, weights, at)
+        if not config.sparse[i] or (config.recurrent is not None and config.recurrent.kind == "mamba2"):
+            yield from _mlp(config, config.inner, weights, at + "mlp.")
 
 
 def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -90,21 +90,36 @@ def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -
         if f"{at}conv.conv.bias" in weights:
             yield at + "conv.conv.bias", (width,)
         return
-    at, keys, values = at + "linear_attn.", config.key_heads * config.key_dim, config.value_heads * config.value_dim
+    keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
+    if config.kind == "mamba2":
+        at += "mamba."
+        yield from _with_bias(weights, at + "in_proj", 2 * values + 2 * keys + config.value_heads, width)
+        yield from _with_bias(weights, at + "out_proj", width, values)
+        if f"{at}conv1d.bias" in weights:
+            yield at + "conv1d.bias", (2 * keys + values,)
+        yield at + "D", (config.value_heads,)
+        yield at + "norm.weight", (values,)
+    else:
+        at += "linear_attn."
+        yield from _delta_net(config, width, weights, at)
+    yield at + "conv1d.weight", (2 * keys + values, 1, config.kernel)
+    yield at + "A_log", (config.value_heads,)
+    yield at + "dt_bias", (config.value_heads,)
+
+
+def _delta_net(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
     sizes = {"qkv": 2 * keys + values, "z": values, "b": config.value_heads, "a": config.value_heads}
     if f"{at}in_proj_qkvz.weight" in weights:
         sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * config.value_heads}
     yield from ((f"{at}in_proj_{name}.weight", (size, width)) for name, size in sizes.items())
-    yield at + "conv1d.weight", (2 * keys + values, 1, config.kernel)
-    yield at + "A_log", (config.value_heads,)
-    yield at + "dt_bias", (config.value_heads,)
     yield at + "norm.weight", (config.value_dim,)
     yield at + "out_proj.weight", (width, values)
 
 
-def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
-    sizes = {"gate": inner, "up": inner}
-    if f"{at}gate_up_proj.weight" in weights:
+def _mlp(config: DecoderConfig, inner: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    sizes, width = {"gate": inner, "up": inner}, config.width
+    if config.file_name(f"{at}gate_up_proj.weight") in weights:
         sizes = {"gate_up": 2 * inner}
     for name, size in sizes.items():
         yield from _with_bias(weights, f"{at}{name}_proj", size, width)
@@ -118,11 +133,12 @@ def _with_bias(weights: Weights, name: str, outputs: int, inputs: int) -> Iterat
         yield f"{name}.bias", (outputs,)
 
 
-def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    width = config.width
     old = f"{at}block_sparse_moe.gate.weight" in weights
     at += "block_sparse_moe." if old else "mlp."
     yield at + "gate.weight", (moe.experts, width)
-    if at + "experts.gate_up_proj" in weights:
+    if config.file_name(at + "experts.gate_up_proj") in weights:
         yield at + "experts.gate_up_proj", (moe.experts, 2 * moe.inner, width)
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
@@ -133,5 +149,5 @@ def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[
                 yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)
             yield f"{at}experts.{i}.{out}.weight", (width, moe.inner)
     if moe.shared_inner is not None:
-        yield from _mlp(moe.shared_inner, width, weights, at + "shared_expert.")
+        yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
         yield at + "shared_expert_gate.weight", (1, width)
