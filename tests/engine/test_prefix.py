@@ -150,8 +150,8 @@ def test_hashes_of_logits_do_not_depend_on_pages(tmp_path: Path) -> None:
     assert sha256(logits.numpy().tobytes()).hexdigest() not in hashes
 
 
-def engine_on(target: Any, **config: int) -> Engine:
-    speculative = SpeculativeConfig(drafter="ngram", controller="fixed", budget=5)
+def engine_on(target: Any, drafter: str = "ngram", **config: int) -> Engine:
+    speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=5)
     return make_engine(target, frozenset(), speculative, EngineConfig(**config))  # type: ignore[arg-type]
 
 

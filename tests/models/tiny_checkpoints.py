@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid.target import HybridDecoder
 from forerun.testing import FakeSeq
 
 VOCAB = 61
@@ -175,11 +176,91 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 150.0},
     },
 }
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 28,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridDecoder's
+    "lfm2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 8,
+    },
+    "lfm2-odd": {  # biases, a longer kernel, no adjusted width, attention last
+        "model_type": "lfm2",
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 512,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_bias": True,
+        "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_DELTA_NET,
+        **_MOE,
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **_DELTA_NET,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA_NET,
+        **_MOE,
+        "shared_expert_intermediate_size": 28,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        "num_local_experts": 0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+        "mamba_n_groups": 2,
+    },
+    "granite4-experts": {
+        "model_type": "granitemoehybrid",
+        **_MAMBA,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "position_embedding_type": "rope",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
 
 
 def make_reference(name: str) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **FAMILIES[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS}[name]}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (
@@ -188,10 +269,12 @@ def make_reference(name: str) -> Any:
         .eval()
     )
     offset = config.model_type.startswith("gemma")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    offset = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.25)
-            if "norm" in key and not offset:
+            if "norm" in key and (not offset or "linear_attn" in key):
                 weight.add_(1.0)
     return model
 
@@ -204,7 +287,8 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
     parsed = DecoderConfig.from_hf(config)
-    return Decoder(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+    made = Decoder if parsed.recurrent is None else HybridDecoder
+    return made(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
 
 
 def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:

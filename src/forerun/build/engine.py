@@ -259,6 +259,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
+        from forerun.models.hybrid.target import HybridDecoder
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import native_decoder
 
@@ -290,9 +291,8 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 if kind not in ("plain", "file"):
                     raise
                 log.info("%s: %s", checkpoint.name, error)
-        return Decoder(
-            family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory
-        )
+        made = Decoder if family.recurrent is None else HybridDecoder
+        return made(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory)
     from forerun.models.hf.target import HFTarget
 
     dtype = _dtype(config.dtype, device)

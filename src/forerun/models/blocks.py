@@ -7,7 +7,7 @@ Weights are read one at a time and copied into place, so that a lazy mapping hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,8 @@ class Checkpoint:
         weights = unstack(config.family, weights)
         if isinstance(weights, Weights):
             weights = weights.on(device)
+        if config.names:
+            weights = _Renamed(weights, config)
         self.weights, self.config, self.dtype, self.device = weights, config, dtype, device
         self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
 
@@ -183,8 +185,27 @@ class Checkpoint:
 
     def _get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.weights:
-            raise missing_weight(self.weights, name)
+            raise missing_weight(self.weights, self.config.file_name(name))
         weight = self.weights[name]
         if tuple(weight.shape) != shape:
-            raise wrong_shape(self.weights, name, tuple(weight.shape), shape)
+            raise wrong_shape(self.weights, self.config.file_name(name), tuple(weight.shape), shape)
         return weight.detach()
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """Weights under our names, where a family has its own."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: DecoderConfig) -> None:
+        self._weights, self._config = weights, config
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._config.file_name(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._config.file_name(name) in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

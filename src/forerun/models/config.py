@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, rotates
+from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, RecurrentKind, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -26,10 +26,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# Families with a vision tower: the family of their text, and whether the head is the embedding where they do not say.
+_WRAPPED = {
+    "gemma3": ("gemma3_text", True),
+    "qwen3_5": ("qwen3_5_text", False),
+    "qwen3_5_moe": ("qwen3_5_moe_text", False),
+}
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
-    "rope_parameters", "num_experts_per_tok",
+    "rope_parameters", "num_experts_per_tok", "norm_topk_prob",
 }  # fmt: skip
 
 
@@ -44,6 +50,19 @@ class MoeConfig:
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Layers that keep a state of fixed size in the place of keys and values."""
+
+    kind: RecurrentKind
+    layers: tuple[bool, ...]  # [L] which layers these are; the others have attention
+    kernel: int  # inputs that their convolution reads, the row's own included
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0  # of a head
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +97,20 @@ class DecoderConfig:
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
+    recurrent: RecurrentConfig | None = None
+    gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
+    names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in the files
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.layers if self.recurrent is None else self.recurrent.layers.count(False)
+
+    def file_name(self, name: str) -> str:
+        """What the files call a weight."""
+        for ours, theirs in self.names:
+            name = name.replace(ours, theirs)
+        return name
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -103,6 +136,8 @@ class DecoderConfig:
             "experts": self.moe is not None,
             "experts with biases": self.moe is not None and self.moe.biases,
             "clamped gates": self.moe is not None and self.moe.clamp is not None,
+            "recurrent states": self.recurrent is not None,
+            "gates behind attention": self.gated_attention,
         }
         return tuple(name for name, there in has.items() if there)
 
@@ -175,7 +210,41 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         sinks=described.sinks,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
+        recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
+        gated_attention=described.gated_attention,
+        names=described.names,
     )
+
+
+def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> RecurrentConfig:
+    """Which layers keep a state, by the file's list or the family's rule, and the sizes of the state."""
+    attends = values.get("full_attn_idxs")
+    made = ["full_attention" if attends is None or i in attends else "conv" for i in range(layers)]
+    if kind != "short_conv":
+        every = _size(values, "full_attention_interval", default=layers + 1)
+        made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
+    if len(kinds) != layers or not set(kinds) <= {*attention, "conv", "linear_attention", "mamba"}:
+        raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
+    which = tuple(one not in attention for one in kinds)
+    if kind == "short_conv":
+        return RecurrentConfig(kind, which, _size(values, "conv_L_cache", _MOST_HEADS))
+    names = [f"linear_{name}" for name in ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim")]
+    if kind == "mamba2":
+        names = [f"mamba_{name}" for name in ("d_conv", "n_groups", "n_heads", "d_state")]
+    kernel, key_heads, value_heads, key_dim = (_size(values, name, _MOST_HEADS) for name in names)
+    if value_heads % key_heads:
+        raise ValueError(f"{names[2]} {value_heads} is no multiple of {names[1]} {key_heads}")
+    if kind == "mamba2":
+        low, high = values.get("time_step_limit") or (0.0, float("inf"))
+        if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
+            raise UnsupportedModel(f"time_step_limit={values['time_step_limit']!r:.60} is not 0 to infinity")
+        value_dim, rest = divmod(_size(values, "mamba_expand") * _size(values, "hidden_size"), value_heads)
+        if rest or values["mamba_d_head"] not in ("auto", value_dim):
+            raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r:.40} with {value_heads} heads")
+    else:
+        value_dim = _size(values, "linear_value_head_dim", _MOST_HEADS)
+    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim)
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
@@ -199,7 +268,11 @@ def _inner(values: Mapping[str, Any], moe: MoeConfig | None, layers: int) -> int
     """The feed-forward width; a model whose layers all have experts need not have one."""
     if moe is not None and all(_sparse_layers(values, layers)) and not values.get("intermediate_size"):
         return 0
-    return _size(values, "intermediate_size")
+    inner = _size(values, "shared_intermediate_size" if "shared_intermediate_size" in values else "intermediate_size")
+    if values.get("block_auto_adjust_ff_dim"):  # LFM2
+        unit, share = _size(values, "block_multiple_of"), float(values.get("block_ffn_dim_multiplier") or 1.0)
+        inner = -(-int(share * int(2 * inner / 3)) // unit) * unit
+    return inner
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -214,9 +287,10 @@ def supports(config: Mapping[str, Any]) -> bool:
 def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The family, and its settings with defaults filled in and nested text settings brought up."""
     family = config.get("model_type")
-    if family == "gemma3":  # the same decoder, wrapped with a vision tower that text does not use
-        nested = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        family, config = "gemma3_text", {**nested, **_text_settings(config)}
+    if family in _WRAPPED:  # the same decoder, wrapped with a vision tower that text does not use
+        inside, tied = _WRAPPED[family]
+        nested = {"tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+        family, config = inside, {**nested, **_text_settings(config)}
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
@@ -224,6 +298,8 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
+    spelled = FAMILIES[family].spellings
+    given = {spelled.get(key, key): value for key, value in given.items()}
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
     unread = {key for key in _SOME_FAMILIES if key not in described}
@@ -271,6 +347,8 @@ def _ropes(
     rope = RopeConfig.from_hf(given, values, head_dim)
     if family == "phi3" and rope.kind == "yarn":
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
+    if values.get("position_embedding_type", "rope") != "rope":
+        return (rope,), (None,) * len(kinds)
     return (rope,), tuple(0 if rotates(values, i) else None for i in range(len(kinds)))
 
 

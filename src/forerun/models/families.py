@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Slides = Callable[[Mapping[str, Any], int], bool]
+RecurrentKind = Literal["short_conv", "delta_net", "mamba2"]
 
 
 class Norms(NamedTuple):
@@ -74,7 +75,11 @@ class Family:
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
-    experts: Literal["mixtral", "qwen", "gpt_oss"] | None = None
+    experts: Literal["mixtral", "qwen", "gpt_oss", "granite"] | None = None
+    recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
+    gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
+    spellings: Mapping[str, str] = field(default_factory=dict)  # its own names of common settings, and ours
+    names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in its files
     gguf: str | None = None  # llama.cpp's name of the architecture
     gguf_interleaves: bool = False  # its converter makes neighbours of the halves that rotate together
 
@@ -100,6 +105,18 @@ _GEMMA = {
 }
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
+_DELTA_NET = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, gguf="llama", gguf_interleaves=True),
@@ -260,5 +277,93 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         experts="gpt_oss",
         gguf="gpt-oss",
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "layer_types": None,
+            "full_attn_idxs": None,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        norms=Norms("operator_norm", None, "ffn_norm", None),
+        qk_norm="head",
+        recurrent="short_conv",
+        spellings={
+            "norm_eps": "rms_norm_eps",
+            "tie_embedding": "tie_word_embeddings",
+            "block_ff_dim": "intermediate_size",
+        },
+        names=(
+            ("self_attn.o_proj.", "self_attn.out_proj."),
+            ("q_norm.", "q_layernorm."),
+            ("k_norm.", "k_layernorm."),
+            ("model.norm.", "model.embedding_norm."),
+            ("mlp.gate_proj.", "feed_forward.w1."),
+            ("mlp.up_proj.", "feed_forward.w3."),
+            ("mlp.down_proj.", "feed_forward.w2."),
+        ),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+        norm_offset=True,
+        qk_norm="head",
+        experts="qwen",
+        recurrent="delta_net",
+        gated_attention=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {**_DELTA_NET, "num_key_value_heads": 4},
+        norm_offset=True,
+        qk_norm="head",
+        recurrent="delta_net",
+        gated_attention=True,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+        norm_offset=True,
+        qk_norm="head",
+        experts="qwen",
+        recurrent="delta_net",
+        gated_attention=True,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "time_step_limit": None,
+        },
+        experts="granite",
+        recurrent="mamba2",
+        names=(
+            ("mlp.gate_up_proj.", "shared_mlp.input_linear."),
+            ("mlp.down_proj.", "shared_mlp.output_linear."),
+            ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+        ),
     ),
 }

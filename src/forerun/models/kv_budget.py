@@ -22,8 +22,8 @@ USUAL_LENGTH = 512  # tokens that the KV cache must hold for each of a batch: pa
 
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    """Keys and values of one token in all layers that have them."""
+    return 2 * config.kv_layers * config.kv_heads * config.head_dim * dtype.itemsize
 
 
 def allowed_bytes(kv_memory: int | float | None, device: torch.device) -> int | None:

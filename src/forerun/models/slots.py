@@ -55,7 +55,7 @@ class SlotTarget(BaseTarget):
         self._wanted: frozenset[int] = frozenset()  # hidden layers of the last pass
         kept = kv_dtype or dtype
         self.kv = PagedKV(
-            config.layers,
+            config.kv_layers,
             config.kv_heads,
             config.head_dim,
             dtype=kept,
@@ -130,7 +130,7 @@ class SlotTarget(BaseTarget):
         try:
             for seq in new:
                 self._lengths[seq.id] = self._rope_length(seq)
-                self.kv.admit(seq.id, seq.tokens[:-1], self._start_of(seq), layers)
+                self._begin(seq, self.kv.admit(seq.id, seq.tokens[:-1], self._start_of(seq), layers))
             for seq in seqs:
                 self.kv.grow(seq.id, len(seq.tokens))
         except BaseException:
@@ -144,6 +144,9 @@ class SlotTarget(BaseTarget):
         """Of a sequence that is admitted: its tokens, all of its prompt included, or what it may become."""
         length = max(len(seq.tokens), seq.prompt_length)
         return max(length, min(seq.max_length, self.max_length)) if self._stretches else length
+
+    def _begin(self, seq: Seq, extent: Extent) -> None:
+        """A new sequence starts with what was found of it; targets with more than keys and values may take less."""
 
     def _start_of(self, seq: Seq) -> bytes | None:
         """What its chain of pages starts from: equal pages have equal numbers, so ropes that stretch count too."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig, MoeConfig, RecurrentConfig
 from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
 
 Shape = tuple[int, ...]
@@ -42,6 +42,11 @@ def check_shapes(config: DecoderConfig, weights: Weights) -> None:
 
 def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
     """Every weight that a decoder of this config reads, under the names that this checkpoint uses, and its shape."""
+    for name, shape in _shapes(config, weights):
+        yield config.file_name(name), shape
+
+
+def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
     yield prefix + "embed_tokens.weight", (config.vocab_size, config.width)
     yield prefix + "norm.weight", (config.width,)
@@ -52,17 +57,20 @@ def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[s
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
         yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
-        yield from _attention(config, weights, at + "self_attn.")
+        if config.recurrent is not None and config.recurrent.layers[i]:
+            yield from _recurrent(config.recurrent, config.width, weights, at)
+        else:
+            yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
-            yield from _experts(config.moe, config.width, weights, at)
-        else:
-            yield from _mlp(config.inner, config.width, weights, at + "mlp.")
+            yield from _experts(config, config.moe, weights, at)
+        if not config.sparse[i] or (config.recurrent is not None and config.recurrent.kind == "mamba2"):
+            yield from _mlp(config, config.inner, weights, at + "mlp.")
 
 
 def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes = {"q": queries, "k": keys, "v": keys}
+    sizes = {"q": queries * (2 if config.gated_attention else 1), "k": keys, "v": keys}
     if f"{at}qkv_proj.weight" in weights:
         sizes = {"qkv": queries + 2 * keys}
     for name, size in sizes.items():
@@ -76,9 +84,44 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
         yield f"{at}sinks", (config.heads,)
 
 
-def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
-    sizes = {"gate": inner, "up": inner}
-    if f"{at}gate_up_proj.weight" in weights:
+def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    if config.kind == "short_conv":
+        yield from _with_bias(weights, at + "conv.in_proj", 3 * width, width)
+        yield from _with_bias(weights, at + "conv.out_proj", width, width)
+        yield at + "conv.conv.weight", (width, 1, config.kernel)
+        if f"{at}conv.conv.bias" in weights:
+            yield at + "conv.conv.bias", (width,)
+        return
+    keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
+    if config.kind == "mamba2":
+        at += "mamba."
+        yield from _with_bias(weights, at + "in_proj", 2 * values + 2 * keys + config.value_heads, width)
+        yield from _with_bias(weights, at + "out_proj", width, values)
+        if f"{at}conv1d.bias" in weights:
+            yield at + "conv1d.bias", (2 * keys + values,)
+        yield at + "D", (config.value_heads,)
+        yield at + "norm.weight", (values,)
+    else:
+        at += "linear_attn."
+        yield from _delta_net(config, width, weights, at)
+    yield at + "conv1d.weight", (2 * keys + values, 1, config.kernel)
+    yield at + "A_log", (config.value_heads,)
+    yield at + "dt_bias", (config.value_heads,)
+
+
+def _delta_net(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
+    sizes = {"qkv": 2 * keys + values, "z": values, "b": config.value_heads, "a": config.value_heads}
+    if f"{at}in_proj_qkvz.weight" in weights:
+        sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * config.value_heads}
+    yield from ((f"{at}in_proj_{name}.weight", (size, width)) for name, size in sizes.items())
+    yield at + "norm.weight", (config.value_dim,)
+    yield at + "out_proj.weight", (width, values)
+
+
+def _mlp(config: DecoderConfig, inner: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    sizes, width = {"gate": inner, "up": inner}, config.width
+    if config.file_name(f"{at}gate_up_proj.weight") in weights:
         sizes = {"gate_up": 2 * inner}
     for name, size in sizes.items():
         yield from _with_bias(weights, f"{at}{name}_proj", size, width)
@@ -92,11 +135,12 @@ def _with_bias(weights: Weights, name: str, outputs: int, inputs: int) -> Iterat
         yield f"{name}.bias", (outputs,)
 
 
-def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    width = config.width
     old = f"{at}block_sparse_moe.gate.weight" in weights
     at += "block_sparse_moe." if old else "mlp."
     yield at + "gate.weight", (moe.experts, width)
-    if at + "experts.gate_up_proj" in weights:
+    if config.file_name(at + "experts.gate_up_proj") in weights:
         yield at + "experts.gate_up_proj", (moe.experts, 2 * moe.inner, width)
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
@@ -112,5 +156,5 @@ def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[
             sizes = {"gate_proj": moe.inner, "up_proj": moe.inner, "down_proj": width}
             yield from ((f"{at}experts.{i}.{name}.bias", (size,)) for name, size in sizes.items())
     if moe.shared_inner is not None:
-        yield from _mlp(moe.shared_inner, width, weights, at + "shared_expert.")
+        yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
         yield at + "shared_expert_gate.weight", (1, width)
