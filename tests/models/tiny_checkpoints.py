@@ -268,8 +268,6 @@ def make_reference(name: str) -> Any:
         .float()
         .eval()
     )
-    offset = config.model_type.startswith("gemma")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     offset = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for key, weight in model.named_parameters():
