@@ -19,7 +19,7 @@ from forerun.core.tree import ints_of
 from forerun.core.types import Needs, Seq, Verdict, first_rows, offsets
 from forerun.models.base import BaseTarget
 from forerun.models.config import DecoderConfig
-from forerun.models.kv_budget import slot_bytes
+from forerun.models.kv_budget import row_numbers, slot_bytes
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
 
@@ -55,7 +55,7 @@ class SlotTarget(BaseTarget):
         self.kv = PagedKV(
             config.layers,
             config.kv_heads,
-            config.head_dim,
+            row_numbers(config.head_dim, kept),
             dtype=kept,
             device=device,
             capacity=kv_slots,
