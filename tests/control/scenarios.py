@@ -27,7 +27,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import FixedController
 from forerun.control.cost import CostModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeBatch, TreeForm
+from forerun.core.types import Budget, Needs, Prompts, Request, Round, Scores, Seq, TreeBatch, TreeForm
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.plan import form_of
 from forerun.drafters.lookup.ngram import NgramDrafter
@@ -59,12 +59,16 @@ EXPERTS = {1: 2.28, 2: 2.76, 3: 3.09, 4: 3.33, 6: 3.62, 8: 3.78, 16: 4.16, 24: 5
 class TextAnswers(RecordedAnswers):
     """Texts, of whose tokens a head knows a share of its own in each text, wherever its tree starts."""
 
-    rates: dict[tuple[int, ...], float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)  # by the first token, of which no two texts have the same
+    firsts: dict[int, RecordedText] = field(default_factory=dict)
+
+    def _place(self, seq: Seq) -> tuple[RecordedText, int]:
+        return self.firsts[seq.tokens[0]], len(seq.tokens) - seq.prompt_length
 
     def accepted(self, seq: Seq, form: TreeForm) -> int:
-        prompt, count = tuple(seq.tokens[: seq.prompt_length]), 0
-        each = level_rate(form_of(form), round(self.rates[prompt], 3))
-        while count < form.depth and _draw(prompt[0], len(seq.tokens) + count) < each:
+        first, count = seq.tokens[0], 0
+        each = level_rate(form_of(form), round(self.rates[first], 3))
+        while count < form.depth and _draw(first, len(seq.tokens) + count) < each:
             count += 1
         return count
 
@@ -115,6 +119,16 @@ class Texts:
             own.append(rng.uniform(*rates))
         return cls(found, own)
 
+    @classmethod
+    def behind(cls, lengths: Sequence[int], rates: tuple[float, float], seed: int, *, answer: int = 128) -> Texts:
+        """Texts behind prompts of these lengths, in which no token comes twice."""
+        rng, found = random.Random(seed), list[RecordedText]()
+        for i, length in enumerate(lengths):
+            tokens = [4 + (i * 1009 + j) % (WORDS - 2000) for j in range(length - 1 + answer)]
+            prompt = [WORDS - 1 - i, *tokens[: length - 1]]
+            found.append(RecordedText("", prompt, tokens[length - 1 :], np.zeros(0, np.int16)))
+        return cls(found, [rng.uniform(*rates) for _ in lengths])
+
 
 @dataclass(slots=True)
 class Written:
@@ -126,15 +140,40 @@ class Written:
     read_first: int = 0
 
 
+@dataclass(slots=True)
+class LongDevice(NoisyDevice):
+    """A pass also takes time for what its sequences have cached: for each of them, and for each node of its tree."""
+
+    slopes: tuple[float, float] = (0.0, 0.0)  # seconds for each token that is cached
+    _reading: float = 0.0  # of the pass that is launched
+
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
+        rows = trees.nodes if trees.form is None else trees.form.rows
+        cached = sum(self.cached_tokens(seq) for seq in seqs)
+        self._reading = cached * (self.slopes[0] + self.slopes[1] * rows / len(seqs))
+        found = NoisyDevice.score(self, seqs, trees, needs, prompts)
+        self._reading = 0.0
+        return found
+
+    def busy_for(self, seconds: float) -> None:
+        NoisyDevice.busy_for(self, seconds + self._reading)
+        self._reading = 0.0
+
+
 def engine_of(
-    texts: Texts, passes: Mapping[int, float], make: MakesController | None, seed: int, batch: int
+    texts: Texts,
+    passes: Mapping[int, float],
+    make: MakesController | None,
+    seed: int,
+    batch: int,
+    slopes: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Engine, NoisyDevice]:
-    """An engine with all drafters; without a controller it is one that never drafts."""
+    """An engine with all drafters; without a controller it is one that never drafts. `slopes`: of a LongDevice."""
     speeds, clock = Speeds({rows: ms / 1e3 for rows, ms in passes.items()}), SimulatedClock()
-    rates = {tuple(one.prompt): rate for one, rate in zip(texts.texts, texts.rates, strict=True)}
-    known = {tuple(one.prompt): one for one in texts.texts}
-    answers = TextAnswers(vocab_size=WORDS, texts=known, rates=rates)
-    gpu = NoisyDevice(clock, speeds, answers, rng=random.Random(seed))
+    rates = {one.prompt[0]: rate for one, rate in zip(texts.texts, texts.rates, strict=True)}
+    firsts = {one.prompt[0]: one for one in texts.texts}
+    answers = TextAnswers(vocab_size=WORDS, rates=rates, firsts=firsts)
+    gpu = LongDevice(clock, speeds, answers, rng=random.Random(seed), slopes=slopes)
     config = SpeculativeConfig(drafter=NONE, controller="fixed")
     engine = make_engine(gpu, frozenset(), config, EngineConfig(max_batch=batch))
     pool = engine.drafters
@@ -148,7 +187,7 @@ def engine_of(
     engine.controller = (
         FixedController(0)
         if make is None
-        else make(CostModel(speeds.curve()), 60, 10, pool.offer, pool.looks_up, follows=True)
+        else make(CostModel(speeds.curve(), slopes), 60, 10, pool.offer, pool.looks_up, follows=True)
     )
     return engine, gpu
 
@@ -160,9 +199,10 @@ def write(
     make: MakesController | None,
     seed: int,
     batch: int = 1,
+    slopes: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, Written]:
     """All texts by each of these drafters in turn, alone; or, in a batch, one drafter for each text, all at once."""
-    engine, gpu = engine_of(texts, passes, make, seed, batch)
+    engine, gpu = engine_of(texts, passes, make, seed, batch, slopes)
     found, current, observe = {name: Written() for name in names}, [""], engine.controller.observe
 
     def noted(outcome: Round) -> None:
@@ -223,6 +263,30 @@ def alone(
         texts = Texts.drawn(32, rates, seed, **kinds)
         plain = write(texts, [NONE], passes, None, seed)[NONE]
         return outcome(plain, write(texts, [*others, name], passes, make, seed)[name])
+
+    return run
+
+
+def long_and_short(
+    passes: Mapping[int, float], rates: tuple[float, float], slopes: tuple[float, float], lengths: Sequence[int]
+) -> Callable[[MakesController, int], dict[str, float]]:
+    """A head's texts behind short and long prompts in turn; what is judged is the writing of the long ones.
+
+    Left out is what reading their prompts takes: the target's, and the head's, which it needs before it can draft.
+    """
+
+    def run(make: MakesController, seed: int) -> dict[str, float]:
+        texts, longest = Texts.behind(lengths, rates, seed), max(lengths)
+        plain = write(texts, [NONE], passes, None, seed, slopes=slopes)[NONE].each
+        own = write(texts, [HEAD], passes, make, seed, slopes=slopes)[HEAD].each
+        read, also = longest // 1024 * passes[1024] / 1e3, Speeds(passes).of_reading(longest)
+        pairs = [
+            (once - read, drafted - read - also)
+            for once, drafted, length in zip(plain, own, lengths, strict=True)
+            if length == longest
+        ]
+        speeds = [once / drafted for once, drafted in pairs]
+        return {"speed": sum(one[0] for one in pairs) / sum(one[1] for one in pairs), "worst": min(speeds)}
 
     return run
 
@@ -293,6 +357,9 @@ def gpu_lookups(batch: int) -> Callable[[MakesController, int], dict[str, float]
     return run
 
 
+# seconds for each token of context, of a sequence and of each row: a 1B on an H200 behind 32,000 tokens
+LONG_1B = (25e-9, 2.9e-9)
+IN_TURN = (40, 30_000) * 6
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})
 MIXED, HARD = (0.05, 0.8), (0.0, 0.4)
 SCENARIOS: dict[str, Callable[[MakesController, int], dict[str, float]]] = {
@@ -317,6 +384,9 @@ SCENARIOS: dict[str, Callable[[MakesController, int], dict[str, float]]] = {
     "prompts wait, 32 clients": served(32),
     "experts": alone(HEAD, EXPERTS, (0.3, 0.8), matches=False),
     "experts, hybrid": alone(BOTH, EXPERTS, (0.3, 0.8)),
+    "long in turn with short": long_and_short(SMALL, MIXED, LONG_1B, IN_TURN),
+    "long in turn with short, hard texts": long_and_short(SMALL, (0.05, 0.3), LONG_1B, IN_TURN),
+    "long texts alone": long_and_short(SMALL, (0.5, 0.7), LONG_1B, IN_TURN[1::2]),
     "n-gram, 32 sequences": gpu_lookups(32),
     "n-gram, 8 sequences": gpu_lookups(8),
     "CPU head": on_cpu(Make(0.1), CPU, 1),

@@ -60,10 +60,12 @@ def make_target(kind: str, folder: Path, kv_slots: int | None = None) -> Any:
         return make_decoder(config, weights, kv_slots)
     from forerun.models.native.target import NativeDecoder
 
-    return NativeDecoder(DecoderConfig.from_hf(config), weights, mode="float32", kv_slots=kv_slots)
+    kept = "int8" if kind == "native-int8" else "auto"
+    return NativeDecoder(DecoderConfig.from_hf(config), weights, mode="float32", kv_slots=kv_slots, kv_dtype=kept)
 
 
-KINDS = [pytest.param("native", marks=needs_native), "torch", "cuda"]
+NATIVE = [pytest.param(kind, marks=needs_native) for kind in ("native", "native-int8")]
+KINDS = [*NATIVE, "torch", "cuda"]
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -105,7 +107,7 @@ def logits_of(target: Any, tokens: list[int], salt: str | None, rows: int | None
 
 def same(kind: str, got: Sequence[Any], wanted: Sequence[Any]) -> bool:
     """Bit for bit; torch's products themselves depend on how many rows they have."""
-    if kind == "native":
+    if kind.startswith("native"):
         return all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     return all(a.shape == b.shape and bool(((a - b).abs() < 2e-4).all()) for a, b in zip(got, wanted, strict=True))
 
@@ -131,12 +133,12 @@ def test_logits_and_hidden_rows_are_those_of_reading_it_all(kind: str, rows: int
     assert target.used_slots == PAGE * sum(owner >= 1_000_000 for owner in target.kv.pool.held)
 
 
-@needs_native
-def test_hashes_of_logits_do_not_depend_on_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", NATIVE)
+def test_hashes_of_logits_do_not_depend_on_pages(kind: str, tmp_path: Path) -> None:
     """The negative control: one wrong slot, and the hash is another."""
     whole, hashes = text(2, 180), set()
     for seed in range(4):
-        target = make_target("native", tmp_path)
+        target = make_target(kind, tmp_path)
         if seed:
             scatter(target, seed)
         logits_of(target, whole[: 40 * seed + 20], "", None, 1)
@@ -145,7 +147,7 @@ def test_hashes_of_logits_do_not_depend_on_pages(tmp_path: Path) -> None:
     assert len(hashes) == 1
     target._lengths[3] = len(whole)
     page = target.kv.pool.find(target._start_of(FakeSeq(3, whole, cache_salt="")), whole).pages[1]
-    target.kv.data[0, 1, 0, page * PAGE + 3] += 1.0
+    target.kv.data[0, 1, 0, page * PAGE + 3, 5] += 1
     logits = logits_of(target, whole, "", None, 4)[0]
     assert sha256(logits.numpy().tobytes()).hexdigest() not in hashes
 

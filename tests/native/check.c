@@ -5,6 +5,7 @@
  */
 #include "forerun.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,7 +121,7 @@ static int check_floats(fr_weight w, int rows) {
 enum { LAYERS = 2, WIDTH = 64, HEADS = 6, DIM = 84, INNER = 96, VOCAB = 37, SLOTS = 60, NODES = 7 };
 
 static int KV;   /* key heads */
-static int HALF; /* does the cache hold 16-bit numbers? */
+static int KIND; /* of numbers that the cache holds */
 
 static fr_weights one(fr_weight w) { return (fr_weights){1, {w}}; }
 
@@ -140,11 +141,12 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
         for (int j = 0; j < 8; j++) turns[i * 8 + j] = 1.0f / (float)(1 + j + depth);
     }
     int scored = count - keys_only;
+    int64_t row_bytes = fr_row_bytes(KIND, DIM), numbers = row_bytes / fr_number_bytes(KIND);
     fr_pass pass = {.nodes = count, .scored = scored, .keys_only = keys_only, .x = x, .cosines = turns, .sines = turns,
                     .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
-                    .values = (char *)kv + KV * SLOTS * DIM * (HALF ? 2 : 4), .half = HALF, .layer_stride = 2 * KV * SLOTS * DIM,
-                    .head_stride = SLOTS * DIM, .logits = scored ? logits : NULL, .tops = tops};
+                    .values = (char *)kv + KV * SLOTS * row_bytes, .kind = KIND, .layer_stride = 2 * KV * SLOTS * numbers,
+                    .head_stride = SLOTS * numbers, .logits = scored ? logits : NULL, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
     for (int i = 0; i < scored; i++)
         for (int64_t j = 0; j < m->vocab; j++) {
@@ -154,13 +156,42 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
     free(x), free(turns);
 }
 
-static void *cache(int64_t count) {
-    float *f = floats(count);
-    if (!HALF) return f;
-    uint16_t *h = malloc((size_t)count * 2);
-    fr_to_halves(f, h, count);
+static void *cache(int64_t rows) {
+    float *f = floats(rows * DIM);
+    if (KIND == FR_FLOATS) return f;
+    int64_t bytes = fr_row_bytes(KIND, DIM);
+    char *made = malloc((size_t)(rows * bytes));
+    for (int64_t r = 0; r < rows; r++)
+        if (KIND == FR_BYTES) fr_to_bytes(f + r * DIM, (int8_t *)made + r * bytes, DIM);
+        else fr_to_halves(f + r * DIM, (uint16_t *)(made + r * bytes), DIM);
     free(f);
-    return h;
+    return made;
+}
+
+/* Integers of 8 bits: within half a step of the number, the largest is 127, and what is not a number stays none. */
+static int check_bytes(void) {
+    int bad = 0;
+    for (int i = 0; i < 1 << 12; i++) {
+        float x[8], most = 0, scale, size = exp2f((float)(i % 80 - 40));
+        int8_t y[12];
+        for (int j = 0; j < 8; j++) x[j] = size * ((float)(next() >> 8) / (1 << 23) - 1.0f), most = fmaxf(most, fabsf(x[j]));
+        fr_to_bytes(x, y, 8);
+        memcpy(&scale, y + 8, 4);
+        for (int j = 0; j < 8; j++) {
+            if (!(fabsf(x[j] - scale * y[j]) <= 0.501f * scale)) bad = 1;
+            if (fabsf(x[j]) == most && abs(y[j]) != 127) bad = 1;
+        }
+        x[i % 8] = i % 3 ? INFINITY : NAN;
+        fr_to_bytes(x, y, 8);
+        memcpy(&scale, y + 8, 4);
+        if (!isnan(scale)) bad = 1;
+    }
+    static const float zeros[4];
+    int8_t y[8];
+    fr_to_bytes(zeros, y, 4);
+    for (int j = 0; j < 8; j++) bad |= y[j] != 0;
+    if (bad) puts("bytes differ");
+    return bad;
 }
 
 /* Numbers of 16 bits, one by one and by four, to the nearest and back. */
@@ -186,8 +217,8 @@ static int check_halves(void) {
 }
 
 /* The same model on every path: `wanted` [NODES * VOCAB] is filled by the first and compared with by the others. */
-static int check_decoder(const char *path, int key_heads, int half, int64_t window, float *wanted, int first) {
-    HALF = half;
+static int check_decoder(const char *path, int key_heads, int kind, int64_t window, float *wanted, int first) {
+    KIND = kind;
     state = (uint32_t)(1 + key_heads + 100 * window);
     static const int parents[NODES] = {-1, 0, 0, 1, 1, 3, 2}, all[NODES] = {0, 1, 2, 3, 4, 5, 6};
     fr_layer layers[LAYERS];
@@ -206,8 +237,8 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
         m.activation = FR_GELU_TANH, m.attention_cap = 2.0f, m.logit_cap = 3.0f, m.logit_scale = 0.7f, m.residual_scale = 0.6f;
         layers[0].after_attention = layers[1].attention_norm, layers[1].after_mlp = layers[0].mlp_norm;
     }
-    size_t bytes = (size_t)(LAYERS * 2 * KV * SLOTS * DIM) * (HALF ? 2 : 4);
-    void *kv = cache(LAYERS * 2 * KV * SLOTS * DIM), *before = malloc(bytes), *after = malloc(bytes);
+    size_t bytes = (size_t)(LAYERS * 2 * KV * SLOTS * fr_row_bytes(KIND, DIM));
+    void *kv = cache(LAYERS * 2 * KV * SLOTS), *before = malloc(bytes), *after = malloc(bytes);
     float *rows = floats(NODES * WIDTH);
     float *tree = floats(NODES * VOCAB), *alone = floats(NODES * VOCAB);
     memcpy(before, kv, bytes);
@@ -242,7 +273,7 @@ int check_experts(void); /* check_experts.c */
 int check_runs(void); /* check_run.c */
 
 int main(void) {
-    int bad = check_heads() | check_halves() | check_attention();
+    int bad = check_heads() | check_halves() | check_bytes() | check_attention();
     fr_set_threads(3);
     for (int i = 0; i < LAYOUTS; i++)
         for (int n = 0; n < 16; n++) /* up to twelve rows, and four that fill more than one tile, by a part or a whole */
@@ -256,7 +287,7 @@ int main(void) {
     for (int n = 0; n < 12; n++)
         bad |= check_floats(float_weight(n % 2, 1 + (int)(next() >> 16) % 21, 1 + (int)(next() >> 16) % 70), 1 + n);
     for (int heads = 2; heads <= HEADS; heads += HEADS - 2) /* several queries to a key head, and one */
-        for (int n = 0; n < 18; n++) {
+        for (int n = 0; n < 27; n++) {
             static const int windows[] = {0, 1, 2, 3, 4, 5, 13, 30, 47};
             static float wanted[NODES * VOCAB];
             fr_choose("generic");

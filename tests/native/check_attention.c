@@ -20,9 +20,9 @@ static float number(void) {
 }
 
 typedef struct {
-    int64_t group, dim, window, half, context;
+    int64_t group, dim, window, kind, context;
     int nodes;
-    void *keys, *values; /* [KV_HEADS, SLOTS, dim] */
+    void *keys, *values; /* [KV_HEADS, SLOTS] rows */
     float *q;            /* [MOST_NODES, KV_HEADS * group * dim] */
     const float *sinks;  /* [KV_HEADS * group] or NULL */
 } problem;
@@ -40,8 +40,8 @@ static void attend(const problem *p, int first, int count, int own, float *out) 
     }
     int32_t *tiles = malloc((size_t)(2 * count * p->group) * sizeof *tiles);
     fr_attention_args a = {.reach = {start, context, tail, tails, own, most, page_list}, .q = p->q + first * width, .out = out,
-                           .keys = p->keys, .values = p->values, .half = p->half, .tiles = tiles, .heads = KV_HEADS * p->group,
-                           .kv_heads = KV_HEADS, .head_dim = p->dim, .q_stride = width, .head_stride = SLOTS * p->dim,
+                           .keys = p->keys, .values = p->values, .kind = p->kind, .tiles = tiles, .heads = KV_HEADS * p->group,
+                           .kv_heads = KV_HEADS, .head_dim = p->dim, .q_stride = width, .head_stride = SLOTS * fr_row_bytes(p->kind, p->dim) / fr_number_bytes(p->kind),
                            .window = p->window, .scale = 0.2f, .sinks = p->sinks};
     a.scratch = malloc(sizeof(float) * FR_MAX_THREADS * FR_TOGETHER * (size_t)(most + FR_ROOM));
     a.tile_count = fr_attention_tiles(&a.reach, count, p->group, KV_HEADS, tiles);
@@ -50,8 +50,11 @@ static void attend(const problem *p, int first, int count, int own, float *out) 
 }
 
 static double at(const problem *p, const void *cache, int64_t head, int64_t position, int64_t d) {
-    int64_t i = (head * SLOTS + slot_of(position)) * p->dim + d;
-    return p->half ? fr_half(((const uint16_t *)cache)[i]) : ((const float *)cache)[i];
+    const char *row = (const char *)cache + (head * SLOTS + slot_of(position)) * fr_row_bytes(p->kind, p->dim);
+    float scale;
+    memcpy(&scale, row + p->dim, sizeof scale);
+    if (p->kind == FR_BYTES) return (double)scale * ((const int8_t *)row)[d];
+    return p->kind == FR_HALVES ? fr_half(((const uint16_t *)row)[d]) : ((const float *)row)[d];
 }
 
 /* The largest distance of a node's outputs from those in double precision. */
@@ -101,20 +104,22 @@ static int check_paths(const problem *p) {
         for (int i = 0; i < p->nodes; i++) attend(p, i, 1, 1 + i % 5, found + i * width);
         bad |= differ("a node alone", wanted, found, all);
     }
-    if (bad) printf("%d nodes, group %d, dim %d, window %d, half %d\n", p->nodes, (int)p->group, (int)p->dim, (int)p->window, (int)p->half);
+    if (bad) printf("%d nodes, group %d, dim %d, window %d, kind %d\n", p->nodes, (int)p->group, (int)p->dim, (int)p->window, (int)p->kind);
     free(wanted), free(found);
     return bad;
 }
 
 static void *cache(const problem *p) {
-    int64_t count = KV_HEADS * SLOTS * p->dim;
-    float *f = malloc(sizeof(float) * (size_t)count);
-    for (int64_t i = 0; i < count; i++) f[i] = number();
-    if (!p->half) return f;
-    uint16_t *h = malloc(sizeof(uint16_t) * (size_t)count);
-    fr_to_halves(f, h, count);
-    free(f);
-    return h;
+    int64_t bytes = fr_row_bytes(p->kind, p->dim);
+    float f[p->dim];
+    char *rows = malloc((size_t)(KV_HEADS * SLOTS * bytes)), *row = rows;
+    for (int64_t r = 0; r < KV_HEADS * SLOTS; r++, row += bytes) {
+        for (int64_t i = 0; i < p->dim; i++) f[i] = number();
+        if (p->kind == FR_BYTES) fr_to_bytes(f, (int8_t *)row, p->dim);
+        else if (p->kind == FR_HALVES) fr_to_halves(f, (uint16_t *)row, p->dim);
+        else memcpy(row, f, sizeof f);
+    }
+    return rows;
 }
 
 /* Tiles of one to sixteen queries, groups that they cut, short and long windows, every width that a kernel walks in. */
@@ -122,8 +127,8 @@ int check_attention(void) {
     static const int64_t groups[] = {1, 3, 5}, dims[] = {64, 84}, windows[] = {0, 6, 70};
     static const float sinks[KV_HEADS * 5] = {0.5f, -3.0f, 9.0f, 2.0f, -60.0f, 1.0f, -0.25f, 6.0f, -1.0f, 3.0f};
     int bad = 0;
-    for (int n = 0; n < 18; n++) {
-        problem p = {.group = groups[n % 3], .dim = dims[n / 3 % 2], .window = windows[n / 6], .half = n % 2, .context = n % 4 ? 130 + n : 0};
+    for (int n = 0; n < 36; n++) {
+        problem p = {.group = groups[n % 3], .dim = dims[n / 3 % 2], .window = windows[n / 6 % 3], .kind = n < 18 ? n % 2 : FR_BYTES, .context = n % 4 ? 130 + n : 0};
         p.sinks = n % 4 == 1 ? sinks : NULL;
         p.nodes = n % 5 ? 1 + 9 * (n % 7) : MOST_NODES;
         p.keys = cache(&p), p.values = cache(&p);

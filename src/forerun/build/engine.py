@@ -37,7 +37,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool
 from forerun.models.base import Target
-from forerun.models.kv_budget import allowed_bytes, usual_batch
+from forerun.models.kv_budget import allowed_bytes, reason_against, usual_batch
 from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
@@ -251,6 +251,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.encoder_decoder.target import load_encoder_decoder
 
     device = torch.device(_device(config.device))
+    _refuse_kv_dtype(checkpoint, config, device)
     if config.tensor_parallel_size > 1:
         from forerun.models.parallel.launch import load_parallel
 
@@ -269,7 +270,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         if (held := held_as(checkpoint, family, config.dtype, device)) is not None:
             log.info("%s: %s", checkpoint.name, held)
         if device.type == "cpu":
-            native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory)
+            native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory, config.kv_dtype)
             if native is not None:
                 return native
         dtype = _dtype(config.dtype, device)
@@ -297,6 +298,22 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
     dtype = _dtype(config.dtype, device)
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
+
+
+def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> None:
+    """A KV cache that the backend of this model does not have is refused before weights are read."""
+    from forerun.models.config import supports
+
+    reason = reason_against(config.kv_dtype, device.type)
+    if reason is None and config.kv_dtype != "auto":
+        if config.tensor_parallel_size > 1:
+            reason = f"kv_dtype={config.kv_dtype!r} needs tensor_parallel_size=1; use kv_dtype='auto' with several"
+        elif not supports(checkpoint.config):
+            family = checkpoint.config.get("model_type")
+            reason = f"kv_dtype={config.kv_dtype!r} needs a decoder of our own families, and {family!r} is none"
+            reason += "; use kv_dtype='auto'"
+    if reason is not None:
+        raise InvalidInput(reason)
 
 
 def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> str | None:

@@ -38,7 +38,7 @@ from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.checks import as_path, shown, unknown
 from forerun.core.errors import InvalidInput
-from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, KvDtype, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Scores, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
@@ -70,6 +70,7 @@ class LoadOptions(TypedDict, total=False):
     max_length: int | None
     kv_slots: int | None
     kv_memory: int | float | str | None
+    kv_dtype: KvDtype | None
     threads: int | None
     tensor_parallel_size: int | None
     adapters: Mapping[str, str] | None
@@ -192,6 +193,7 @@ def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path
         str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
         torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
         os.environ.get("OMP_WAIT_POLICY"), *([config.tensor_parallel_size] if config.tensor_parallel_size > 1 else []),
+        *([config.kv_dtype] if config.kv_dtype != "auto" else []),
     )  # fmt: skip
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 

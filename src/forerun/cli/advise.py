@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -29,6 +29,7 @@ from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
+from forerun.core.params import KvDtype
 from forerun.measure.plan.advice import Choice, Load, Range
 from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
@@ -178,6 +179,7 @@ def plan(
     file: File = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first.")] = False,
     save: Annotated[Path | None, typer.Option(help="With --measure: keep what was measured there.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="With --measure: " + HELP["kv_dtype"])] = "auto",
     price: Price = None,
     first_seconds: Annotated[float, typer.Option(help="99 of 100 answers begin within.")] = 2.0,
     token_seconds: Annotated[float, typer.Option(help="Per token of one answer, on average.")] = 0.1,
@@ -189,7 +191,9 @@ def plan(
         as_real("price", price, low=5e-324, limit="a number above 0")
     if save is not None and not measure:
         raise InvalidInput("--save keeps what --measure finds; add --measure")
-    profile = _profile(gpu, which, file, measure, save, prompt + answer)
+    if kv_dtype != "auto" and not measure:
+        raise InvalidInput(f"--kv-dtype {kv_dtype} is a setting of what --measure loads; add --measure")
+    profile = _profile(gpu, which, file, measure, save, prompt + answer, kv_dtype)
     choices = make_plan(profile, load)
     document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
                 "model": profile.model, "source": profile.source, "price": price,
@@ -199,7 +203,7 @@ def plan(
 
 
 def _profile(
-    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int
+    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int, kv_dtype: str
 ) -> Profile:
     """The one source that was named."""
     if sum((gpu is not None, file is not None, measured)) != 1:
@@ -214,7 +218,7 @@ def _profile(
         from forerun.api.llm import LLM
         from forerun.measure.plan.measure import measure
 
-        llm = LLM.load(name, max_length=max(2048, length))
+        llm = LLM.load(name, max_length=max(2048, length), kv_dtype=cast(KvDtype, kv_dtype))
         status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")
         profile = measure(llm)
     if save is not None:

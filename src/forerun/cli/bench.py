@@ -21,7 +21,7 @@ from forerun.core.errors import InvalidInput, UnknownName
 from forerun.measure.report.tables import figure_table, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from forerun.core.params import Dtype
     from forerun.measure.bench.settings import Settings
@@ -33,6 +33,7 @@ Prompts = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]
+KvDtypeName = Annotated[str, typer.Option(help=HELP["kv_dtype"])]
 Device = Annotated[str, typer.Option(help=HELP["device"])]
 Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
 Temperature = Annotated[float, typer.Option(help=HELP["temperature"])]
@@ -67,6 +68,7 @@ def bench(
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer the later turns of chats.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP["ignore_eos"])] = False,
     dtype: DtypeName = "auto",
+    kv_dtype: KvDtypeName = "auto",
     device: Device = "auto",
     threads: Threads = None,
     out: Annotated[
@@ -85,7 +87,7 @@ def bench(
         verifiers=words(verifiers), temperatures=numbers(temperatures, "temperatures"),
         batches=tuple(parse_batches(batches, "--batches")), limit=limit or None, max_tokens=max_tokens,
         repeats=repeats, budget=max_budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
-        ignore_eos=ignore_eos, dtype=dtype, device=device, threads=threads,
+        ignore_eos=ignore_eos, dtype=dtype, kv_dtype=kv_dtype, device=device, threads=threads,
     )  # fmt: skip
     measure(settings, out, html, json_file, trace)
 
@@ -166,6 +168,9 @@ def quality(
     dtypes: Annotated[
         str, typer.Option(help=f"Number formats, by comma: {', '.join(_FORMATS)}.")
     ] = "gguf,q8,bfloat16,float32",
+    kv_dtypes: Annotated[
+        str, typer.Option(help="Formats of the KV cache, by comma, against the one that is usual.")
+    ] = "int8",
     text: Annotated[Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
     threads: Threads = None,
@@ -178,27 +183,35 @@ def quality(
     names = [_known(name) for name in words(dtypes)]
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
-    document = measure_formats(model, names, text, window, threads, skip_memory)
+    document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes))
     if json_file != STDOUT:
         _show(document)
     print_document(document, json_file)
 
 
 def measure_formats(
-    model: str, names: Sequence[Dtype], text: Path | None, window: int, threads: int | None, skip_memory: bool
+    model: str,
+    names: Sequence[Dtype],
+    text: Path | None,
+    window: int,
+    threads: int | None,
+    skip_memory: bool,
+    kv_dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything, as one document."""
     import torch
 
     from forerun.measure.machine import cores, machine_facts
     from forerun.measure.memory import resident
-    from forerun.measure.quality import measure_quality, read_text
+    from forerun.measure.quality import measure_kv, measure_quality, read_text
 
     torch.set_num_threads(threads or cores())
     with Console(stderr=True).status("loading") as status:
         found = measure_quality(
             model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
         )
+        status.update("the KV cache: reading the text")
+        found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window)
         for name, figures in found["modes"].items():
             if not skip_memory and "why_not" not in figures:
                 status.update(f"{name}: memory of a fresh process")
@@ -216,15 +229,29 @@ def _known(name: str) -> Dtype:
 
 def _show(document: dict[str, Any]) -> None:
     console = table_console()
-    title = f"{document['tokens']} tokens, {document['window']} at a time, against float32"
-    columns = ("perplexity", "same likeliest token", "mean KL, nats", "MB above torch", "MB of the model")
-    table = figure_table(title, "", *columns)
-    for name, figures in document["modes"].items():
-        if "why_not" in figures:
-            console.print(f"{name} left out: {figures['why_not']}", soft_wrap=True, markup=False)
-            continue
+    read = f"{document['tokens']} tokens, {document['window']} at a time, against"
+    laws = ("perplexity", "same likeliest token", "mean KL, nats")
+    table = figure_table(f"{read} float32", "", *laws, "MB above torch", "MB of the model")
+    for name, figures in _loaded(console, document["modes"]):
         memory = figures.get("memory")
         held = [f"{memory[key]:.0f}" for key in ("above_torch_mb", "model_mb")] if memory else ["-", "-"]
-        row = (f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}")
-        table.add_row(name, *row, *held)
+        table.add_row(name, *_laws(figures), *held)
     print_table(console, table)
+    if document.get("kv"):
+        table = figure_table(f"{read} the usual KV cache", "KV cache", *laws, "bytes a token")
+        for name, figures in _loaded(console, document["kv"]):
+            table.add_row(name, *_laws(figures), str(figures["bytes_per_token"]))
+        print_table(console, table)
+
+
+def _loaded(console: Console, found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What could be measured; of the rest it is said why not."""
+    for name, figures in found.items():
+        if "why_not" in figures:
+            console.print(f"{name} left out: {figures['why_not']}", soft_wrap=True, markup=False)
+        else:
+            yield name, figures
+
+
+def _laws(figures: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}"

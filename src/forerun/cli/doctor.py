@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ from forerun.cli.flags import DEFAULT_MODEL, JsonFile, write_document
 from forerun.cli.models import in_units
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
+from forerun.core.params import KvDtype
 from forerun.heads import heads_in_the_box
 from forerun.models.load.catalog import cache_folder, known_models
 
@@ -182,9 +183,12 @@ def _kv_cache() -> Finding:
         torch, budget = import_module("torch"), import_module("forerun.models.kv_budget")
     except Exception as error:  # torch does not load
         return Finding("KV cache", f"cannot be tried ({error})", ok=False, needed=False)
-    allowed = budget.allowed_bytes(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    allowed = budget.allowed_bytes(None, device)
     most = "as much as it needs" if allowed is None else f"up to {in_units(allowed)} of what is free now"
-    return Finding("KV cache", f"{most} (kv_memory); prompts that start alike are read once", needed=False)
+    formats = [name for name in get_args(KvDtype) if budget.reason_against(name, device.type) is None]
+    said = f"{most} (kv_memory), as {' or '.join(formats)} (kv_dtype); prompts that start alike are read once"
+    return Finding("KV cache", said, needed=False)
 
 
 def _compiler() -> Finding:

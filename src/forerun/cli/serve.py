@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import DEFAULT_MODEL, TraceFile
+from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
 from forerun.server.cluster.settings import ClusterSettings
@@ -74,6 +74,7 @@ def serve(
     max_num_seqs: MaxSeqs = None,
     kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
     kv_memory: Memory = None,
+    kv_dtype: Annotated[str, typer.Option(help=HELP["kv_dtype"])] = "auto",
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; more get status 429.")] = 256,
     rate_limit: Annotated[int | None, typer.Option(help="Requests a minute per key or address.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds that one request may take.")] = None,
@@ -108,7 +109,8 @@ def serve(
         record=record, heads=heads, adapters=_adapters(lora), admin_key=admin_key,
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads, "adapter_memory": lora_memory,
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "kv_dtype": kv_dtype,
+              "threads": threads, "adapter_memory": lora_memory,
               "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters) or None}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip

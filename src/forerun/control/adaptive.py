@@ -106,6 +106,7 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        self._note_context(seqs)
         for decision in self._next.decisions if self._next is not None else ():  # it was not launched
             decision.chooser.cancel(decision.promise)
         self._planned, self._next = Planned(), None
@@ -160,6 +161,7 @@ class AdaptiveController:
 
     def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
         """See forerun.control.base.PlansAhead. Look-ups are made now, beside the device."""
+        self._note_context(seqs)
         if (last.repeats > 0 and self._goes_on(seqs)) if last.kind == "trees" else self._stays_plain(seqs):
             return last.again()
         return self._switch(seqs) if switches() else None
@@ -282,7 +284,12 @@ class AdaptiveController:
             self._observe(outcome)
         self._take_next()
 
+    def _note_context(self, seqs: Sequence[Seq]) -> None:
+        if seqs:
+            self.cost.note_context(sum([len(seq.tokens) for seq in seqs]) / len(seqs))
+
     def _observe(self, outcome: Round) -> None:
+        self._note_context(outcome.seqs)
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
         self._ahead = outcome.seqs[0].id if outcome.ahead else None
@@ -365,7 +372,7 @@ def observe_menu(decision: Decision, outcome: Round, overlap: Overlap) -> None:
     if not nodes and promise.form.nodes:
         promise = promise._replace(form=PLAIN)  # the drafter was not ready
     follows = chooser.overhead.follows(promise.form, batch)
-    waited = follows and starts(outcome)
+    waited = follows and (starts(outcome) or not (promise.form == PLAIN or chooser.has_drafted(ids)))
     chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
     rows = outcome.tree_rows or batch + nodes
     taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from forerun.core.types import Needs, PlainSeq, TreeBatch, Verdict
-from forerun.models.base import Target
+from forerun.models.base import HoldsUnread, ServedByProcesses, Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # rows, for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
@@ -34,13 +34,19 @@ QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in abo
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
-METHOD = 2  # of measuring: curves kept by others are measured again
+METHOD = 3  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to prefill
+LEAST_CONTEXT = 512  # tokens beyond these that are priced: fewer are in what rounds correct
+# tokens more, behind which passes are timed again, until they take so much longer; and how often, the first not counted
+LONGER, SHOWS, LONGER_REPEATS = (512, 2048, 8192), 1.0, 4
 NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
 # rounds: the corrections of the first 32 count at once, while much is new; later those of 4 rounds together
 FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
 PRIOR_ROUNDS = 3.0  # rounds that a less specific ratio counts for: soon outweighed
 MEMORY_ROUNDS = 30.0  # rounds that a ratio remembers: a machine that slows down is noticed within a text
+
+
+Group = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -61,17 +67,18 @@ class Ratio:
 
 @dataclass(slots=True)
 class Corrections:
-    """Rounds against the measured curve: over all, by batch size, and by batch size and rows.
+    """Rounds against the measured curve: over all, by batch size and context, and by these and rows.
 
-    A machine that has become slower is slower for every size; a large batch has more to attend to; a size may have
-    kernels of its own. So each ratio starts from the less specific one, and rounds of its own soon outweigh that.
+    A machine that has become slower is slower for every size; a large batch and a long context have more to attend to;
+    a size may have kernels of its own. So each ratio starts from the less specific one, and rounds of its own soon
+    outweigh that. A group is the order of magnitude of the batch size and that of the context.
     """
 
     overall: Ratio = field(default_factory=Ratio)
-    by_batch: dict[int, Ratio] = field(default_factory=dict)
-    by_size: dict[tuple[int, int], Ratio] = field(default_factory=dict)
+    by_batch: dict[Group, Ratio] = field(default_factory=dict)
+    by_size: dict[tuple[Group, int], Ratio] = field(default_factory=dict)
 
-    def ratio(self, batch: int, size: int) -> float:
+    def ratio(self, batch: Group, size: int) -> float:
         found = self.overall.after(1.0)
         if (of_batch := self.by_batch.get(batch)) is not None:
             found = of_batch.after(found)
@@ -79,7 +86,7 @@ class Corrections:
                 found = of_size.after(found)
         return found
 
-    def add(self, batch: int, weights: Mapping[int, float], ratio: float) -> None:
+    def add(self, batch: Group, weights: Mapping[int, float], ratio: float) -> None:
         """A round took `ratio` times what was measured; its rows lie between sizes of these weights."""
         self.overall.add(ratio)
         self.by_batch.setdefault(batch, Ratio()).add(ratio)
@@ -91,13 +98,18 @@ class Corrections:
 
 
 class CostModel:
-    """t(rows) by straight lines between measured sizes, corrected by what rounds took."""
+    """t(rows, context): straight lines between measured sizes and along the context, corrected by what rounds took.
 
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds = dict(sorted(seconds.items()))
+    `slopes`: what every token of context adds to a pass, for each sequence and for each of its rows. The context is
+    that of the sequences that are planned for or observed (`note_context`), on average.
+    """
+
+    def __init__(self, seconds: dict[int, float], slopes: tuple[float, float] = (0.0, 0.0)) -> None:
+        self.seconds, self.slopes = dict(sorted(seconds.items())), slopes
+        self.context = 0  # tokens beyond those of the measured curve
         self._sizes = tuple(self.seconds)
         self._corrections = Corrections()
-        self._curves: dict[int, list[float]] = {}  # corrected seconds of the sizes, by group of batch sizes
+        self._curves: dict[int, list[float]] = {}  # corrected seconds of the sizes, by batch size
         self._found: dict[tuple[int, int], float] = {}  # of these curves: many ask
         self._observed = 0  # rounds
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
@@ -136,13 +148,19 @@ class CostModel:
 
     def _curve(self, batch: int) -> list[float]:
         """Corrected seconds of the measured sizes."""
-        group = (batch - 1).bit_length()
-        found = self._curves.get(group)
+        found = self._curves.get(batch)
         if found is None:
-            ratio = self._corrections.ratio
-            found = [seconds * ratio(group, size) for size, seconds in self.seconds.items()]
-            self._curves[group] = found
+            ratio, group = self._corrections.ratio, self._group(batch)
+            found = self._curves[batch] = [self._measured(size, batch) * ratio(group, size) for size in self._sizes]
         return found
+
+    def _measured(self, size: int, batch: int) -> float:
+        """Seconds of a pass over one of the measured sizes, behind the context."""
+        of_sequence, of_row = self.slopes
+        return self.seconds[size] + self.context * (of_sequence * batch + of_row * size)
+
+    def _group(self, batch: int) -> Group:
+        return (batch - 1).bit_length(), (self.context >> 10).bit_length()
 
     def passes_seconds(self, rows: int, count: int, batch: int) -> list[float]:
         """The same for `count` numbers of rows from `rows` on, in one go."""
@@ -159,17 +177,30 @@ class CostModel:
         """The last pass had `rows` rows of prompts beside its trees."""
         self.beside += NEWEST * (rows - self.beside)
 
+    def note_context(self, tokens: float) -> None:
+        """The sequences of the coming round, or of the one that is observed, have so many tokens on average.
+
+        Rounded to three binary digits: prices are kept until that changes.
+        """
+        beyond = int(tokens) - CONTEXT
+        cut = max(0, beyond.bit_length() - 3)
+        context = beyond >> cut << cut if beyond >= LEAST_CONTEXT else 0
+        if context != self.context:
+            self.context = context
+            self._curves.clear()
+            self._found.clear()
+
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
         known, sizes, (low, high, share) = self.whole_seconds(rows, batch), self._sizes, self._between(rows)
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
-        below, above = self.seconds[sizes[low]], self.seconds[sizes[high]]
+        below, above = self._measured(sizes[low], batch), self._measured(sizes[high], batch)
         measured = max((1 - share) * below + share * above, 1e-3 * above)
         if share == 0.0 or share > 1.0:
             weights = {sizes[high]: 1.0}
         else:
             weights = {sizes[low]: 1 - share, sizes[high]: share}
-        self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
+        self._corrections.add(self._group(batch), weights, seconds / measured)
         self._observed += 1
         if self._observed <= FIRST_ROUNDS or self._observed % ROUNDS_TOGETHER == 0:
             self._curves.clear()
@@ -226,7 +257,8 @@ class CostModel:
             for probe in probes:
                 target.release(probe)
         settle = median_low if experts else min
-        return cls({size: settle(times) for size, times in seconds.items()})
+        curve = {size: settle(times) for size, times in seconds.items()}
+        return cls(curve, context_slopes(target, curve, text))
 
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
@@ -236,19 +268,21 @@ class CostModel:
             try:
                 values = json.loads(file.read_text())
                 kept = {int(n): float(t) for n, t in values["seconds"].items()}
+                of_sequence, of_row = map(float, values.get("slopes", (0.0, 0.0)))
                 was_busy = values.get("busy") is True
                 kept = kept if values.get("method") == METHOD else {}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                kept, was_busy = {}, False
+                kept, was_busy, of_sequence, of_row = {}, False, 0.0, 0.0
             whole = set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items())
-            if whole and (busy or not was_busy):
-                return cls(kept)
+            if whole and (busy or not was_busy) and 0.0 <= of_sequence < 1.0 and 0.0 <= of_row < 1.0:
+                return cls(kept, (of_sequence, of_row))
             file.unlink()  # not ours any more, or not what this machine can do: measure again
         model = cls.measure(target, sizes, repeats=2)
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy, "method": METHOD}))
+                kept_now = {"seconds": model.seconds, "slopes": model.slopes, "busy": busy, "method": METHOD}
+                file.write_text(json.dumps(kept_now))
         return model
 
 
@@ -262,6 +296,36 @@ def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[Pl
         wanted //= 2
     before = [text[i % len(text)] for i in range(context)]
     return [PlainSeq(-1 - i, before.copy(), max_length=context + 1) for i in range(wanted)]
+
+
+def context_slopes(target: Target, curve: Mapping[int, float], text: Sequence[int]) -> tuple[float, float]:
+    """What a token of context adds to a pass, for a sequence and for each of its rows; 0 where that cannot be measured.
+
+    Passes of two sizes are timed again behind a longer context, which nobody reads: it is as long as it takes to show.
+    """
+    small, large = (
+        min(curve),
+        max(size for size in curve if size <= (NODES_OF_ONE if target.can.captures else RUN_ROWS)),
+    )
+    slopes = 0.0, 0.0
+    if small == large or not isinstance(target, HoldsUnread) or isinstance(target, ServedByProcesses):
+        return slopes
+    for more in LONGER:
+        length = CONTEXT + more
+        if length + large >= target.max_length or not target.has_room(length + large):
+            break
+        probe = PlainSeq(-1, [text[i % len(text)] for i in range(length)], max_length=length + large)
+        try:
+            target.occupy(probe)
+            took = {n: [time_pass(target, [probe], n, text) for _ in range(LONGER_REPEATS)] for n in (small, large)}
+        finally:
+            target.release(probe)
+        one, many = (max(0.0, min(took[size][1:]) - curve[size]) / more for size in (small, large))
+        of_row = max(0.0, many - one) / (large - small)
+        slopes = max(0.0, one - of_row * small), of_row
+        if many * more > SHOWS * curve[large]:
+            break
+    return slopes
 
 
 def time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:

@@ -71,8 +71,9 @@ class FormChooser:
         # did the last round, a trial from plain decoding, gain? Then see whether that was chance
         self._paid = False
         self._tried: dict[Form, int] = {}  # the round in which a form last ran
-        self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
+        self._times: dict[tuple[int, int, int], list[float]] = {}  # (drafting, batch, context) -> seconds by form
         self._round = 0
+        self._drafted: set[int] = set()  # sequences that had a draft: the first one waits until their prompts are read
         self.prompts = WaitingPrompts()  # that wait for the coming round
         self._burst = False  # were they many, and have some waited ever since?
 
@@ -200,6 +201,7 @@ class FormChooser:
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
             self.overhead.observe(form, batch, own, known, followed, said)
         if form.nodes:
+            self._drafted.update(ids)
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
         self._paid = promise.is_trial and form.nodes > 0 and self.last == PLAIN and gained > 0.0
@@ -237,7 +239,7 @@ class FormChooser:
 
     def _seconds(self, drafting: int, batch: int) -> list[float]:
         """Of a round of every form; computed anew every few rounds, or every round while much is new."""
-        key = drafting, batch
+        key = drafting, batch, self.cost.context
         if key not in self._times:
             self._times[key] = [
                 self.promise_of(form, self.rows_of(form, drafting, batch), batch, 0.0, drafting).seconds
@@ -277,8 +279,13 @@ class FormChooser:
         known = self.overhead.is_known(form, batch)
         return (hoped - promise.missed) / (promise.seconds * (HOPED_SECONDS_KNOWN if known else HOPED_SECONDS_GUESSED))
 
+    def has_drafted(self, ids: Sequence[int]) -> bool:
+        """Had each of these sequences a draft before?"""
+        return self._drafted.issuperset(ids)
+
     def forget(self, seq_id: int) -> None:
         self.acceptance.forget(seq_id)
+        self._drafted.discard(seq_id)
 
 
 class _NoForms:

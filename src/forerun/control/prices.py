@@ -37,7 +37,7 @@ class PriceLists:
 
     def __init__(self, nodes: int, width: int) -> None:
         self.nodes, self.width, self.rounds, self._age = nodes, width, 0, 0.0
-        self._lists: dict[tuple[int, float, int], PriceList] = {}
+        self._lists: dict[tuple[int, float, int, int], PriceList] = {}
 
     def note_round(self) -> None:
         self.rounds += 1
@@ -56,7 +56,7 @@ class PriceLists:
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
         """For one sequence of a batch whose others draft `others` nodes; `rate` is its pace."""
-        key = batch, round(rate * 20) / 20, others
+        key = batch, round(rate * 20) / 20, others, cost.context
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
             depth, width = deepest(price), widest(price, self.width)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+KvDtype = Literal["auto", "int8", "fp8"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "w4", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
 SPELLINGS = {  # what others call the fields of SamplingParams
@@ -58,7 +59,7 @@ SPELLINGS = {  # what others call the fields of SamplingParams
 _VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
 ENGINE_SPELLINGS = {
     "max_model_len": "max_length", "n_ctx": "max_length", "max_num_seqs": "max_batch", "n_threads": "threads",
-    "torch_dtype": "dtype", "kv_cache_memory_bytes": "kv_memory",
+    "torch_dtype": "dtype", "kv_cache_memory_bytes": "kv_memory", "kv_cache_dtype": "kv_dtype",
 }  # fmt: skip
 
 
@@ -246,6 +247,7 @@ class EngineConfig:
     max_length: int | None = None  # prompt and output together; None = the model's context; kv_slots at most
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
+    kv_dtype: KvDtype = "auto"  # of the KV cache; int8 = a byte a number and a scale per head and token, on a CPU
     threads: int | None = None  # CPU threads; None = one per core
     tensor_parallel_size: int = 1  # processes, each on a GPU of its own, that a model is split over
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters beside the model: name -> folder
@@ -264,6 +266,7 @@ class EngineConfig:
             max_length=_at_least("max_length", self.max_length, 2),
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
             kv_memory=as_memory("kv_memory", self.kv_memory),
+            kv_dtype=as_name("kv_dtype", self.kv_dtype, get_args(KvDtype)),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
             tensor_parallel_size=as_whole("tensor_parallel_size", self.tensor_parallel_size, 1, 64),
             adapters=_folders("adapters", self.adapters),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from forerun.core.params import EngineConfig
 from forerun.core.types import Needs, PlainSeq, TreeBatch
 from forerun.measure.machine import weight_bytes
 from forerun.models.load import checkpoint as loading
+from forerun.models.slots import SlotTarget
 
 if TYPE_CHECKING:
-    from forerun.core.params import Dtype
+    from forerun.core.params import Dtype, KvDtype
     from forerun.models.base import Target
     from forerun.models.load.checkpoint import Checkpoint
 
@@ -87,6 +88,31 @@ def measure_quality(
         mode = Mode(name, reference) if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
         found[name] = {"why_not": mode.why_not} if mode.target is None else _figures(mode.target, reference, windows)
     return {"modes": found, "tokens": sum(len(piece) - 1 for piece in windows), "window": window}
+
+
+def measure_kv(
+    model: str, kv_dtypes: Sequence[str], text: str | None = None, window: int = WINDOW
+) -> dict[str, dict[str, Any]]:
+    """The same figures of KV caches in other formats, against the usual one, with the weights as they are loaded."""
+    if not kv_dtypes:
+        return {}
+    checkpoint = loading.open_checkpoint(model)
+    windows = _windows(checkpoint, [read_text() if text is None else text], window)
+    reference, found = load_target(checkpoint, EngineConfig(device="cpu")), dict[str, dict[str, Any]]()
+    for name in ("auto", *kv_dtypes):
+        try:
+            config = EngineConfig(device="cpu", kv_dtype=cast("KvDtype", name))
+            target = reference if name == "auto" else load_target(loading.open_checkpoint(model), config)
+        except ForerunError as error:
+            found[name] = {"why_not": str(error)}
+            continue
+        found[name] = {**_figures(target, reference, windows), "bytes_per_token": _bytes_per_token(target)}
+    return found
+
+
+def _bytes_per_token(target: Target) -> int | None:
+    data = target.kv.data if isinstance(target, SlotTarget) else None
+    return None if data is None else data.nbytes // data.shape[3]
 
 
 def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:

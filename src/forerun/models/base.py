@@ -231,6 +231,15 @@ class StartsWithPrompts(Protocol):
 
 
 @runtime_checkable
+class HoldsUnread(Protocol):
+    """A target that can hold a context which it has not computed: to time passes behind a long one."""
+
+    def occupy(self, seq: Seq) -> None:
+        """Hold the KV of a new sequence's tokens, but the last, as zeros."""
+        ...
+
+
+@runtime_checkable
 class ServedByProcesses(Protocol):
     """A target that other processes compute a part of: they may end, and they are to be ended."""
 

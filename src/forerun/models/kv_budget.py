@@ -21,9 +21,23 @@ LEAST_BATCH = 8
 USUAL_LENGTH = 512  # tokens that the KV cache must hold for each of a batch: pages are taken as texts grow
 
 
+def row_numbers(head_dim: int, dtype: torch.dtype) -> int:
+    """Numbers of one head's keys of one token; behind integers of 8 bits lie the four bytes of their scale."""
+    return head_dim + (4 if dtype == torch.int8 else 0)
+
+
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers that have them."""
-    return 2 * config.kv_layers * config.kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.kv_layers * config.kv_heads * row_numbers(config.head_dim, dtype) * dtype.itemsize
+
+
+def reason_against(kv_dtype: str, device: str) -> str | None:
+    """Why a KV cache on this kind of device cannot be of this kind, and what can be done; None = it can."""
+    if kv_dtype == "auto" or (kv_dtype == "int8" and device == "cpu"):
+        return None
+    if device == "cpu":
+        return f"kv_dtype={kv_dtype!r} is not there on a CPU; use kv_dtype='int8' or 'auto'"
+    return f"kv_dtype={kv_dtype!r} is not there on a GPU yet; use kv_dtype='auto', or device='cpu' with int8"
 
 
 def allowed_bytes(kv_memory: int | float | None, device: torch.device) -> int | None:

@@ -57,7 +57,10 @@ def slots_of(pages: Sequence[int], first: int, end: int) -> list[int]:
 
 
 class PagedKV:
-    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1."""
+    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1.
+
+    A row of D numbers is copied as a whole: what else it holds (kv_budget.row_numbers) is of no concern here.
+    """
 
     def __init__(
         self,

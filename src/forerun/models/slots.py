@@ -19,9 +19,9 @@ from forerun.core.tree import ints_of
 from forerun.core.types import Needs, Seq, Verdict, first_rows, offsets
 from forerun.models.base import BaseTarget
 from forerun.models.config import DecoderConfig
-from forerun.models.kv_budget import slot_bytes
+from forerun.models.kv_budget import row_numbers, slot_bytes
 from forerun.models.paged import Extent, PagedKV
-from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
+from forerun.models.pages import PAGE, TREE_MARGIN, pages_for, start_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class SlotTarget(BaseTarget):
         self.kv = PagedKV(
             config.kv_layers,
             config.kv_heads,
-            config.head_dim,
+            row_numbers(config.head_dim, kept),
             dtype=kept,
             device=device,
             capacity=kv_slots,
@@ -119,6 +119,15 @@ class SlotTarget(BaseTarget):
         self.kv.keep(seq.id, seq.tokens[:-1], ended=True)  # a round that failed may have written more
         self.kv.release(seq.id)
         self._lengths.pop(seq.id, None)
+
+    def occupy(self, seq: Seq) -> None:
+        """See forerun.models.base.HoldsUnread."""
+        self._lengths[seq.id] = max(min(seq.max_length, self.max_length), len(seq.tokens))
+        self.kv.admit(seq.id, (), None, ())
+        extent = self.kv.grow(seq.id, len(seq.tokens))
+        for page in extent.pages:
+            self.kv.data[:, :, :, page * PAGE : (page + 1) * PAGE] = 0
+        extent.length = len(seq.tokens) - 1
 
     def _admit(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> list[list[int]]:
         """Pages for all tokens of all, or none for those that had none; which tokens of each are to be cached now.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -41,7 +41,7 @@ from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder
 
 if TYPE_CHECKING:
-    from forerun.core.params import Dtype
+    from forerun.core.params import Dtype, KvDtype
 
 
 LAYERS = "layer_skip"  # what follows `=` is its plan
@@ -52,8 +52,10 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     refuse_missing_parts(settings)
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
-    dtype: Dtype = settings.dtype  # type: ignore[assignment]  # checked where it is used
-    config = EngineConfig(dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches))
+    config = EngineConfig(
+        dtype=cast("Dtype", settings.dtype), kv_dtype=cast("KvDtype", settings.kv_dtype), device=settings.device,
+        threads=threads, max_batch=max(8, *settings.batches),
+    )  # fmt: skip
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)
     models: dict[str, Target] = {}

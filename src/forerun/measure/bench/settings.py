@@ -110,6 +110,7 @@ class Settings:
     all_turns: bool = False
     ignore_eos: bool = False
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None  # None = one per core
 

@@ -22,6 +22,7 @@ from forerun.core.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
+FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
 ABI = 20  # a change of the structs or of the kernels: what was measured with another counts no more
@@ -142,7 +143,7 @@ class Pass(Structure):
         ("reach", Reach),
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("half", c_int64),
+        ("kind", c_int64),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("hidden_layers", c_void_p),

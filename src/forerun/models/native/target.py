@@ -39,6 +39,8 @@ from forerun.models.slots import SlotTarget
 
 log = logging.getLogger(__name__)
 
+_KV_KINDS = {torch.float32: native.FLOATS, torch.float16: native.HALVES, torch.int8: native.BYTES}
+
 
 class NativeDecoder(Decoder):
     """Implements forerun.models.base.Target."""
@@ -51,6 +53,7 @@ class NativeDecoder(Decoder):
         mode: Mode,
         kv_slots: int | None,
         kv_memory: int | None = None,
+        kv_dtype: str = "auto",
     ) -> None:
         # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
         halves = mode in ("gguf", "q8") and native.library().fr_prefers_half()
@@ -62,7 +65,7 @@ class NativeDecoder(Decoder):
             device=torch.device("cpu"),
             kv_slots=kv_slots,
             kv_memory=kv_memory,
-            kv_dtype=torch.float16 if halves else None,
+            kv_dtype=torch.int8 if kv_dtype == "int8" else torch.float16 if halves else None,
         )
         self.mode = mode
         self._decode = native.library().fr_decode
@@ -267,7 +270,7 @@ class NativeDecoder(Decoder):
         self._cache_at = at, at + data.stride(1) * data.element_size()
         self._layer_bytes = data.stride(0) * data.element_size()
         for one in (self._pass, self._alone.one):
-            one.half = data.dtype == torch.float16
+            one.kind = _KV_KINDS[data.dtype]
             one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
             one.keys, one.values = self._cache_at
         self._known_data, self._stored = data, ([], [])
@@ -308,15 +311,24 @@ def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
 
 
 def native_decoder(
-    config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str, kv_slots: int | None, kv_memory: int | None
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    dtype: str,
+    kv_slots: int | None,
+    kv_memory: int | None,
+    kv_dtype: str = "auto",
 ) -> NativeDecoder | None:
-    """The native decoder of a checkpoint; None where it runs in torch."""
+    """The native decoder of a checkpoint; None where it runs in torch, which has no KV cache in 8 bits."""
     mode = choose_mode(config, weights, dtype)
     if mode is None:
-        if (reason := NativeDecoder.reason_against(config)) is not None:
+        reason = NativeDecoder.reason_against(config)
+        if kv_dtype != "auto":
+            reason = native.why_not() or reason or f"dtype={dtype!r} runs in torch"
+            raise InvalidInput(f"kv_dtype={kv_dtype!r} needs the native kernels: {reason}; or use kv_dtype='auto'")
+        if reason is not None:
             log.info("the C kernels cannot run this model: %s; it runs in torch", reason)
         return None
-    return NativeDecoder(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory)
+    return NativeDecoder(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory, kv_dtype=kv_dtype)
 
 
 def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:

@@ -15,9 +15,9 @@ enum { SUMS = 8 };
 #endif
 
 /* Adds the products of four inputs of `count` queries and KEYS keys. */
-FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k, int64_t d, int count, int half, int first) {
+FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k, int64_t d, int64_t dim, int count, int kind, int first) {
     f32x4 key[KEYS];
-    FR_UNROLL for (int j = 0; j < KEYS; j++) key[j] = four_at(k[j], d, half);
+    FR_UNROLL for (int j = 0; j < KEYS; j++) key[j] = four_at(k[j], d, kind, dim);
     FR_UNROLL for (int i = 0; i < count; i++) {
         f32x4 q = load4(inputs + 4 * i);
         FR_UNROLL for (int j = 0; j < KEYS; j++) sum[i][j] = first ? q * key[j] : fma4(q, key[j], sum[i][j]);
@@ -25,21 +25,21 @@ FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k,
 }
 
 /* Scores of `count` queries, KEYS keys at a time, each summed in four lanes. */
-FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int half, int apart) {
+FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int kind, int apart) {
     const query *queries = p->queries + s.first;
     const char *run = s.rows, *k[KEYS];
-    int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = dim * (half ? 2 : 4);
+    int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = fr_row_bytes(kind, dim);
     f32x4 scale = all4(t->scale), sum[WITHIN][KEYS];
     float *weights[WITHIN];
-    const int asks = !apart && t->first && p->queries == t->queries && half == t->half;
+    const int asks = !apart && t->first && p->queries == t->queries && kind == t->kind;
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
     for (int64_t at = s.from; at < s.to; at += KEYS, run += KEYS * bytes) {
         const float *inputs = p->inputs + 4 * s.first;
         if (asks) ask_for_values(t, run, earlier(KEYS, s.to - at) * bytes);
         FR_UNROLL for (int j = 0; j < KEYS; j++) k[j] = run + j * bytes;
-        if (apart || at + KEYS > s.to) find_rows(t, queries, t->keys, at, s, KEYS, half, apart, k);
-        dot_step(sum, inputs, k, 0, count, half, 1);
-        for (int64_t d = 4; d < dim; d += 4) dot_step(sum, inputs += step, k, d, count, half, 0);
+        if (apart || at + KEYS > s.to) find_rows(t, queries, t->keys, at, s, KEYS, kind, apart, k);
+        dot_step(sum, inputs, k, 0, dim, count, kind, 1);
+        for (int64_t d = 4; d < dim; d += 4) dot_step(sum, inputs += step, k, d, dim, count, kind, 0);
         FR_UNROLL for (int i = 0; i < count; i++)
             store4(weights[i] + at, across4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]) * scale);
     }
@@ -74,28 +74,28 @@ static void soften(query *q) {
 }
 
 /* Sums += weighted values of a stretch, `vectors` times four columns at once, position by position. */
-FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, int64_t column, int vectors, int half, int apart) {
+FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, int64_t column, int vectors, int kind, int apart) {
     const query *queries = p->queries + s.first;
     const char *run = s.rows, *rows[4];
-    int64_t dim = t->dim, at = s.from;
+    int64_t dim = t->dim, at = s.from, bytes = fr_row_bytes(kind, dim);
     f32x4 sum[WITHIN][SUMS / 2], w[WITHIN];
     float *weights[WITHIN];
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
     FR_UNROLL for (int i = 0; i < count; i++)
         FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
-    for (; at + 4 <= s.to; at += 4, run += 4 * dim * (half ? 2 : 4)) {
-        if (apart) find_rows(t, queries, t->values, at, s, 4, half, apart, rows);
+    for (; at + 4 <= s.to; at += 4, run += 4 * bytes) {
+        if (apart) find_rows(t, queries, t->values, at, s, 4, kind, apart, rows);
         FR_UNROLL for (int i = 0; i < count; i++) w[i] = in_register(load4(weights[i] + at));
         FR_UNROLL for (int k = 0; k < 4; k++)
             FR_UNROLL for (int j = 0; j < vectors; j++) {
-                f32x4 v = apart ? four_at(rows[k], column + 4 * j, half) : four_at(run, k * dim + column + 4 * j, half);
+                f32x4 v = four_at(apart ? rows[k] : run + k * bytes, column + 4 * j, kind, dim);
                 FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(w[i][k]), v, sum[i][j]);
             }
     }
     for (; at < s.to; at++) {
-        find_rows(t, queries, t->values, at, s, 1, half, apart, rows);
+        find_rows(t, queries, t->values, at, s, 1, kind, apart, rows);
         FR_UNROLL for (int j = 0; j < vectors; j++) {
-            f32x4 v = four_at(rows[0], column + 4 * j, half);
+            f32x4 v = four_at(rows[0], column + 4 * j, kind, dim);
             FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(weights[i][at]), v, sum[i][j]);
         }
     }
@@ -103,38 +103,43 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
         FR_UNROLL for (int j = 0; j < vectors; j++) store4(queries[i].out + column + 4 * j, sum[i][j]);
 }
 
-FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int half, int apart) {
+FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int kind, int apart) {
     const int vectors = count > 2 ? 4 : SUMS / 2;
     int64_t d = 0;
-    for (; d + 4 * vectors <= t->dim; d += 4 * vectors) mix_columns(t, p, s, count, d, vectors, half, apart);
-    for (; d < t->dim; d += 4) mix_columns(t, p, s, count, d, 1, half, apart);
+    for (; d + 4 * vectors <= t->dim; d += 4 * vectors) mix_columns(t, p, s, count, d, vectors, kind, apart);
+    for (; d < t->dim; d += 4) mix_columns(t, p, s, count, d, 1, kind, apart);
 }
 
 /* Calls a step with numbers that are known when it is compiled. */
-#define FOR_COUNT(step, half, apart)                                                                                            \
+#define FOR_COUNT(step, kind, apart)                                                                                            \
     switch (s.count) {                                                                                                          \
-    case 1: step(t, p, s, 1, half, apart); break;                                                                               \
-    case 2: step(t, p, s, 2, half, apart); break;                                                                               \
-    case 3: step(t, p, s, 3, half, apart); break;                                                                               \
-    default: step(t, p, s, 4, half, apart);                                                                                     \
+    case 1: step(t, p, s, 1, kind, apart); break;                                                                               \
+    case 2: step(t, p, s, 2, kind, apart); break;                                                                               \
+    case 3: step(t, p, s, 3, kind, apart); break;                                                                               \
+    default: step(t, p, s, 4, kind, apart);                                                                                     \
     }
 
+#define FOR_KIND(step)                                                                                                          \
+    if (s.kind == FR_BYTES && s.apart) FOR_COUNT(step, FR_BYTES, 1)                                                             \
+    else if (s.kind == FR_BYTES) FOR_COUNT(step, FR_BYTES, 0)                                                                   \
+    else if (s.kind == FR_HALVES && s.apart) FOR_COUNT(step, FR_HALVES, 1)                                                      \
+    else if (s.kind == FR_HALVES) FOR_COUNT(step, FR_HALVES, 0)                                                                 \
+    else if (s.apart) FOR_COUNT(step, FR_FLOATS, 1)                                                                             \
+    else FOR_COUNT(step, FR_FLOATS, 0)
+
 static void score_stretch(const tile *t, const part *p, stretch s) {
-    if (s.half && s.apart) FOR_COUNT(score, 1, 1)
-    else if (s.half) FOR_COUNT(score, 1, 0)
-    else if (s.apart) FOR_COUNT(score, 0, 1)
-    else FOR_COUNT(score, 0, 0)
+    FOR_KIND(score)
 }
 
 static void mix_stretch(const tile *t, const part *p, stretch s) {
-    if (s.half && s.apart) FOR_COUNT(mix, 1, 1)
-    else if (s.half) FOR_COUNT(mix, 1, 0)
-    else if (s.apart) FOR_COUNT(mix, 0, 1)
-    else FOR_COUNT(mix, 0, 0)
+    FOR_KIND(mix)
 }
 
-static void widen(const char *halves, int64_t count, float *to) {
-    for (int64_t i = 0; i < count; i += 4) store4(to + i, load4_halves((const uint16_t *)halves + i));
+static void widen(const char *rows, int kind, int64_t dim, int64_t count, float *to) {
+    for (int64_t r = 0; r < count; r++, rows += fr_row_bytes(kind, dim), to += dim) {
+        if (kind == FR_BYTES) for (int64_t i = 0; i < dim; i += 4) store4(to + i, four_at(rows, i, FR_BYTES, dim));
+        else for (int64_t i = 0; i < dim; i += 4) store4(to + i, four_at(rows, i, FR_HALVES, dim));
+    }
 }
 
 void fr_attend(tile *t) {
@@ -145,9 +150,9 @@ void fr_attend(tile *t) {
 /* Queries of a key head are numbered node by node, heads of the group within; a tile is a few in a row. */
 static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_query, int count, float *scratch, tile *t) {
     int64_t group = a->heads / a->kv_heads;
-    int64_t offset = kv_head * a->head_stride * (a->half ? 2 : 4);
+    int64_t offset = kv_head * a->head_stride * fr_number_bytes(a->kind);
     t->keys = (const char *)a->keys + offset, t->values = (const char *)a->values + offset;
-    t->dim = a->head_dim, t->half = (int)a->half, t->scale = a->scale, t->cap = a->cap, t->count = count;
+    t->dim = a->head_dim, t->kind = (int)a->kind, t->scale = a->scale, t->cap = a->cap, t->count = count;
     t->first = first_query < group || a->reach.first[first_query / group - 1] != a->reach.first[first_query / group];
     for (int i = 0; i < count; i++) {
         int64_t node = (first_query + i) / group, head = kv_head * group + (first_query + i) % group;

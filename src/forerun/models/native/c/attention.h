@@ -16,10 +16,10 @@ typedef struct {
 } query;
 
 typedef struct fr_queries {
-    const char *keys, *values; /* of one key head: floats, or halves */
+    const char *keys, *values; /* of one key head */
     query queries[FR_TOGETHER];
     int64_t dim;
-    int count, half, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
+    int count, kind, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
     float scale, cap;
 } tile;
 
@@ -33,17 +33,17 @@ typedef struct {
 
 /* Some queries of a part, and positions that are the same slots for these; not `apart`: rows that follow each other. */
 typedef struct {
-    int first, count, apart, half;
+    int first, count, apart, kind;
     int64_t from, to;
-    const char *rows; /* keys or values of the first position: floats, or halves */
+    const char *rows; /* keys or values of the first position, of that kind */
 } stretch;
 
-/* What a path is made of: the scores of a stretch, its weighted values into the sums, scores to weights, halves to floats. */
+/* What a path is made of: the scores of a stretch, its weighted values into the sums, scores to weights, rows to floats. */
 typedef void (*on_stretch)(const tile *t, const part *p, stretch s);
 typedef struct {
     on_stretch score, mix;
     void (*soften)(query *q);
-    void (*widen)(const char *halves, int64_t count, float *to); /* a multiple of four */
+    void (*widen)(const char *rows, int kind, int64_t dim, int64_t count, float *to);
     int within, lanes; /* queries of a part at most, and what its lanes are a multiple of */
 } kernels;
 
@@ -54,10 +54,17 @@ FR_INLINE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 enum { LINE = 16 };
 FR_INLINE float *at_line(float *memory) { return (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63); }
 
-/* Where a slot's numbers start, and four of them. */
-FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int half) { return all + slot * t->dim * (half ? 2 : 4); }
-FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
-    return half ? load4_halves((const uint16_t *)numbers + i) : load4((const float *)numbers + i);
+/* Where a slot's row starts, what its integers are multiplied by, and four of its numbers: whoever reads a row, one or a
+ * whole tile at once, reads the same floats. */
+FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int kind) { return all + slot * fr_row_bytes(kind, t->dim); }
+FR_INLINE float scale_of(const char *row, int64_t dim) {
+    float scale;
+    memcpy(&scale, row + dim, sizeof scale);
+    return scale;
+}
+FR_INLINE f32x4 four_at(const char *row, int64_t i, int kind, int64_t dim) {
+    if (kind == FR_BYTES) return load4_bytes((const int8_t *)row + i) * all4(scale_of(row, dim));
+    return kind == FR_HALVES ? load4_halves((const uint16_t *)row + i) : load4((const float *)row + i);
 }
 
 FR_INLINE int64_t slot_at(const query *q, int64_t i) {
@@ -88,11 +95,11 @@ FR_INLINE int64_t run_end(const query *q, int64_t i, int64_t end) {
 }
 
 /* Where the rows of `count` positions from `at` on start; in place of those behind the end of the stretch, the last. */
-FR_INLINE void find_rows(const tile *t, const query *q, const char *all, int64_t at, stretch s, int count, int half, int apart,
+FR_INLINE void find_rows(const tile *t, const query *q, const char *all, int64_t at, stretch s, int count, int kind, int apart,
                          const char **rows) {
     FR_UNROLL for (int j = 0; j < count; j++) {
         int64_t i = earlier(at + j, s.to - 1);
-        rows[j] = apart ? slot_in(t, all, slot_at(q, i), half) : slot_in(t, s.rows, i - s.from, half);
+        rows[j] = apart ? slot_in(t, all, slot_at(q, i), kind) : slot_in(t, s.rows, i - s.from, kind);
     }
 }
 
@@ -114,16 +121,16 @@ FR_INLINE void walk_apart(const tile *t, const part *p, const char *all, int beh
     for (int i = 0, n; i < p->count; i += n) {
         const query *q = &p->queries[i];
         for (n = 1; i + n < p->count && q[n].tail == q->tail;) n++;
-        stretch s = {i, n, 1, t->half, behind ? later(p->hi, q->from) : q->from, behind ? q->seen : p->lo, NULL};
+        stretch s = {i, n, 1, t->kind, behind ? later(p->hi, q->from) : q->from, behind ? q->seen : p->lo, NULL};
         if (s.from >= s.to) continue;
-        s.rows = slot_in(t, all, slot_at(q, s.from), t->half);
+        s.rows = slot_in(t, all, slot_at(q, s.from), t->kind);
         step(t, p, s);
     }
 }
 
 /* Positions that parts share. Several read them page by page, so that all find a page in the first cache, as floats. */
 FR_INLINE void walk_together(const tile *t, const part *parts, int count, const char *all, on_stretch step, const kernels *path) {
-    const int widens = t->half && count > 1;
+    const int widens = t->kind != FR_FLOATS && count > 1;
     float memory[widens ? FR_PAGE * t->dim + LINE : 1], *wide = widens ? at_line(memory) : memory;
     const part *furthest = parts;
     int64_t lo = INT64_MAX;
@@ -133,11 +140,11 @@ FR_INLINE void walk_together(const tile *t, const part *parts, int count, const 
     }
     for (int64_t at = lo, end; at < furthest->hi; at = end) {
         end = count > 1 ? earlier((at / FR_PAGE + 1) * FR_PAGE, furthest->hi) : run_end(furthest->queries, at, furthest->hi);
-        const char *rows = slot_in(t, all, slot_at(furthest->queries, at), t->half);
-        if (widens) path->widen(rows, (end - at) * t->dim, wide), rows = (const char *)wide;
+        const char *rows = slot_in(t, all, slot_at(furthest->queries, at), t->kind);
+        if (widens) path->widen(rows, t->kind, t->dim, end - at, wide), rows = (const char *)wide;
         for (int i = 0; i < count; i++) {
-            stretch s = {0, parts[i].count, 0, t->half && !widens, later(at, parts[i].lo), earlier(end, parts[i].hi), NULL};
-            s.rows = slot_in(t, rows, s.from - at, s.half);
+            stretch s = {0, parts[i].count, 0, widens ? FR_FLOATS : t->kind, later(at, parts[i].lo), earlier(end, parts[i].hi), NULL};
+            s.rows = slot_in(t, rows, s.from - at, s.kind);
             if (s.from < s.to) step(t, &parts[i], s);
         }
     }

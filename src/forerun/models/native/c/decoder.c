@@ -20,11 +20,12 @@ typedef struct {
 } buffers;
 
 /* Number `at` of a cache. */
-static void *cache_at(void *cache, int64_t half, int64_t at) { return (char *)cache + at * (half ? 2 : 4); }
+static void *cache_at(void *cache, int64_t kind, int64_t at) { return (char *)cache + at * fr_number_bytes(kind); }
 
-static void write_head(void *cache, int64_t half, int64_t at, const float *from, int64_t dim) {
-    if (half) fr_to_halves(from, cache_at(cache, half, at), dim);
-    else memcpy(cache_at(cache, half, at), from, (size_t)dim * sizeof(float));
+static void write_head(void *row, int64_t kind, const float *from, int64_t dim) {
+    if (kind == FR_BYTES) fr_to_bytes(from, row, dim);
+    else if (kind == FR_HALVES) fr_to_halves(from, row, dim);
+    else memcpy(row, from, (size_t)dim * sizeof(float));
 }
 
 fr_projected fr_project(const fr_weights *qkv, int64_t queries, const float *x, int64_t rows, int64_t first, int64_t count,
@@ -53,9 +54,9 @@ static void write_row(const heads_job *job, int64_t r, const float *k) {
     const fr_decoder *m = job->m;
     const fr_pass *p = job->p;
     for (int64_t h = 0; h < m->kv_heads; h++, k += m->head_dim) {
-        int64_t at = job->layer * p->layer_stride + h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
-        write_head(p->keys, p->half, at, k, m->head_dim);
-        write_head(p->values, p->half, at, k + m->kv_heads * m->head_dim, m->head_dim);
+        int64_t head = job->layer * p->layer_stride + h * p->head_stride, row = p->write[r] * fr_row_bytes(p->kind, m->head_dim);
+        write_head((char *)cache_at(p->keys, p->kind, head) + row, p->kind, k, m->head_dim);
+        write_head((char *)cache_at(p->values, p->kind, head) + row, p->kind, k + m->kv_heads * m->head_dim, m->head_dim);
     }
 }
 
@@ -107,8 +108,8 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, m->kv_heads, b->tiles);
     fr_attention_args attention = {
         .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
-        .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
-        .half = p->half,
+        .keys = cache_at(p->keys, p->kind, i * p->layer_stride), .values = cache_at(p->values, p->kind, i * p->layer_stride),
+        .kind = p->kind,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
         .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
         .cap = m->attention_cap, .sinks = layer->sinks,

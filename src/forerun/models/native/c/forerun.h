@@ -86,6 +86,14 @@ void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int ac
 /* x times scale, and where there is a cap, cap tanh(x / cap). */
 void fr_scale_and_cap(float *x, int64_t count, float scale, float cap);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
+/* count integers of 8 bits and the float that they are multiplied by, the largest one's share of 127. */
+void fr_to_bytes(const float *x, int8_t *y, int64_t count);
+
+/* What a KV cache holds. A row, which is a head's keys or values of one slot, has head_dim numbers; behind those of 8 bits
+ * lies their scale, a float. */
+enum { FR_FLOATS, FR_HALVES, FR_BYTES };
+FR_INLINE int64_t fr_number_bytes(int64_t kind) { return kind == FR_BYTES ? 1 : kind == FR_HALVES ? 2 : 4; }
+FR_INLINE int64_t fr_row_bytes(int64_t kind, int64_t dim) { return kind == FR_BYTES ? dim + 4 : dim * fr_number_bytes(kind); }
 
 enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
 struct fr_queries;        /* a tile of them: attention.h */
@@ -113,9 +121,9 @@ typedef struct {
     fr_reach reach;
     const float *q;    /* [nodes, q_stride] with heads laid end to end */
     float *out;        /* [nodes, heads * head_dim] */
-    const void *keys; /* of this layer: + kv_head * head_stride + slot * head_dim */
+    const void *keys; /* of this layer: + kv_head * head_stride numbers, then row by row */
     const void *values;
-    int64_t half; /* they are numbers of 16 bits */
+    int64_t kind;
     float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + FR_ROOM] */
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
@@ -229,9 +237,9 @@ typedef struct {
     const int32_t *position;      /* [nodes] which row of them */
     const int32_t *write;         /* [nodes] slot that takes the node's key and value */
     fr_reach reach;
-    void *keys, *values; /* [layers, kv_heads, slots, head_dim] by the strides below */
-    int64_t half;        /* they are numbers of 16 bits */
-    int64_t layer_stride, head_stride;
+    void *keys, *values; /* [layers, kv_heads, slots] rows, by the strides below */
+    int64_t kind;        /* what they are */
+    int64_t layer_stride, head_stride; /* in numbers */
     const int64_t *hidden_layers; /* [hidden_count] layers whose input is wanted */
     float *const *hidden;         /* [hidden_count] -> [nodes, width] */
     int64_t hidden_count;

@@ -129,6 +129,25 @@ void fr_scale_and_cap(float *x, int64_t count, float scale, float cap) {
     fr_parallel(cap_some, &job, count, FR_AT_ONCE);
 }
 
+void fr_to_bytes(const float *x, int8_t *y, int64_t count) {
+    const f32x4 shift = all4(12582912.0f); /* rounds to the nearest integer, which is in the low bits of the sum */
+    f32x4 most = all4(0), strange = all4(0);
+    for (int64_t i = 0; i < count; i += 4) {
+        f32x4 v = load4(x + i), minus = -v;
+        most = max4(most, max4(v, minus));
+        strange += v * all4(0);
+    }
+    float largest = 0.0f, scale;
+    for (int i = 0; i < 4; i++) largest = most[i] > largest ? most[i] : largest;
+    scale = across(strange) == 0.0f ? largest / 127.0f : NAN; /* what is not a number is not lost */
+    f32x4 steps = all4(scale > 1e-30f ? 127.0f / largest : 0.0f);
+    for (int64_t i = 0; i < count; i += 4) {
+        i32x4 rounded = (i32x4)fma4(scale > 1e-30f ? load4(x + i) : all4(0), steps, shift);
+        for (int j = 0; j < 4; j++) y[i + j] = (int8_t)rounded[j];
+    }
+    memcpy(y + count, &scale, sizeof scale);
+}
+
 void fr_to_halves(const float *x, uint16_t *y, int64_t count) {
     for (int64_t i = 0; i < count; i += 4) store4_halves(y + i, load4(x + i));
 }

@@ -51,6 +51,12 @@ FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+FR_INLINE f32x4 load4_bytes(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    int16x8_t wider = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return (f32x4)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wider)));
+}
 FR_INLINE void store4_halves(uint16_t *p, f32x4 v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
 /* The larger and the smaller of two numbers; where `x` is not a number they give x. */
 FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return (f32x4)vmaxq_f32((float32x4_t)y, (float32x4_t)x); }
@@ -61,6 +67,11 @@ FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
 }
 #elif defined(__x86_64__)
 FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+FR_INLINE f32x4 load4_bytes(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return (f32x4)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
+}
 FR_INLINE void store4_halves(uint16_t *p, f32x4 v) {
     _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -72,6 +83,7 @@ FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
 }
 #else
 FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4){fr_half(p[0]), fr_half(p[1]), fr_half(p[2]), fr_half(p[3])}; }
+FR_INLINE f32x4 load4_bytes(const int8_t *p) { return (f32x4){(float)p[0], (float)p[1], (float)p[2], (float)p[3]}; }
 FR_INLINE void store4_halves(uint16_t *p, f32x4 v) {
     for (int i = 0; i < 4; i++) p[i] = fr_to_half(v[i]);
 }

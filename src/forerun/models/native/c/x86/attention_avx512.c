@@ -33,13 +33,29 @@ FR_INLINE __m128 quarter(__m512 v, int i) {
     }
 }
 
-FR_INLINE void widen(const char *halves, int64_t count, float *to) {
-    int64_t i = 0;
-    for (; i + WIDE <= count; i += WIDE)
-        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + 2 * i))));
-    for (; i < count; i += 4) store4(to + i, load4_halves((const uint16_t *)halves + i));
+FR_INLINE __m512 sixteen_at(const char *row, int64_t i, __mmask16 there, int kind, int64_t dim) {
+    if (kind == FR_BYTES) {
+        __m512i bytes = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(there, row + i));
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(bytes), _mm512_set1_ps(scale_of(row, dim)));
+    }
+    if (kind == FR_HALVES) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)row + i));
+    return _mm512_maskz_loadu_ps(there, (const float *)row + i);
 }
-static void widen_rows(const char *halves, int64_t count, float *to) { widen(halves, count, to); }
+
+/* Which of sixteen columns from d on there are. */
+FR_INLINE __mmask16 columns_at(int64_t d, int64_t dim) { return dim - d < WIDE ? (__mmask16)((1u << (dim - d)) - 1) : 0xFFFF; }
+
+FR_INLINE void widen_row(const char *row, int kind, int64_t dim, float *to) {
+    for (int64_t i = 0; i < dim; i += WIDE) {
+        __mmask16 there = columns_at(i, dim);
+        _mm512_mask_storeu_ps(to + i, there, sixteen_at(row, i, there, kind, dim));
+    }
+}
+static void widen_rows(const char *rows, int kind, int64_t dim, int64_t count, float *to) {
+    for (int64_t r = 0; r < count; r++, rows += fr_row_bytes(kind, dim), to += dim)
+        if (kind == FR_BYTES) widen_row(rows, FR_BYTES, dim, to);
+        else widen_row(rows, FR_HALVES, dim, to);
+}
 
 /* Scores of some queries of `quads` times four, of which `inputs` are the first, against `keys` keys (4 or 8). */
 FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *inputs, int quads, const char **k, int keys,
@@ -68,20 +84,20 @@ FR_INLINE void score_quads(const tile *t, const part *p, stretch s, int quads) {
     const query *q = p->queries + s.first;
     const float *inputs = p->inputs + s.first / 4 * WIDE;
     const char *run = s.rows, *k[MANY_KEYS];
-    const int asks = !s.apart && t->first && p->queries == t->queries && s.half == t->half;
-    int64_t bytes = t->dim * (s.half ? 2 : 4);
-    float memory[s.half ? MANY_KEYS * t->dim + LINE : 1], *wide = s.half ? at_line(memory) : memory;
+    const int asks = !s.apart && t->first && p->queries == t->queries && s.kind == t->kind;
+    int64_t bytes = fr_row_bytes(s.kind, t->dim);
+    float memory[s.kind ? MANY_KEYS * t->dim + LINE : 1], *wide = s.kind ? at_line(memory) : memory;
     for (int64_t at = s.from, keys; at < s.to; at += keys, run += keys * bytes) {
         keys = s.to - at > 4 ? MANY_KEYS : 4;
         FR_UNROLL for (int j = 0; j < MANY_KEYS; j++) k[j] = run + j * bytes;
-        if (s.apart) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.half, 1, k);
-        else if (at + keys > s.to) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.half, 0, k);
+        if (s.apart) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.kind, 1, k);
+        else if (at + keys > s.to) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.kind, 0, k);
         else if (asks) {
             ask_for_values(t, run, keys * bytes);
             for (int64_t i = 0; i < keys * bytes; i += 64) __builtin_prefetch(run + AHEAD + i);
         }
-        for (int j = 0; s.half && j < keys; j++) {
-            widen(k[j], t->dim, wide + j * t->dim);
+        for (int j = 0; s.kind && j < keys; j++) {
+            widen_rows(k[j], s.kind, t->dim, 1, wide + j * t->dim);
             k[j] = (const char *)(wide + j * t->dim);
         }
         if (keys == 4) score_keys(t, p, s, inputs, quads, k, 4, at);
@@ -116,24 +132,19 @@ static void soften16(query *q) {
     q->total = across(total) + sink_weight(q, largest);
 }
 
-FR_INLINE __m512 sixteen_at(const char *numbers, int64_t i, __mmask16 there, int half) {
-    if (!half) return _mm512_maskz_loadu_ps(there, (const float *)numbers + i);
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)numbers + i));
-}
-
 /* Sums += weighted values, `vectors` times sixteen columns at once; `there` says which of the last are. */
 FR_INLINE void mix_wide(const tile *t, const query *q, stretch s, int count, int64_t column, int vectors, __mmask16 there,
-                        int half, int apart) {
+                        int kind, int apart) {
     __m512 sum[AT_ONCE][4];
     const float *weights[AT_ONCE];
     const char *values = s.rows;
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = q[i].weights;
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < vectors; j++)
         sum[i][j] = _mm512_maskz_loadu_ps(there, q[i].out + column + WIDE * j);
-    for (int64_t at = s.from; at < s.to; at++, values += t->dim * (half ? 2 : 4)) {
+    for (int64_t at = s.from; at < s.to; at++, values += fr_row_bytes(kind, t->dim)) {
         __m512 v[4];
-        if (apart) values = slot_in(t, t->values, slot_at(q, at), half);
-        FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = sixteen_at(values, column + WIDE * j, there, half);
+        if (apart) values = slot_in(t, t->values, slot_at(q, at), kind);
+        FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = sixteen_at(values, column + WIDE * j, there, kind, t->dim);
         FR_UNROLL for (int i = 0; i < count; i++) {
             __m512 w = _mm512_set1_ps(weights[i][at]);
             FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_fmadd_ps(w, v[j], sum[i][j]);
@@ -143,37 +154,39 @@ FR_INLINE void mix_wide(const tile *t, const query *q, stretch s, int count, int
         _mm512_mask_storeu_ps(q[i].out + column + WIDE * j, there, sum[i][j]);
 }
 
-FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int half, int apart) {
+FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int kind, int apart) {
     const int vectors = count > 6 ? 2 : 4;
     const query *q = p->queries + s.first;
     int64_t d = 0;
-    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, q, s, count, d, vectors, 0xFFFF, half, apart);
-    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, q, s, count, d, 1, 0xFFFF, half, apart);
-    if (d < t->dim) mix_wide(t, q, s, count, d, 1, (__mmask16)((1u << (t->dim - d)) - 1), half, apart);
+    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, q, s, count, d, vectors, 0xFFFF, kind, apart);
+    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, q, s, count, d, 1, 0xFFFF, kind, apart);
+    if (d < t->dim) mix_wide(t, q, s, count, d, 1, columns_at(d, t->dim), kind, apart);
 }
 
-FR_INLINE void mix_queries(const tile *t, const part *p, stretch s, int half, int apart) {
+FR_INLINE void mix_queries(const tile *t, const part *p, stretch s, int kind, int apart) {
     switch (s.count) {
-    case 1: mix(t, p, s, 1, half, apart); break;
-    case 2: mix(t, p, s, 2, half, apart); break;
-    case 3: mix(t, p, s, 3, half, apart); break;
-    case 4: mix(t, p, s, 4, half, apart); break;
-    case 5: mix(t, p, s, 5, half, apart); break;
-    case 6: mix(t, p, s, 6, half, apart); break;
-    case 7: mix(t, p, s, 7, half, apart); break;
-    case 8: mix(t, p, s, 8, half, apart); break;
-    case 9: mix(t, p, s, 9, half, apart); break;
-    case 10: mix(t, p, s, 10, half, apart); break;
-    case 11: mix(t, p, s, 11, half, apart); break;
-    default: mix(t, p, s, AT_ONCE, half, apart);
+    case 1: mix(t, p, s, 1, kind, apart); break;
+    case 2: mix(t, p, s, 2, kind, apart); break;
+    case 3: mix(t, p, s, 3, kind, apart); break;
+    case 4: mix(t, p, s, 4, kind, apart); break;
+    case 5: mix(t, p, s, 5, kind, apart); break;
+    case 6: mix(t, p, s, 6, kind, apart); break;
+    case 7: mix(t, p, s, 7, kind, apart); break;
+    case 8: mix(t, p, s, 8, kind, apart); break;
+    case 9: mix(t, p, s, 9, kind, apart); break;
+    case 10: mix(t, p, s, 10, kind, apart); break;
+    case 11: mix(t, p, s, 11, kind, apart); break;
+    default: mix(t, p, s, AT_ONCE, kind, apart);
     }
 }
 
 static void mix_stretch(const tile *t, const part *p, stretch s) {
-    if (s.half && s.apart) mix_queries(t, p, s, 1, 1);
-    else if (s.half) mix_queries(t, p, s, 1, 0);
-    else if (s.apart) mix_queries(t, p, s, 0, 1);
-    else mix_queries(t, p, s, 0, 0);
+    if (s.kind == FR_BYTES && s.apart) mix_queries(t, p, s, FR_BYTES, 1);
+    else if (s.kind == FR_BYTES) mix_queries(t, p, s, FR_BYTES, 0);
+    else if (s.kind == FR_HALVES && s.apart) mix_queries(t, p, s, FR_HALVES, 1);
+    else if (s.kind == FR_HALVES) mix_queries(t, p, s, FR_HALVES, 0);
+    else if (s.apart) mix_queries(t, p, s, FR_FLOATS, 1);
+    else mix_queries(t, p, s, FR_FLOATS, 0);
 }
 
 void fr_attend_avx512(tile *t) {
