@@ -26,7 +26,7 @@ from forerun.api.llm import LLM
 from forerun.cli.bench import words
 from forerun.core import registry
 from forerun.measure.bench.alternate import in_turn
-from forerun.models.load.locate import find_model
+from forerun.models.load.catalog import find_model
 from lab.runner import Document, Run, share
 
 PEER = "transformers"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from lab.serve.stream_client import Endpoint
 
 Counts = dict[str, float]
-PARTS = ("prompt", "draft", "pass", "verdict", "host")  # as forerun.engine.clock books them
+PARTS = ("prompt", "draft", "pass", "verdict", "host")  # as forerun.engine.stats books them
 _NAMES = {
     'forerun:cpu_seconds_total{model_name="%s",thread="engine"}': "engine",
     'forerun:cpu_seconds_total{model_name="%s",thread="front"}': "front",

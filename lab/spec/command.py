@@ -32,8 +32,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.base import Parts
 from forerun.measure.bench.alternate import Prompt
-from forerun.measure.bench.run import prompt_ids
-from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.run import RunLog, prompt_ids
 from forerun.measure.bench.settings import Cell, Settings
 from forerun.measure.bench.suites import TASKS, Item, load_suite
 from forerun.models.load import checkpoint as loading

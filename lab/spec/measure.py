@@ -27,7 +27,7 @@ from forerun.measure.bench.alternate import (
     noting,
 )
 from forerun.measure.bench.contenders import is_comparable, own_contender
-from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from lab.spec.load import brief_error, warnings_into
 from lab.spec.methods import Method

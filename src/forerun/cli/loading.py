@@ -46,7 +46,7 @@ class ModelCommand(TyperCommand):
 
 def check_model(name: str) -> None:
     """Raise where there is no such model; torch is not needed to know."""
-    from forerun.models.load.locate import find_model
+    from forerun.models.load.catalog import find_model
 
     find_model(name)
 

@@ -18,7 +18,7 @@ from time import perf_counter
 
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput
-from forerun.heads.versions import HeadVersions
+from forerun.heads import HeadVersions
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30  # of one server's file; then it records no more

@@ -33,19 +33,18 @@ from forerun.drafters.heads.medusa import HeadsConfig, read_heads
 from forerun.drafters.heads.mtp import read_mtp
 from forerun.heads import kind_of
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import other_targets, require_texts
 from forerun.train.loop import Report, Trainer
 from forerun.train.network import require_separate_matrices
 from forerun.train.options import TrainOptions
-from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.block import BlockRecipe, block_config
 from forerun.train.recipes.draft_model import DraftModelRecipe
-from forerun.train.recipes.eagle import EagleRecipe, eagle_config
+from forerun.train.recipes.eagle import EagleRecipe, MtpRecipe, eagle_config
 from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
-from forerun.train.recipes.mtp import MtpRecipe
 from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes, unfold
 from forerun.train.recipes.specdec import SpecDecRecipe
 from forerun.train.teacher import ServedTeacher, Teacher, load_source_teacher, load_teacher, torch_device

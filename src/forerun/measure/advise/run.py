@@ -15,8 +15,7 @@ from forerun.build.engine import choose_drafter, needs_head
 from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.advise.answer import document
-from forerun.measure.advise.commands import Setup
+from forerun.measure.advise.answer import Setup, document
 from forerun.measure.advise.evidence import Evidence, gather, prospects, spread
 from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender

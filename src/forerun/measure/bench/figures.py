@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from forerun.engine.clock import PARTS
 from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.stats import PARTS
 from forerun.measure.bench.alternate import Contender, Difference, Drafts, Run, agreement
 from forerun.measure.bench.settings import PLAIN
 from forerun.measure.bench.stats import Pair, Spread, mean_interval, ratio_interval
