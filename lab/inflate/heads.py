@@ -23,9 +23,9 @@ from torch import Tensor
 from forerun.core.errors import UnsupportedModel
 from forerun.drafters.heads.base import HeadShape
 from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
+from forerun.drafters.heads.eagle import read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, read_head, write_head
 from forerun.drafters.heads.medusa import Family, HeadsConfig, read_heads, write_heads
-from forerun.drafters.heads.mtp import read_mtp, write_mtp
 from lab.inflate.model import InflatedWeights, Shape
 
 

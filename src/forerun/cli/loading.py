@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun.build.memory_limit import without_collector
 from forerun.cli.flags import check_file, check_folder, spelt
 from forerun.core import registry
 from forerun.core.errors import UnknownName
-from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
     from forerun.api.llm import LLM

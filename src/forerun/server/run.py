@@ -22,8 +22,8 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from forerun.build.memory_limit import without_collector
 from forerun.core.errors import InvalidInput, MissingDependency
-from forerun.models.load.collector import without_collector
 from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.block_head import NAMES as BLOCKS
 from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import NAMES, read_head
 from forerun.drafters.heads.medusa import read_heads
-from forerun.drafters.heads.mtp import read_mtp
 from forerun.drafters.heads.specdec import read_specdec
 from forerun.engine.driver import Driver
 from forerun.heads import open_head

@@ -27,10 +27,10 @@ from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.base import vocabulary_of
 from forerun.drafters.heads.block_head import BlockConfig, BlockKind, read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config, read_tensors
 from forerun.drafters.heads.medusa import HeadsConfig, read_heads
-from forerun.drafters.heads.mtp import read_mtp
 from forerun.heads import kind_of
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.checkpoint import write_provenance

@@ -20,8 +20,16 @@ from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, com
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import BestTree, best_count
 from forerun.drafters.lookup.ngram import MatchNeeds
-from forerun.drafters.lookup.suffix_corpus import Corpus
-from forerun.drafters.lookup.suffix_index import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
+from forerun.drafters.lookup.suffix_index import (
+    ALIKE,
+    CAUTION,
+    ONCE,
+    OWN_MEMORY,
+    SECOND,
+    SHARED_MEMORY,
+    Corpus,
+    HitRates,
+)
 from forerun.drafters.lookup.suffix_match import ALWAYS, History, Lookup, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, OwnTrust, Successors, least_of, load_or_read
 from forerun.models.native import library as native

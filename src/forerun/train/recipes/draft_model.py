@@ -16,8 +16,7 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, Layer, split_layer
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading
-from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading
 from forerun.train.teacher import Teacher
 
 

@@ -26,13 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.drafters.heads.base import HeadShape
+from forerun.drafters.heads.eagle import write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, write_head
 from forerun.drafters.heads.formats import DraftVocabulary
-from forerun.drafters.heads.mtp import write_mtp
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
-from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, WithTargetHead, read_teacher, shifted
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, main_directions
 from forerun.train.teacher import Teacher
 
