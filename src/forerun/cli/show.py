@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.cells import cell_len
@@ -233,9 +232,7 @@ class ProgressLine:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

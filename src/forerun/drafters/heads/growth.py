@@ -205,11 +205,6 @@ def worth_deepening(survivals: Sequence[float], drafted: int, price: Sequence[fl
     return [i for i, survival in enumerate(survivals) if survival >= least]
 
 
-def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
-    """Is one more level worth drafting below any of these?"""
-    return bool(worth_deepening(survivals, drafted, price, level))
-
-
 @lru_cache(maxsize=64)
 def best_tree(
     rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int

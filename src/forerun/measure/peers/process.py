@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ForerunError, InvalidInput
@@ -48,9 +47,7 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def call(self, function: str, **arguments: Any) -> Any:

@@ -80,10 +80,10 @@ def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
 
 
 class Contention:
-    """Of one process, from one look to the next; 1.0 where the system does not tell (only Linux does)."""
+    """Of this process, from one look to the next; 1.0 where the system does not tell (only Linux does)."""
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._folder = Path("/proc") / str(os.getpid() if pid is None else pid) / "task"
+    def __init__(self) -> None:
+        self._folder = Path("/proc") / str(os.getpid()) / "task"
         self._last = self._now()
 
     def slowdown(self) -> float:
@@ -108,13 +108,3 @@ class Contention:
                 continue
             found[file.parent.name] = int(run), int(wait)
         return found
-
-
-def newest_child() -> int | None:
-    """The process that this one started last; None where the system does not tell."""
-    me = os.getpid()
-    try:
-        children = (Path("/proc") / str(me) / "task" / str(me) / "children").read_text().split()
-    except OSError:
-        return None
-    return max(map(int, children), default=None)
