@@ -16,7 +16,7 @@ from forerun.cli import flags, loading
 from forerun.cli.loading import unused_flag
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.plan.profile import Point, Profile
+from forerun.measure.plan.advice import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line
 

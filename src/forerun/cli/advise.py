@@ -29,9 +29,8 @@ from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
-from forerun.measure.plan.advice import Choice, Load, Range
+from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
 from forerun.measure.plan.advice import plan as make_plan
-from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
 from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[

@@ -18,7 +18,7 @@ from forerun.core.params import SamplingParams
 from forerun.measure.bench.batches import PLAIN, Call, Setup, Sweep, Text
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts
-from forerun.measure.plan.profile import Point, Profile, points_of
+from forerun.measure.plan.advice import Point, Profile, points_of
 
 PROMPTS = 8
 PER_PLACE = 2  # texts for each place in a batch
