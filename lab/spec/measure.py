@@ -47,8 +47,6 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """All runs of a table so far."""
-
     llm: LLM
     settings: Settings
     cells: Sequence[Cell]
@@ -89,12 +87,10 @@ class Session:
             save()
 
     def contenders_of(self, cell: Cell) -> list[Contender]:
-        """Those that wrote something in a cell, plain first."""
         wrote = {run.contender for run in self.runs[cell]}
         return [one for one in self._contenders(cell) if one.name in wrote]
 
     def paired(self, cell: Cell) -> list[Run]:
-        """The runs whose prompt was written plainly too."""
         plain = {run.key[1:] for run in self.runs[cell] if run.contender == PLAIN}
         return [run for run in self.runs[cell] if run.key[1:] in plain]
 
@@ -161,7 +157,6 @@ class Session:
         return run
 
     def _is_over(self, name: str) -> bool:
-        """Has a method used up its share of time?"""
         most, spent = self.limits.per_method, self.spent.get(name, 0.0)
         if most is None or spent <= most:
             return False
