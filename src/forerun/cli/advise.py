@@ -102,7 +102,6 @@ def _batches(check: bool, sizes: str) -> tuple[int, ...]:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    """Predicted speed-ups, a column for each batch size."""
     title = "Predicted speed-up by batch size (95% interval; 1.00 alone: nothing would be drafted)"
     table = figure_table(title, "", *found["by_batch"])
     for name in found["by_batch"]["1"]:
@@ -200,7 +199,6 @@ def plan(
 def _profile(
     gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int
 ) -> Profile:
-    """The one source that was named."""
     if sum((gpu is not None, file is not None, measured)) != 1:
         raise InvalidInput("say where times come from: --gpu h200 --model 8b, --file FILE, or --measure")
     if gpu is not None:

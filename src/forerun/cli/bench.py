@@ -125,7 +125,6 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, flag: str) -> tuple[float, ...]:
-    """Numbers by comma."""
     try:
         found = tuple(float(word) for word in words(text))
     except ValueError:
@@ -187,7 +186,6 @@ def quality(
 def measure_formats(
     model: str, names: Sequence[Dtype], text: Path | None, window: int, threads: int | None, skip_memory: bool
 ) -> dict[str, Any]:
-    """Everything, as one document."""
     import torch
 
     from forerun.measure.machine import cores, machine_facts

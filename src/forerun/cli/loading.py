@@ -112,8 +112,6 @@ def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:
 
 
 class _Progress(logging.Handler):
-    """Hands on what the library says of its progress."""
-
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
         self._show = show

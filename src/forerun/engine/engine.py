@@ -514,7 +514,6 @@ class Engine:
         return self.scheduler.find(seq_id)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its id names it in events."""
         seq = self.prepare(request)
         self.enqueue(seq)
         return seq.id
@@ -563,7 +562,6 @@ class Engine:
         self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
-        """Drop a request, queued or running; unknown ids are ignored."""
         seq, first = self.find(seq_id), self.timeline.first
         if first is None or seq in first.change.seqs:
             self.settle()  # then it may have ended

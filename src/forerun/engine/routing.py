@@ -146,7 +146,6 @@ class DrafterPool:
         self._retired: dict[str, set[int]] = {}  # drafters with a former head, and the sequences that have them
 
     def has(self, name: str) -> bool:
-        """Is it made?"""
         return name in self._made
 
     def get(self, name: str) -> Drafter:
@@ -189,7 +188,6 @@ class DrafterPool:
         return "+".join([*[one for one in beside if one not in name.split("+")], name])
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Put a drafter behind a name of its own, such as a second head of one kind."""
         self._made[name] = drafter
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:

@@ -130,8 +130,6 @@ TRACKS = {"rounds": 1, **{part: 2 + i for i, part in enumerate(PARTS)}}
 
 
 class RoundCounts(NamedTuple):
-    """The counts of one round for one sequence."""
-
     tokens: int
     drafted: int  # nodes below the root
     depth: int  # of the deepest
@@ -154,7 +152,6 @@ class SequenceStats:
 
     @classmethod
     def of(cls, rounds: Sequence[RoundCounts], prompt_seconds: float = 0.0) -> SequenceStats:
-        """Add up rounds."""
         depths = range(1, max((one.depth for one in rounds), default=0) + 1)
         return cls(
             len(rounds),
@@ -222,7 +219,6 @@ class Trace:
         self._add("prompt", "prompts", started, seconds, {"prompt_rows": rows})
 
     def close(self) -> None:
-        """Complete the file; a second call changes nothing."""
         if self._file is not None:
             self._file.write("\n]\n")
             self._file.close()
@@ -273,7 +269,6 @@ class EngineStats:
         return RoundClock(self._launched, self.now, self._ahead, behind)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
-        """A round has ended."""
         self.rounds += 1
         self.tokens += tokens
         if any(outcome.drafted):

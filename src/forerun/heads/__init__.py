@@ -52,7 +52,6 @@ class HeadFolder:
         return running[0].best
 
     def serves(self, drafter: str) -> bool:
-        """Can this drafter run it?"""
         return self.kind in registry.drafters.spec(drafter).formats
 
     def fits(self, config: Mapping[str, Any]) -> bool:
@@ -103,7 +102,6 @@ def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None 
 
 
 def open_head(folder: Path) -> HeadFolder | None:
-    """The head in a folder; None if it holds none."""
     refuse_special(folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -204,7 +202,6 @@ class HeadVersions:
         self.folder = folder
 
     def names(self) -> list[str]:
-        """All versions, the oldest first."""
         if not self.folder.is_dir():
             return []
         found = [path.name for path in self.folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]

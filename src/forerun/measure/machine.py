@@ -24,7 +24,6 @@ SIZE = 128 << 20  # bytes that are copied to measure memory bandwidth: far more 
 
 
 def machine_facts() -> dict[str, Any]:
-    """CPU, memory, software and the state of the source, as plain JSON values."""
     return {
         "cpu": _cpu_model(),
         "machine": platform.machine(),

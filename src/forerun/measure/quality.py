@@ -36,8 +36,6 @@ WINDOW = 256  # tokens scored together; each of them sees those of its own windo
 
 @dataclass(slots=True)
 class _Sums:
-    """What has been added up over the tokens so far."""
-
     tokens: int = 0
     surprise: float = 0.0  # nats
     agreeing: int = 0
@@ -59,7 +57,6 @@ class _Sums:
 
 
 def read_text(path: Path | None = None) -> str:
-    """A user's text, or ours."""
     if path is None:
         return files("forerun.measure").joinpath("quality.txt").read_text(encoding="utf-8")
     try:

@@ -161,8 +161,6 @@ def usual_bettors() -> list[Bettor]:
 
 @dataclass
 class Evidence:
-    """The bettors of one check, and what they own."""
-
     bettors: list[Bettor] = field(default_factory=usual_bettors)
     log_wealth: Floats = field(default_factory=lambda: np.zeros(0))
     tokens: int = 0

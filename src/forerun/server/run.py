@@ -153,8 +153,6 @@ async def _answer_with(
     service = app.state.service
 
     class Server(uvicorn.Server):
-        """Drains before it shuts down."""
-
         told: int | None = None
         until = 0.0
 

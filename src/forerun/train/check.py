@@ -37,8 +37,6 @@ TOO_LITTLE = 1.1  # tokens per round under which a head does not belong to the t
 
 @dataclass(frozen=True, slots=True)
 class HeadReport:
-    """What a check found."""
-
     folder: str
     kind: str
     about: str  # shape in a line
@@ -75,7 +73,6 @@ def check_head(folder: Path, model: str, config: EngineConfig | None = None, *, 
 
 
 def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
-    """Shapes, vocabulary and layers against the target's."""
     if kind in ("medusa", "hydra"):
         heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
         _check_vocabulary(heads.vocab_size, target, heads.target)

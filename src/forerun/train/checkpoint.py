@@ -45,8 +45,6 @@ MOMENT = "momentum_buffer"  # what Muon keeps of a matrix
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a run: step, weights and optimiser moments."""
-
     step: int
     weights: dict[str, Tensor]
     # parameter -> what the optimiser keeps of it; none before its first step
@@ -136,7 +134,6 @@ def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Pack the runs named."""
     parser = argparse.ArgumentParser(
         prog="python -m forerun.train.checkpoint", description=(__doc__ or "").split("\n")[0]
     )

@@ -43,7 +43,6 @@ CHAIN = 5  # tokens drafted in a round that is walked through; a block drafter d
 
 @torch.no_grad()
 def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096) -> Measured:
-    """Simulate rounds over some batches."""
     ranks, sure = [], []
     for batch in batches:
         found = _ranks(recipe, batch.to(device), chunk)
@@ -117,8 +116,6 @@ def fit_calibration(probabilities: Tensor, accepted: Tensor) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """Where the true tokens ranked, of the rows of one batch."""
-
     ranks: Tensor  # [N, levels]; RANKS = not among the likeliest
     sure: Tensor  # [N, levels] probability of the likeliest token
     usable: Tensor  # [B, T] which rows these are
@@ -215,8 +212,6 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a run."""
-
     step: int  # steps done
     steps: int
     loss: float
@@ -233,8 +228,6 @@ SAVE_SECONDS = 300.0  # a run saves at least so often: on a CPU --save-every ste
 
 
 class Trainer:
-    """One run of one recipe."""
-
     def __init__(
         self, options: TrainOptions, recipe: Recipe, corpus: Corpus, folder: Path, accelerator: Any = None
     ) -> None:
@@ -276,7 +269,6 @@ class Trainer:
         return measured or self.measure()
 
     def one_step(self) -> Progress:
-        """One optimiser step."""
         started = perf_counter()
         share, first = (1, 0)
         if self.accelerator is not None:
@@ -325,7 +317,6 @@ class Trainer:
             return measure(self.recipe, (self.tests.at(i) for i in range(count)), self.device)
 
     def save(self) -> None:
-        """Write a checkpoint, whole or not at all."""
         write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer)
 
     def resume(self) -> bool:

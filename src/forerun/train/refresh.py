@@ -47,8 +47,6 @@ Counts = list[tuple[int, int]]  # per text: tokens, rounds
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """What a refresh came to."""
-
     version: str
     former: str
     before: float  # tokens per round of the former head on held-back prompts

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 def train(
     options: TrainOptions, report: Report = lambda progress: None, say: Callable[[str], None] = log.info
 ) -> Measured:
-    """Train a drafter into `options.out`; an interrupted run resumes from its checkpoint."""
     require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
     device = torch_device(options.device) if accelerator is None else accelerator.device
@@ -226,8 +225,6 @@ _WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer ad
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A finished head to start from."""
-
     folder: Path
     config: EagleConfig | HeadsConfig | BlockConfig
     weights: dict[str, Tensor]  # as files hold them
@@ -271,7 +268,6 @@ class Start:
                     known[name].zero_()  # so do new layers
 
     def record(self) -> dict[str, Any]:
-        """Its entry in provenance.json."""
         digest = hashlib.sha256()
         for file in sorted(self.folder.glob("*.safetensors")):
             digest.update(file.read_bytes())

@@ -69,8 +69,6 @@ class Runner(Protocol):
 
 
 class RunnerSteps(Steps, Protocol):
-    """The draft of one batch: to be asked for logits, or only for the likeliest tokens."""
-
     levels: int  # passes of the head so far, the first one included
 
     def ranks(self, seqs: Sequence[Seq]) -> Ranks: ...

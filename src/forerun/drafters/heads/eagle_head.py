@@ -189,8 +189,6 @@ def _nested_ids(values: Mapping[str, Any]) -> Any:
 
 
 class EagleHead:
-    """Weights of one head, and its layers."""
-
     def __init__(
         self,
         config: EagleConfig,

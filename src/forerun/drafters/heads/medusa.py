@@ -96,7 +96,6 @@ class CapturedHeads(LastRowDrafter, ABC):
 
     @property
     def captures(self) -> int:
-        """Graphs that were captured so far."""
         return 0 if self._calls is None else self._calls.captured
 
     def _replays(self, seqs: Sequence[Seq]) -> bool:
@@ -205,8 +204,6 @@ def write_heads(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]
 
 
 class HeadSet:
-    """The weights of a set of heads, and what both families compute with them."""
-
     def __init__(
         self,
         config: HeadsConfig,
@@ -261,8 +258,6 @@ class HeadSet:
 
 
 class MedusaDrafter(CapturedHeads):
-    """Heads that guess in parallel; the tree is chosen from measured rates."""
-
     def __init__(self, heads: HeadSet, clock: Clock = WALL) -> None:
         super().__init__(heads, clock)
         self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own

@@ -247,8 +247,6 @@ def load_specdec(folder: Path, device: torch.device) -> SpecDecHead:
 
 
 class SpecDecDrafter(LastRowDrafter):
-    """Its tokens are chosen: trees grow from the laws of the block's places."""
-
     needs = Needs((-1,), encoded=True)
     one_pass = True
 

@@ -37,8 +37,6 @@ from forerun.models.native import library as native
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     lookup: Lookup
     trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
@@ -50,8 +48,6 @@ class _Sequence:
 
 
 class SuffixDrafter(LookupDrafter):
-    """The longest match of the sequence's end, in several texts."""
-
     def __init__(
         self,
         longest: int = 16,
@@ -171,7 +167,6 @@ class SuffixDrafter(LookupDrafter):
         return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, survivals)))
 
     def _state(self, seq: Seq) -> _Sequence:
-        """What is kept for a sequence, updated to its last token."""
         state = self._sequences.get(seq.id)
         if state is None:
             state = self._sequences[seq.id] = _Sequence(self._lookup(seq))

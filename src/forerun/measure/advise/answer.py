@@ -39,8 +39,6 @@ EXPORTED = ("eagle", "eagle3", "dflash", "dspark")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was measured, as its user would ask for it."""
-
     model: str
     auto: str  # the drafter of a user who names none
     draft_model: str | None = None  # as given: a second model or the folder of a head
@@ -142,7 +140,6 @@ UNTIL_SURE = "Leave --speculative-config out until a drafter is known to pay."
 
 
 def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]:
-    """Everything that is known and what follows from it, as plain JSON values."""
     by_batch = {batch: prospects(evidence, batch) for batch in BATCHES}
     made = decide(by_batch, setup.auto)
     config, note = _for_vllm(evidence, setup, made, by_batch[1])
@@ -237,14 +234,12 @@ def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
 
 
 def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """Acceptance by position of every drafter, and the counts."""
     rows = {name: acceptance_document(accepted(evidence, name)) for name in evidence.draftings}
     keys = ("accepted_per_position", "accepted_counts")
     return {key: {name: row[key] for name, row in rows.items()} for key in keys}
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """The answer, one paragraph a line."""
     warning = busy_warning(found.get("conditions", {}))
     said = [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
     return said if warning is None else [f"Warning: {warning}", *said]

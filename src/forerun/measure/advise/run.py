@@ -28,7 +28,6 @@ from forerun.models.load import checkpoint as loading
 
 
 def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
-    """The whole answer as one document."""
     limit = settings.limit if not with_check or settings.limit is None else 2 * settings.limit
     items = load_suite(settings.suite, settings.tasks, limit)
     given = len(load_suite(settings.suite, settings.tasks))
@@ -44,7 +43,6 @@ def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
 def conclude(
     llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings, with_check: bool
 ) -> dict[str, Any]:
-    """The answer for a model that is loaded."""
     started = perf_counter()
     used, held_back = split(prompts) if with_check else (list(prompts), [])
     evidence = gather(llm, cost, used, settings)

@@ -52,7 +52,6 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 def run(
     settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = "", trace: Path | None = None
 ) -> dict[str, Any]:
-    """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
@@ -77,7 +76,6 @@ def run(
 def measure(
     llm: LLM, cost: CostModel, peers: Peers, items: Sequence[Item], settings: Settings, run_log: RunLog, fixed: str = ""
 ) -> dict[str, Any]:
-    """Alternate over the prompts, cell by cell, and sum up."""
     facts = machine_facts()
     curve = {str(size): round(spent, 6) for size, spent in cost.seconds.items()}  # before rounds correct it
     prompts = tokenise(llm, items, settings)
@@ -125,8 +123,6 @@ def measure(
 
 
 class _Plan:
-    """A cell and the groups it is measured on."""
-
     def __init__(self, cell: Cell, groups: list[Group]) -> None:
         self.cell, self.groups = cell, groups
 
@@ -209,8 +205,6 @@ _HARMLESS = ("repeats", "url")  # more of them may be asked for later
 
 
 class RunLog:
-    """Runs by cell; kept in a folder, or in memory only."""
-
     def __init__(self, folder: Path | None, settings: Settings) -> None:
         self._file = None if folder is None else folder / "rounds.jsonl"
         self._runs: dict[tuple[Cell, tuple[str, str, int]], Run] = {}
@@ -220,11 +214,9 @@ class RunLog:
             self._read()
 
     def known(self, cell: Cell) -> dict[tuple[str, str, int], Run]:
-        """What was measured before, in this cell."""
         return {key: run for (where, key), run in self._runs.items() if where == cell}
 
     def add(self, cell: Cell, run: Run) -> None:
-        """Keep a run, and write it to disk now."""
         if (cell, run.key) in self._runs:
             return
         self._runs[cell, run.key] = run

@@ -34,7 +34,6 @@ def why_not(model: str | Path) -> str | None:
 
 
 def load(names: Sequence[str], file: str | Path, ends: Sequence[int], context: int, threads: int) -> list[Contender]:
-    """Its plain loop and its prompt lookup, those of them that are asked for."""
     if reason := why_not(file):
         raise MissingDependency(f"the peer {names[0]!r} cannot run: {reason}")
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

@@ -35,8 +35,6 @@ _SIGNALS = {
 
 
 class PeerProcess:
-    """Another engine, in a process of its own."""
-
     def __init__(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what it writes to stderr, closed with the process
         self._process = subprocess.Popen(
@@ -60,7 +58,6 @@ class PeerProcess:
         return [Contender(name, self._writer(name), exact, like) for name, exact, like in found]
 
     def close(self) -> None:
-        """Let it end."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -135,7 +132,6 @@ class Peers:
 
 
 def main() -> int:
-    """Answer until the questions end."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not come between the answers
     hosted: dict[str, Contender] = {}

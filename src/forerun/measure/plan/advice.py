@@ -42,8 +42,6 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A model on a machine, and where its figures come from."""
-
     machine: str
     model: str
     source: str  # command, date, commit, conditions
@@ -97,7 +95,6 @@ def _between(sizes: Sequence[int], values: Sequence[float], size: float) -> floa
 
 
 def built_in(gpu: str, model: str) -> Profile:
-    """The figures that come with the package."""
     if (gpu, model) not in BUILT_IN:
         known = ", ".join(f"--gpu {g} --model {m}" for g, m in BUILT_IN)
         raise InvalidInput(
@@ -133,7 +130,6 @@ def read_profile(file: Path) -> Profile:
 
 
 def points_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
-    """The rows of a batch sweep as points."""
     if not all("prompt_tokens" in row for row in rows):
         raise InvalidInput("the batch sweep does not say how long its prompts were; measure it again")
     return tuple(_point(row) for row in rows)
@@ -180,8 +176,6 @@ STEPS = 24  # numbers of replicas that are tried from the first guess on
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is to be served, and how well."""
-
     rate: float  # requests a second, of all replicas
     prompt: int  # tokens
     answer: int
@@ -204,8 +198,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One drafter: what it takes to serve the load."""
-
     setup: str
     batch: int  # sequences at once that serve it best
     replicas: Range
@@ -240,7 +232,6 @@ def plan(profile: Profile, load: Load) -> list[Choice]:
 
 
 def choose(profile: Profile, setup: str, load: Load) -> Choice:
-    """The replicas that this drafter wants."""
     error = profile.error(setup)
     batch = best_batch(profile, setup, load)
     counts, worst = [], None
@@ -321,8 +312,6 @@ class _Running:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run."""
-
     seconds: float = 0.0  # until the last answer was there
     tokens: int = 0
     sequence_rounds: float = 0.0
@@ -349,7 +338,6 @@ class Outcome:
 
 
 def poisson(rate: float, count: int, prompt: int, answer: int, seed: int = 0) -> list[Ask]:
-    """So many requests at random times."""
     dice, now, asks = random.Random(seed), 0.0, list[Ask]()
     for _ in range(count):
         asks.append(Ask(now, prompt, answer))
@@ -358,8 +346,6 @@ def poisson(rate: float, count: int, prompt: int, answer: int, seed: int = 0) ->
 
 
 class _Times:
-    """The profile of one drafter, looked up once for every batch size."""
-
     def __init__(self, profile: Profile, setup: str, batch: int, slower: float) -> None:
         sizes = range(1, batch + 1)
         self.gained = [0.0, *(profile.tokens_per_round(setup, size) for size in sizes)]

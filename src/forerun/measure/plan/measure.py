@@ -25,7 +25,6 @@ PER_PLACE = 2  # texts for each place in a batch
 
 
 def setups_for(llm: LLM) -> dict[str, Setup]:
-    """Plain, and the default drafter as the controller has it."""
     name = llm.engine.default_drafter
     return {PLAIN: Setup("none"), f"{name}, adaptive": Setup(name)}
 
@@ -62,7 +61,6 @@ def measure(llm: LLM, *, batches: Sequence[int] = (1, 2, 4, 8), max_tokens: int 
 
 
 def _mean(*same: Point) -> Point:
-    """Several measurements of one point as one."""
     return replace(
         same[0],
         decode_seconds=fmean(point.decode_seconds for point in same),
@@ -73,7 +71,6 @@ def _mean(*same: Point) -> Point:
 
 
 def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
-    """Prompts of all tasks of the default suite, as tokens."""
     items = load_suite(None)
     chosen = [items[i * len(items) // count] for i in range(min(count, len(items)))]
     return [tuple(llm.tokenizer.chat_ids(list(item.messages), True)) for item in chosen]

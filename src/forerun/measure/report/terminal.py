@@ -131,5 +131,4 @@ def _cost_table(curve: Mapping[str, float]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Two decimals, or a dash for what is not known."""
     return "-" if value is None else f"{value:.2f}"

@@ -59,8 +59,6 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; `cross` is None in the encoder."""
-
     attention: Attention
     cross: Attention | None
     feed_forward: FeedForward

@@ -36,8 +36,6 @@ from forerun.models.slots import UnpagedTarget
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The nodes of one sequence in a pass: rows `first` to `end`."""
-
     first: int
     end: int
     cache: SequenceCache

@@ -92,8 +92,6 @@ _UNREAD = re.compile(
 
 
 class Reader:
-    """Named weights of one model, read one by one."""
-
     def __init__(
         self,
         weights: Mapping[str, Tensor],

@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: how the model is built, its weights, and its tokenizer."""
-
     name: str  # what the user asked for
     path: Path
     config: dict[str, Any]  # Hugging Face style

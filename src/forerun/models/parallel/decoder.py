@@ -42,8 +42,6 @@ Job = tuple["Future[None]", Callable[[], None]]
 
 
 class PassThread:
-    """Runs one piece of work after another."""
-
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         Thread(target=_serve, args=(self._jobs,), name="forerun-passes", daemon=True).start()
@@ -92,8 +90,6 @@ Copies = Sequence[tuple[int, int]]  # slots, as (from, to), read before any of t
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass, and what comes before it."""
-
     slots: int  # that the KV cache must have by now
     copies: Sequence[Copies]  # in order
     tokens: Sequence[int]
@@ -117,7 +113,6 @@ class PassPlan:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> PassPlan:
-        """What `to_numbers` wrote."""
         rest = iter(numbers)
         slots, scored, ends = _take(rest, 3)
         copies = [_pairs(_take(rest, 2 * next(rest))) for _ in range(next(rest))]
@@ -142,8 +137,6 @@ def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class ParallelDecoder(Decoder):
-    """The layers of one rank. `group` must be set before the first pass."""
-
     group: Group
 
     def __init__(

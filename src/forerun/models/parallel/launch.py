@@ -41,8 +41,6 @@ NOTICE = 1.0  # seconds until the end of a process is known, after it has broken
 
 
 class Worker:
-    """One other rank's process, and what it has said."""
-
     def __init__(self, rank: int, size: int, job: dict[str, Any]) -> None:
         self._name = f"rank {rank} of {size}"
         ours = str(Path(__file__).parents[3])
@@ -224,7 +222,6 @@ def load(job: dict[str, Any]) -> ParallelFollower:
 
 
 def main() -> None:
-    """Compute passes; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer

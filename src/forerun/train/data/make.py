@@ -44,8 +44,6 @@ _LEAST_ANSWER = 32  # tokens left for the answer to a prompt made of passages
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Progress of a run."""
-
     stage: str  # "prompts", "wrapped" or "answers"
     done: int
     total: int
@@ -164,7 +162,6 @@ def write_prompts(
 
 
 def _read_kept(kept: Path) -> list[Prompt]:
-    """The prompts of an interrupted run; none if it had not written them."""
     if not kept.is_file():
         return []
     try:
@@ -208,7 +205,6 @@ def _next_step(options: DataOptions) -> str:
 
 
 def _wrapped(options: DataOptions, tokenizer: Chats, report: Report) -> list[Prompt]:
-    """Prompts made of the answers of earlier runs."""
     if not options.passages:
         return []
     limit = min(options.max_prompt, options.max_length - _LEAST_ANSWER)

@@ -42,8 +42,6 @@ _EVASIVE = re.compile(  # answers about the assistant itself hold nothing to ask
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """An answer, and the conversation that led to it."""
-
     text: str
     length: int  # tokens
     asked: tuple[dict[str, str], ...]  # messages; the last one is the user's
@@ -145,8 +143,6 @@ _NAMED = re.compile(r"\b(?:def|function|class|func|fn)\s+([A-Za-z_]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A prompt made of passages."""
-
     kind: str
     prompt: Prompt
     length: int  # tokens, chat template included
@@ -195,7 +191,6 @@ class Wrapper:
                         break
 
     def _goal(self, short: bool) -> int:
-        """How long a prompt should be."""
         if short or self.limit <= _SHORT:
             return min(self._random.randint(_SHORT // 3, _SHORT), self.limit)
         return self._random.randint(min(_SHORT + FRAME, self.limit), self.limit)

@@ -169,7 +169,6 @@ class Survival:
         return bool(self._places)
 
     def loss(self) -> Tensor:
-        """The weighted mean over all positions."""
         chances = torch.zeros(len(self._places), self.rows, device=self._losses[0].device)
         for level, (places, overlaps) in enumerate(zip(self._places, self._overlaps, strict=True)):
             chances[level, places] = FLOOR + (1 - FLOOR) * overlaps
@@ -189,8 +188,6 @@ def survival_weights(chances: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A prediction of one token further ahead."""
-
     rows: Tensor  # [B, T, D], ready for the LM head; [N, D] of the rows named in `at`
     shift: int
     weight: float = 1.0
@@ -205,8 +202,6 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A head measured on held-back text."""
-
     tokens_per_round: float  # a chain, simulated
     tree_tokens_per_round: float  # any of the likeliest `RANKS` at every level
     rates: tuple[tuple[float, ...], ...]  # [levels][ranks]

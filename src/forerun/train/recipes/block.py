@@ -36,8 +36,6 @@ _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few 
 
 
 class BlockRecipe(WithTargetHead):
-    """A block drafter learning from a frozen target."""
-
     _module: BlockModule
 
     def __init__(
@@ -147,8 +145,6 @@ def block_config(
 
 
 class BlockLayer(HeadLayer):
-    """One layer of a block drafter."""
-
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, config.width, partial(nn.Linear, bias=False))
         self.config = config

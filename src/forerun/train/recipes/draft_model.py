@@ -72,7 +72,6 @@ class DraftModelRecipe:
 
 
 def write_model(folder: Path, net: CausalNet, config: Mapping[str, Any]) -> None:
-    """A network as a Hugging Face folder."""
     values = {**config, "num_hidden_layers": len(net.layers), "dtype": "bfloat16"}
     if "layer_types" in values:  # plain families have one type
         values["layer_types"] = ["full_attention"] * len(net.layers)

@@ -40,8 +40,6 @@ SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
 class EagleRecipe(WithTargetHead):
-    """An EAGLE head learning from a frozen target."""
-
     _module: EagleModule
 
     def __init__(
@@ -143,8 +141,6 @@ class Norm(nn.RMSNorm):
 
 
 class HeadLayer(nn.Module):
-    """Matrices of a layer, named as files name them, and what comes after its attention."""
-
     def __init__(self, config: HeadShape, into: int, linear: Callable[[int, int], nn.Linear]) -> None:
         super().__init__()
         width, inner = config.width, config.inner
@@ -339,8 +335,6 @@ class MtpModule(nn.Module):
 
 
 class MtpRecipe(EagleRecipe):
-    """A multi-token-prediction layer learning from a frozen target."""
-
     def __init__(
         self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary, sizes: Sizes
     ) -> None:

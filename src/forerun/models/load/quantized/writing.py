@@ -82,8 +82,6 @@ class Rounder:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A file that will be written: which weights, and the places of their tensors."""
-
     weights: list[str]
     tensors: dict[str, Tensor]  # on the device "meta"
 
