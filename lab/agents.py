@@ -49,14 +49,12 @@ Contender = Callable[[int], Sequence[Completion]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
     share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
 
 def measure(run: Run) -> Document:
-    """One of the parts."""
     parts: dict[str, Callable[[Run], Document]] = {
         "prediction": prediction, "structure": structure, "schemas": schemas, "thinking": thinking, "server": server,
     }  # fmt: skip
@@ -194,7 +192,6 @@ def server(run: Run) -> Document:
 
 @contextmanager
 def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
-    """A server as `forerun serve` starts it, on a free port."""
     from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.settings import ServerSettings
 

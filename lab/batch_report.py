@@ -18,15 +18,13 @@ from typing import Any
 
 from forerun.core.errors import InvalidInput
 from forerun.measure.bench.batches import PLAIN
-from forerun.measure.report.plots import load_pyplot
+from lab.plots import load_pyplot
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RivalRow:
-    """One batch size."""
-
     batch: int
     plain: float | None  # tokens/s
     head: float | None
@@ -35,7 +33,6 @@ class RivalRow:
 
 
 def read_rival(file: Path) -> list[RivalRow]:
-    """The rows of such a file, by batch size."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         rows = [_row(one) for one in found]
@@ -64,7 +61,6 @@ def _rate(value: Any) -> float | None:
 
 
 def show_batches(batches: Mapping[str, Any], file: Path | None, title: str) -> None:
-    """The table, and the plot where a file is named."""
     rival = [RivalRow(**row) for row in batches["rival"]]
     if file is not None and batches["rows"]:
         draw(batches["rows"], file, title, rival)
@@ -72,7 +68,6 @@ def show_batches(batches: Mapping[str, Any], file: Path | None, title: str) -> N
 
 
 def say_row(row: Row) -> None:
-    """One row, while others are still measured."""
     print(
         f"batch {row['batch']:>3} {row['setup']:>16}: {row['tokens_per_s']:8.1f} tokens/s, "
         f"{row['x_plain']:.2f}x plain, "

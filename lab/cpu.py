@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from forerun.build.engine import choose_drafter
 from forerun.cli.bench import words
+from forerun.control.cost import CONTEXT, STRIDE, CostModel
+from forerun.control.cost import SIZES as PASS_SIZES
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
@@ -40,16 +44,121 @@ from forerun.measure.bench.settings import (
     Settings,
     parse_setups,
 )
+from forerun.measure.bench.stats import Spread
 from forerun.measure.bench.suites import TASKS, load_suite
-from forerun.measure.machine import METHODS, bandwidth, cores, is_busy, load_average
+from forerun.measure.machine import SIZE, cores, is_busy, load_average, rate, weight_bytes
 from forerun.measure.memory import resident
+from forerun.measure.peers.llama_cpp import load_model
 from forerun.measure.peers.process import PeerProcess
-from forerun.measure.quality import measure_modes
+from forerun.measure.quality import MODES, load_mode
 from forerun.measure.report import terminal
-from forerun.measure.report.plots import plot
+from forerun.measure.report.tables import figure_table, print_table
+from forerun.measure.report.terminal import number, ratio, wide_console
 from forerun.models.load import checkpoint as loading
 from lab.batch_report import read_rival, say_row, show_batches
+from lab.plots import plot
 from lab.runner import Document, Run, picture, share
+
+if TYPE_CHECKING:
+    from forerun.core.params import Dtype
+
+
+_WIDTH = 4096
+METHODS = "the best of a copy (bytes read and written), a sum and a matrix by a vector (bytes read), 128 MiB float32"
+
+
+def bandwidth(repeats: int = 5) -> dict[str, float]:
+    source = torch.ones(SIZE // 4 // _WIDTH, _WIDTH)
+    into, vector = torch.empty_like(source), torch.ones(_WIDTH)
+    found = {
+        "copy": rate(lambda: into.copy_(source), 2 * SIZE, repeats),
+        "sum": rate(source.sum, SIZE, repeats),
+        "matrix_by_vector": rate(lambda: torch.mv(source, vector), SIZE, repeats),
+    }
+    return {**found, "best": max(found.values())}
+
+
+def measure_modes(model: str, gb_per_second: float, names: Sequence[Dtype] = MODES) -> dict[str, Any]:
+    """t(n) of every format, the bytes a plain pass reads, and the share of the memory bandwidth that this is."""
+    found: dict[str, Any] = {}
+    for name in names:
+        mode = load_mode(loading.open_checkpoint(model), name)
+        if mode.target is None:
+            found[mode.name] = {"t": None, "why_not": mode.why_not}
+            continue
+        cost, read = CostModel.measure(mode.target), weight_bytes(mode.target)
+        share = None if read is None else round(read / cost.pass_seconds(1) / 1e9 / gb_per_second, 3)
+        curve = {str(size): round(seconds, 6) for size, seconds in cost.seconds.items()}
+        found[mode.name] = {"t": curve, "weight_bytes": read, "bandwidth_share": share}
+    return found
+
+
+def llama_cpp_seconds(
+    file: str | Path, threads: int, sizes: Sequence[int] | None = None, repeats: int = 3
+) -> dict[int, float]:
+    """t(n) of llama.cpp, as ours is measured: n tokens behind a short context, logits of every row, best of a few."""
+    sizes = sizes or PASS_SIZES
+    model = load_model(file, CONTEXT + max(sizes) + 1, threads, all_logits=True)
+    vocabulary = model.n_vocab()
+    fastest = dict.fromkeys(sizes, float("inf"))
+    model.eval([1] * CONTEXT)
+    for repeat in range(repeats + 1):
+        for size in sizes:
+            model.n_tokens = CONTEXT  # what is beyond is dropped by the next call
+            started = perf_counter()
+            model.eval([(1 + STRIDE * i) % vocabulary for i in range(size)])
+            if repeat:  # the first round warms up
+                fastest[size] = min(fastest[size], perf_counter() - started)
+    model.close()
+    return fastest
+
+
+def show_modes(result: Mapping[str, Any]) -> None:
+    """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
+    console = wide_console()
+    if LLAMA_CPP in result["by_task_vs_peers"]:
+        print_table(console, _peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
+    if "modes" in result:
+        print_table(console, _mode_table(result["modes"]))
+        for name, found in result["modes"].items():
+            if found["t"] is None:
+                console.print(f"{name} left out: {found['why_not']}")
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in result["bandwidth"]["gb_per_s"].items())
+        console.print(f"Memory bandwidth in GB/s: {rates}.")
+        held = result["memory"]
+        console.print(
+            f"A fresh process holds {held['above_torch_mb']:.0f} MB above the interpreter and torch once it has "
+            f"written a text, {held['model_mb']:.0f} of them beyond imported code ({held['dtype']})."
+        )
+    wanted = (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"best_vs_{LLAMA_CPP}")
+    for name in (*wanted, f"worst_drafter_vs_{PLAIN}", f"worst_task_vs_{PLAIN}"):
+        console.print(f"{name}: {_named_ratio(result, name)}")
+
+
+def _named_ratio(result: Mapping[str, Any], name: str) -> str:
+    """A ratio of the document by its name, with its interval where that is known."""
+    value = result["ratios"].get(name)
+    low, high = result["intervals"].get(name) or (None, None)
+    return "-" if value is None else str(Spread(value, low, high))
+
+
+def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
+    """Our loop, plain and with every drafter, against a peer's plain one."""
+    table = figure_table(f"By task: x {base} (95% interval)", "", *columns)
+    for task in next(iter(columns.values())):
+        table.add_row(task, *(ratio(column[task]) for column in columns.values()))
+    return table
+
+
+def _mode_table(modes: Mapping[str, Any]) -> Table:
+    curves = {name: found["t"] for name, found in modes.items() if found["t"]}
+    sizes = list(next(iter(curves.values()), {}))
+    table = figure_table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
+    for name, curve in curves.items():
+        share = modes[name].get("bandwidth_share")
+        table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
+    return table
+
 
 _LLAMA_CPP = "forerun.measure.peers.llama_cpp"
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
@@ -59,7 +168,6 @@ LEAST_TEXTS = 8  # of a batch size
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add, defaults = parser.add_argument, Settings()
     share(parser, model=defaults.model, dtype=defaults.dtype, draft_model=None, suite=None, threads=None)
     share(parser, drafters="auto,ngram", tasks=None, limit=None, max_tokens=None, repeats=None, batches=None)
@@ -110,12 +218,10 @@ def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str
 
 
 def fixed_setup(flags: argparse.Namespace) -> DrafterSetup:
-    """The contender that always drafts the whole budget."""
     return DrafterSetup("ngram_fixed", "ngram", max(1, flags.budget or FIXED_NODES))
 
 
 def peers_of(flags: argparse.Namespace) -> tuple[str, ...]:
-    """Those that were not left out on the command line."""
     found: tuple[str, ...] = () if flags.skip_transformers else (TRANSFORMERS, LOOKUP)
     return found if flags.skip_llama_cpp else (*found, LLAMA_CPP, *LLAMA_CPP_LOOKUPS)
 
@@ -146,7 +252,7 @@ def llama_cpp_curve(file: Path, threads: int) -> dict[str, Any]:
     """t(n) of llama.cpp, measured in a process of its own; null and the reason where it crashes."""
     try:
         with PeerProcess() as process:
-            curve = process.call(f"{_LLAMA_CPP}:pass_seconds", file=str(file), threads=threads)
+            curve = process.call("lab.cpu:llama_cpp_seconds", file=str(file), threads=threads)
     except ContenderLost as lost:
         return {"t": None, "why_not": str(lost)}
     return {"t": {size: round(spent, 6) for size, spent in curve.items()}}
@@ -221,7 +327,6 @@ def measure_batches(settings: Settings, flags: argparse.Namespace) -> dict[str, 
 
 
 def measure(run: Run) -> Document:
-    """Everything, as one document."""
     flags = run.flags
     rival = [] if flags.vllm is None else read_rival(flags.vllm)
     warn_if_busy(flags.require_idle)
@@ -243,12 +348,11 @@ def measure(run: Run) -> Document:
 
 
 def show(result: Document, flags: argparse.Namespace) -> None:
-    """Tables, and plots where they were asked for."""
     facts = result["conditions"]
     title = f"{facts['model']}, {facts['cpu']}, {facts['date'][:10]}, commit {facts['commit']}"
     if (file := picture(flags.plot)) is not None:
         plot(result, file)
     terminal.show(result)
-    terminal.show_modes(result)
+    show_modes(result)
     if "batches" in result:
         show_batches(result["batches"], picture(flags.batch_plot), title)

@@ -87,8 +87,6 @@ def read_texts(file: Path) -> list[Text]:
 
 
 class Timed:
-    """Seconds by part, of calls that are wrapped."""
-
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
@@ -103,7 +101,6 @@ class Timed:
         return timed
 
     def watch(self, engine: Engine) -> None:
-        """Time the parts of its rounds from now on."""
         for owner, call, part in (
             (engine.controller, "plan", "plan"),
             (engine.controller, "observe", "observe"),
@@ -172,7 +169,6 @@ def measure_rounds(engine: Engine, texts: Sequence[Text], batch: int, rounds: in
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     share(parser, batches="32,64", drafters=f"none,ngram,suffix,{HEAD},{NGRAM_HEAD}")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--copied", type=float, default=0.2, help="share of the answers that is copied")
@@ -181,7 +177,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(run: Run) -> Document:
-    """Every drafter at every batch size."""
     given, rows = run.flags, list[dict[str, Any]]()
     texts = read_texts(given.texts) if given.texts else made_texts(64, given.copied)
     speeds = None if given.at_once else h200(host=0.0, host_row=0.0)

@@ -108,7 +108,6 @@ class Run:
         return document
 
     def say(self, line: str) -> None:
-        """Progress, with the seconds since the start."""
         print(f"{perf_counter() - self.started:6.1f} s  {line}", file=sys.stderr, flush=True)
 
 
@@ -135,7 +134,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """The command line of one command."""
     command = import_module(COMMANDS[name][0])
     summary = (command.__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m lab {name}", description=summary)
@@ -149,7 +147,6 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Where to draw, its folder made."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     return file

@@ -26,7 +26,7 @@ from forerun.api.llm import LLM
 from forerun.cli.bench import words
 from forerun.core import registry
 from forerun.measure.bench.alternate import in_turn
-from forerun.models.load.locate import find_model
+from forerun.models.load.catalog import find_model
 from lab.runner import Document, Run, share
 
 PEER = "transformers"
@@ -45,8 +45,6 @@ Translate = Callable[[Sequence[Source]], tuple[list[list[int]], int]]
 
 @dataclass(slots=True)
 class Tally:
-    """What one contender did."""
-
     seconds: list[float] = field(default_factory=list)  # by call
     tokens: int = 0
     rounds: int = 0  # of every sentence
@@ -63,7 +61,6 @@ class Tally:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     parser.add_argument("model", help="an encoder-decoder: a known name or a folder")
     parser.add_argument("--sentences", type=Path, help="a sentence per line, or JSON lines with `turns`")
     parser.add_argument("--count", type=int, default=200)
@@ -179,7 +176,6 @@ def peer_contender(model: str, max_tokens: int) -> Translate:
 
 
 def show(document: Document, flags: argparse.Namespace) -> None:
-    """A line for each contender."""
     print(f"{'':16}{'tokens/s':>10}{'per round':>11}{'speed-up':>10}{'median':>8}{'equal':>12}")
     for name, figures in document["translate"].items():
         ratio = document["speedup"][name]

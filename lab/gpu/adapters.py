@@ -42,7 +42,6 @@ Asked = tuple[int, str | None]  # which prompt, which adapter
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     share(parser, device="cuda", max_tokens=96, repeats=3)
     add("--shape", choices=[*SHAPES], default="8b")

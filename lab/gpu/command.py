@@ -22,7 +22,6 @@ from forerun.cli.bench import words
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Needs, TreeBatch
 from forerun.measure.bench.batches import SIZES, parse_batches
-from forerun.measure.report.plots import load_pyplot
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
@@ -33,8 +32,9 @@ from lab.batch_report import read_rival, show_batches
 from lab.gpu.rounds import measure_long_context, measure_rounds, seconds_of
 from lab.gpu.stand_ins import RandomWeights
 from lab.gpu.texts import measure_texts
-from lab.inflate.loading import OWN
+from lab.inflate.heads import OWN
 from lab.inflate.model import PRESETS, Shape
+from lab.plots import load_pyplot
 from lab.runner import Document, Run, picture, share
 
 SHAPES = {"135m": (Shape(576, 30, 9, 3, 64, 1536), 49152), "1b": (PRESETS["1b"], 49152), "8b": (PRESETS["8b"], 128256)}
@@ -54,7 +54,6 @@ def copy_rate() -> float:
 
 
 def random_target(name: str, kind: WeightKind) -> CudaDecoder:
-    """A target of one shape with random weights."""
     shape, vocab_size = SHAPES[name]
     weights = RandomWeights(shape, vocab_size, name == "135m", "cuda")
     config = DecoderConfig.from_hf(weights.config)
@@ -134,7 +133,6 @@ def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int 
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     add("--shapes", default="135m,1b,8b", help="shapes to time passes of; empty = none")
     add("--weights", default="plain", help="kinds of weights: plain, int8, fp8, w4")
@@ -161,14 +159,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(flags: argparse.Namespace) -> None:
-    """What --quick implies."""
     flags.max_tokens = flags.max_tokens or (64 if flags.quick else 96)
     flags.skip_transformers = flags.skip_transformers or flags.quick
     flags.skip_random_trees = flags.skip_random_trees or flags.quick
 
 
 def measure(run: Run) -> Document:
-    """Passes of every shape, then texts."""
     flags = run.flags
     # a mistake there shows before minutes are spent
     rival = [] if flags.vllm is None else read_rival(flags.vllm)

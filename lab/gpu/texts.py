@@ -29,8 +29,7 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.testing import FakeSeq
 from lab.batch_report import say_row
 from lab.gpu.rounds import make_drafter
-from lab.inflate.heads import inflate_head
-from lab.inflate.loading import INFLATED, OWN, load_inflated
+from lab.inflate.heads import INFLATED, OWN, inflate_head, load_inflated
 from lab.inflate.model import PRESETS
 from lab.peers.transformers_gpu import time_transformers
 

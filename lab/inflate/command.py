@@ -17,7 +17,6 @@ from lab.runner import share
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     parser.add_argument("shape", help="1b or 8b")
     parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     share(parser, model="smollm2")
@@ -25,7 +24,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def work(flags: argparse.Namespace) -> int:
-    """Write the model, or the head that is named."""
     wanted = find_shape(flags.shape)
     if flags.head is not None:
         found = open_head(flags.head)

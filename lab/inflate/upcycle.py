@@ -30,7 +30,6 @@ _EVEN = 0.05  # of the mean spread: directions that rows hardly use are not blow
 
 
 def upcycled_config(config: Mapping[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-    """The config.json of the mixture."""
     if DecoderConfig.from_hf(config).family != "llama" or config.get("mlp_bias"):
         raise UnsupportedModel("only Llama models without biases can be upcycled")
     if not 1 <= per_token <= experts:

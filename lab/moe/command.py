@@ -23,8 +23,19 @@ from forerun.drafters.device.plan import FORMS
 from forerun.measure.bench.suites import load_suite
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from lab.inflate.model import PRESETS
-from lab.moe.passes import NODES, Passes, Text, chance, measure_passes
-from lab.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
+from lab.moe.passes import (
+    ADAPTIVE,
+    BUDGETS,
+    NODES,
+    Passes,
+    Rate,
+    Text,
+    best_budget,
+    chance,
+    measure_passes,
+    measure_rates,
+    pays_up_to,
+)
 from lab.moe.twins import Place, llm_of, make_mixture, make_twin
 from lab.runner import Document, Run, share
 
@@ -33,7 +44,6 @@ MIXTURE, TWIN = "mixture", "dense twin"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     share(parser, model="smollm2", device="cpu")
     add("--experts", type=int, default=8)
@@ -47,7 +57,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(run: Run) -> Document:
-    """The mixture, then its twin."""
     flags = run.flags
     if flags.device == "cpu":
         torch.set_num_threads(1)
@@ -102,7 +111,6 @@ def _answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
 
 
 def show_passes(passes: dict[str, Passes], experts: int, per_token: int) -> None:
-    """A line for each number of nodes."""
     mixture, twin = passes["mixture"], passes["dense twin"]
     print(f"{'nodes':>5} {'woken':>6} {'chance':>7} {'mixture ms':>11} {'x':>5} {'dense ms':>9} {'x':>5}")
     for size in NODES:
@@ -115,7 +123,6 @@ def show_passes(passes: dict[str, Passes], experts: int, per_token: int) -> None
 
 
 def show_rates(name: str, rates: dict[int, Rate], same: bool) -> None:
-    """A line for each budget."""
     plain = rates[0].per_second
     print(f"{name}: budget, tokens per round, tokens per second, times plain")
     for budget, rate in rates.items():
@@ -127,7 +134,6 @@ def show_rates(name: str, rates: dict[int, Rate], same: bool) -> None:
 
 
 def document(passes: dict[str, Passes], rates: dict[str, tuple[dict[int, Rate], bool]]) -> Document:
-    """Everything as JSON."""
     found: Document = {"equal": all(same for _, same in rates.values())}
     for name, one in passes.items():
         settings, same = rates[name]

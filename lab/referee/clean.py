@@ -31,7 +31,7 @@ from forerun.referee.report import as_document
 from forerun.referee.suite import Budget, Court, chosen_checks, run_suite
 from forerun.referee.tables import FAR, Contexts, Floats, Ints, Pair, Rules, make_pair
 from forerun.referee.targets import ForerunTarget
-from lab.referee.document import framed, slim
+from lab.referee.command import framed, slim
 
 DRAFTERS = {"ngram": "", "draft_model": "draft", "eagle3": "eagle3", "suffix": "", "recycling": ""}
 TEXTS, BATCHES, PAIRS, BLOCK = 42, 2, 300, 50  # of a simulated law; of two samples; runs with the same tables
@@ -122,7 +122,6 @@ def _bugs(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def alarms() -> float:
-    """The false alarms that one check may give."""
     return FALSE_ALARMS / sum(each.bets for each in chosen_checks())
 
 

@@ -27,8 +27,7 @@ from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model
 from forerun.measure.report.tables import figure_table
 from lab.runner import Document, Run, picture, share
-from lab.serve.host_time import host_figures, read_host
-from lab.serve.load import Load, Target, figures, over_off, plot, send_all
+from lab.serve.load import Load, Target, figures, host_figures, over_off, plot, read_host, send_all
 from lab.serve.stream_client import Endpoint
 
 MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}
@@ -38,7 +37,6 @@ Body = dict[str, Any]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     share(parser, model="smollm2", clients="", suite=None, max_tokens=48, repeats=1, seed=0, plot=None)
     add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
@@ -126,14 +124,12 @@ async def measure_server(flags: argparse.Namespace, endpoint: Endpoint) -> Docum
 
 
 def pick_modes(words: str) -> dict[str, Any]:
-    """Modes by name."""
     if unknown := [word for word in words.split(",") if word not in MODES]:
         raise InvalidInput(f"unknown mode {unknown[0]!r}; use {', '.join(MODES)}")
     return {mode: MODES[mode] for mode in words.split(",")}
 
 
 def plans(flags: argparse.Namespace, alone_seconds: float) -> list[Load]:
-    """The loads that the flags ask for."""
     rates = [float(word) for word in flags.loads.split(",") if word]
     clients = [int(word) for word in flags.clients.split(",") if word]
     return [
@@ -161,7 +157,6 @@ async def _knows_modes(endpoint: Endpoint, body: Body) -> bool:
 
 
 def show(document: Document, flags: argparse.Namespace) -> None:
-    """A table for a person."""
     if (file := picture(flags.plot)) is not None:
         plot(document, file)
     figures = ["requests/s", "good/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "lost", "unequal"]
@@ -179,5 +174,4 @@ def show(document: Document, flags: argparse.Namespace) -> None:
 
 
 def _name(row: dict[str, Any]) -> str:
-    """A load in words."""
     return f"{row['load']:g}x" if row["clients"] is None else f"{row['clients']} clients"

@@ -33,7 +33,6 @@ def work(flags: argparse.Namespace) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     add("model", nargs="?", default="smollm2", help="whose tokenizer and chat template are used")
     add("--max-num-seqs", type=int, default=64)

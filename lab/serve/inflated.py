@@ -18,7 +18,7 @@ from forerun.server.backends.base import Backend
 from forerun.server.backends.start import Loader
 from forerun.server.run import address_of, bind, serve
 from forerun.server.settings import Front, ServerSettings
-from lab.inflate.loading import load_ready
+from lab.inflate.heads import load_ready
 from lab.inflate.model import PRESETS
 
 
@@ -43,7 +43,6 @@ def serve_for_bench(name: str, flags: argparse.Namespace, loader: Loader) -> int
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add = parser.add_argument
     add("model", nargs="?", default="smollm2", help="the small model")
     add("--shape", default="8b", choices=[*PRESETS], help="what it is to cost")
@@ -55,7 +54,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """What servers for benchmarks have in common."""
     parser.add_argument("--port", type=int, default=8000)
     says = "answer HTTP beside the engine's process, or on a thread of it"
     parser.add_argument("--front", default="process", choices=get_args(Front), help=says)

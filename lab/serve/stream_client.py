@@ -37,8 +37,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to ask, and as which model."""
-
     base: str
     model: str
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 Passes take t(rows), rounded up to the sizes that passes have there, and end in the order in which they were launched;
 the verdict waits for the end. The next pass can be launched before the last one is read, as on a GPU. What goes into a
-pass beside trees is decided by the code that decides it there (forerun.models.cuda.chunks). With a SimulatedClock the
+pass beside trees is decided by the code that decides it there (forerun.models.cuda.chunks). With a counted clock the
 host's work is counted too, and hidden while the device is busy; with a WallClock only the host's work is real.
 What the target says comes from texts that are known, or is drawn.
 """
@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 
 from forerun.core.clock import WALL
-from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
-from forerun.drafters.device.plan import form_of
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.models.base import ON_CPU, ON_GPU, Abilities, SharedWeights
 from forerun.models.cuda.plan import MAX_ROWS, beside_trees, least_rows, rows_beside
 from forerun.models.slots import UnpagedTarget
 from forerun.verify.greedy import greedy_verdict
-from lab.simulate.speeds import Speeds, draw_accepted
+from lab.simulate.speeds import Speeds
 
-WORDS = 1009  # of the vocabulary of drawn texts
 NEVER_COMES = 0  # what the target would say behind a draft that is wrong
 
 
@@ -40,22 +38,6 @@ class Clock(Protocol):
         """The host works for so long."""
 
     def wait_until(self, when: float) -> None: ...
-
-
-@dataclass(slots=True)
-class SimulatedClock:
-    """Seconds, as far as they were counted."""
-
-    seconds: float = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def spend(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def wait_until(self, when: float) -> None:
-        self.seconds = max(self.seconds, when)
 
 
 class WallClock:
@@ -77,8 +59,6 @@ class WallClock:
 
 
 class Answers(Protocol):
-    """What a target says."""
-
     vocab_size: int
 
     def start(self, seq: Seq) -> None:
@@ -91,8 +71,6 @@ class Answers(Protocol):
 
 
 class KnownAnswers:
-    """Greedy texts by prompt."""
-
     def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
         self.texts, self.vocab_size = texts, vocab_size
         self._known: dict[int, Sequence[int]] = {}
@@ -109,7 +87,6 @@ class KnownAnswers:
         return Verdict.of([()] * len(seqs), [self._after(seq, 0) for seq in seqs], trees.device)
 
     def after(self, seq: Seq, count: int) -> list[int]:
-        """What the text of a sequence says next."""
         return [self._after(seq, depth) for depth in range(count)]
 
     def forget(self, seq: Seq) -> None:
@@ -118,46 +95,6 @@ class KnownAnswers:
     def _after(self, seq: Seq, depth: int) -> int:
         known, place = self._known[seq.id], len(seq.tokens) + depth
         return known[place] if place < len(known) else NEVER_COMES
-
-
-@dataclass(slots=True)
-class DrawnAnswers:
-    """Some word at every place, and how many tokens of a grown tree are accepted is drawn."""
-
-    rate: float = 0.7  # how likely the head's likeliest token is right
-    vocab_size: int = WORDS
-
-    def start(self, seq: Seq) -> None:
-        """Nothing is known of a text."""
-
-    def forget(self, seq: Seq) -> None:
-        """Nothing was known."""
-
-    def verdict(self, seqs: Sequence[Seq], trees: TreeBatch, starting: Collection[int]) -> Verdict:
-        form = trees.form
-        if form is None and not trees.is_plain():
-            return walked(seqs, trees, self.word)
-        if form is None:
-            return Verdict.of([()] * len(seqs), [self.word(seq, 0) for seq in seqs], trees.device)
-        parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
-        tokens, paths, bonus = list[int](), list[range](), list[int]()
-        for seq in seqs:
-            count = 0 if seq.id in starting else self.accepted(seq, form)
-            right = [self.word(seq, depth) for depth in range(count)]
-            tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
-            paths.append(range(1, count + 1))
-            bonus.append(self.word(seq, count))
-        trees.note_host(tokens, parents * len(seqs))
-        return Verdict.of(paths, bonus, trees.device)
-
-    def word(self, seq: Seq, depth: int) -> int:
-        """What the text says, so many tokens further."""
-        return 1 + (seq.id * 7919 + (len(seq.tokens) + depth) * 104729) % (WORDS - 1)
-
-    def accepted(self, seq: Seq, form: TreeForm) -> int:
-        """Tokens that a grown tree has right."""
-        draw = lambda level: _chance(seq.id, len(seq.tokens) + level)  # noqa: E731
-        return draw_accepted(form_of(form), self.rate, form.depth, draw)
 
 
 @dataclass(slots=True)
@@ -193,11 +130,9 @@ class SimulatedDevice(UnpagedTarget):
         return None
 
     def busy_for(self, seconds: float) -> None:
-        """More work in the device's stream."""
         self._free_at = max(self.clock.seconds, self._free_at) + seconds
 
     def finish(self) -> None:
-        """Wait until the device has done all that was launched."""
         self.clock.wait_until(self._free_at)
 
     def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
@@ -210,7 +145,6 @@ class SimulatedDevice(UnpagedTarget):
         return read, Scores(None, seconds=lambda: taken)
 
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
-        """Prompts share the pass."""
         began = WALL()
         self.host_works(len(seqs))
         fresh, starting = list[list[int]](), set[int]()
@@ -288,11 +222,3 @@ def walked(seqs: Sequence[Seq], trees: TreeBatch, says: Callable[[Seq, int], int
             right.append(here and right[shape.parents[node]])
         said += [says(seq, shape.depths[node]) if ok else NEVER_COMES for node, ok in enumerate(right)]
     return greedy_verdict(trees, Greedy(argmax=said))
-
-
-def _chance(seq_id: int, position: int) -> float:
-    """A number below 1 for every position of every text, always the same."""
-    mixed = (seq_id * 1_000_003 + position * 7_368_787 + 12_345) & 0xFFFFFFFF
-    for _ in range(2):
-        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    return (mixed ^ (mixed >> 16)) / 2**32

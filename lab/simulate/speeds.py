@@ -53,8 +53,6 @@ def draw_accepted(form: Form, rate: float, most: int, draw: Callable[[int], floa
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a device and its host take."""
-
     passes: Mapping[int, float]  # rows -> seconds
     level: float = 1.1e-4  # of a draft, at batch 1
     slope: float = 0.03  # of that, more for each further sequence
@@ -79,11 +77,9 @@ class Speeds:
         return self.passes[low] * (1 - share) + self.passes[high] * share
 
     def curve(self) -> dict[int, float]:
-        """t(rows) as it is measured at load."""
         return {rows: self._of_size(rows) for rows in ROW_SIZES}
 
     def of_reading(self, rows: int) -> float:
-        """The head's reading of prompts."""
         whole, rest = divmod(rows, MAX_ROWS)
         padded = whole * MAX_ROWS + (round_up(rest, PASSES) if rest else 0)
         return self.prompt_pass * (whole + (rest > 0)) + self.prompt_row * padded
@@ -93,7 +89,6 @@ class Speeds:
 
 
 def h200(**other: float) -> Speeds:
-    """An 8B on one H200."""
     return Speeds({rows: ms / 1e3 for rows, ms in H200_8B.items()}, **other)
 
 

@@ -32,27 +32,24 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.base import Parts
 from forerun.measure.bench.alternate import Prompt
-from forerun.measure.bench.run import prompt_ids
-from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.run import RunLog, prompt_ids
 from forerun.measure.bench.settings import Cell, Settings
 from forerun.measure.bench.suites import TASKS, Item, load_suite
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
-from lab.inflate.loading import INFLATED, OWN
+from lab.inflate.heads import INFLATED, OWN
 from lab.inflate.model import PRESETS
 from lab.runner import Document, Run, picture, share
-from lab.spec.document import document_of
 from lab.spec.load import Builder, Shape, load_llm
 from lab.spec.measure import Limits, Session
 from lab.spec.methods import Given, Method, every_method, find_method, given_heads
-from lab.spec.table import draw, lines_of
+from lab.spec.table import document_of, draw, lines_of
 
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
     add, defaults = parser.add_argument, Settings()
     share(parser, model=defaults.model, device=None, suite="builtin", tasks="", limit=2, max_tokens=128)
     share(parser, repeats=1, seed=0, dtype=defaults.dtype, threads=None, plot=None)
@@ -103,7 +100,6 @@ def items_of(flags: argparse.Namespace) -> list[Item]:
 
 
 def measure(run: Run) -> Document:
-    """Load, build, measure; the document is saved as it grows."""
     flags = run.flags
     if flags.show is not None:
         found: Document = json.loads(flags.show.read_text(encoding="utf-8"))
@@ -114,7 +110,6 @@ def measure(run: Run) -> Document:
 
 
 def measure_all(run: Run, items: Sequence[Item], folder: Path) -> Document:
-    """Every prompt by every method."""
     flags, checkpoint = run.flags, loading.open_checkpoint(run.flags.model)
     given = Given(given_heads(words(flags.heads), checkpoint), words(flags.draft_models), flags.layers)
     named = words(flags.methods)
@@ -141,7 +136,6 @@ def measure_all(run: Run, items: Sequence[Item], folder: Path) -> Document:
 
 
 def prompts_of(llm: LLM, items: Sequence[Item], flags: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    """Prompts as tokens, and the ids of those that are too long."""
     found = [Prompt(item.id, item.task, prompt_ids(llm, list(item.messages))) for item in items]
     fitting = [one for one in found if len(one.ids) + flags.max_tokens <= llm.engine.max_length]
     if not fitting:
@@ -150,7 +144,6 @@ def prompts_of(llm: LLM, items: Sequence[Item], flags: argparse.Namespace) -> tu
 
 
 def auto_of(checkpoint: Checkpoint, llm: LLM, flags: argparse.Namespace) -> str:
-    """The method that is the default on this device."""
     if flags.shape == OWN:
         return llm.engine.default_drafter
     chosen, target = choose_drafter(SpeculativeConfig(), checkpoint, flags.device), llm.engine.target
@@ -161,7 +154,6 @@ def auto_of(checkpoint: Checkpoint, llm: LLM, flags: argparse.Namespace) -> str:
 
 
 def conditions_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The settings, before anything is loaded."""
     return {
         "model": Path(flags.model).name, "device": flags.device, "suite": Path(flags.suite).stem, "seed": flags.seed,
         "shape": "its own shape" if flags.shape == OWN else f"{flags.shape} shape, {INFLATED}",

@@ -31,8 +31,7 @@ from forerun.measure.machine import cores
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from lab.inflate.heads import inflate_folder
-from lab.inflate.loading import OWN, load_inflated
+from lab.inflate.heads import OWN, inflate_folder, load_inflated
 from lab.inflate.model import find_shape
 from lab.spec.methods import Method, parameters_in, parameters_of, training_minutes
 
@@ -42,8 +41,6 @@ _SEQUENCES = 4  # of full length that the KV cache of an inflated target holds
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the target is loaded."""
-
     preset: str = OWN  # or a shape to inflate it to
     device: str = "cpu"
     context: int = 4096  # tokens of a sequence

@@ -27,7 +27,7 @@ from forerun.measure.bench.alternate import (
     noting,
 )
 from forerun.measure.bench.contenders import is_comparable, own_contender
-from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from lab.spec.load import brief_error, warnings_into
 from lab.spec.methods import Method
@@ -47,8 +47,6 @@ class Limits:
 
 @dataclass(slots=True)
 class Session:
-    """All runs of a table so far."""
-
     llm: LLM
     settings: Settings
     cells: Sequence[Cell]
@@ -89,12 +87,10 @@ class Session:
             save()
 
     def contenders_of(self, cell: Cell) -> list[Contender]:
-        """Those that wrote something in a cell, plain first."""
         wrote = {run.contender for run in self.runs[cell]}
         return [one for one in self._contenders(cell) if one.name in wrote]
 
     def paired(self, cell: Cell) -> list[Run]:
-        """The runs whose prompt was written plainly too."""
         plain = {run.key[1:] for run in self.runs[cell] if run.contender == PLAIN}
         return [run for run in self.runs[cell] if run.key[1:] in plain]
 
@@ -161,7 +157,6 @@ class Session:
         return run
 
     def _is_over(self, name: str) -> bool:
-        """Has a method used up its share of time?"""
         most, spent = self.limits.per_method, self.spent.get(name, 0.0)
         if most is None or spent <= most:
             return False

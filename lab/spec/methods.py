@@ -45,8 +45,6 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What drafters may run."""
-
     heads: tuple[HeadFolder, ...] = ()
     draft_models: tuple[str, ...] = ()  # smallest first
     layers: str | None = None  # a plan for layer_skip
@@ -130,7 +128,6 @@ def find_method(text: str, given: Given) -> Method:
 
 
 def parameters_in(folder: Path) -> int:
-    """Parameters of a head, from the headers of its files."""
     count = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -141,7 +138,6 @@ def parameters_in(folder: Path) -> int:
 
 
 def parameters_of(checkpoint: Checkpoint) -> int:
-    """Parameters of a second model."""
     return sum(_product(checkpoint.weights.shape(name)) for name in checkpoint.weights)
 
 

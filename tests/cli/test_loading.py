@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from forerun.build.memory_limit import without_collector
 from forerun.cli.loading import short_name
-from forerun.models.load.collector import without_collector
 
 
 def test_what_was_loaded_is_left_out_of_later_collections() -> None:

@@ -16,7 +16,7 @@ from forerun.cli import flags, loading
 from forerun.cli.loading import unused_flag
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.plan.profile import Point, Profile
+from forerun.measure.plan.advice import Point, Profile
 from tests.cli.conftest import Run
 from tests.cli.test_errors import only_line
 
@@ -56,7 +56,7 @@ def _never(*given: Any, **more: Any) -> None:
 def test_a_file_that_cannot_be_written_is_said_before_the_work(
     forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], flag: str
 ) -> None:
-    monkeypatch.setattr("forerun.models.load.locate.find_model", lambda name: None)
+    monkeypatch.setattr("forerun.models.load.catalog.find_model", lambda name: None)
     assert "is a folder; name a file in it" in only_line(forerun(*words, flag, str(tmp_path)))
     lost = str(tmp_path / "none" / "x.json")
     assert f"{flag} '{lost}': there is no folder" in only_line(forerun(*words, flag, lost))
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(
 def test_a_folder_that_cannot_be_made_is_said_before_the_work(
     forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    monkeypatch.setattr("forerun.models.load.locate.find_model", lambda name: None)
+    monkeypatch.setattr("forerun.models.load.catalog.find_model", lambda name: None)
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         said = only_line(forerun(*words, "--out", str(out)))

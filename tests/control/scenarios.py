@@ -33,12 +33,12 @@ from forerun.drafters.device.plan import form_of
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
-from lab.simulate.device import SimulatedClock
 from lab.simulate.speeds import Speeds, level_rate
 from tests.control.lookup_texts import COPYING, RECORDED
 from tests.control.simulate.lookup import H200, HostSeconds, LookupSimulation
 from tests.control.simulate.native_run import ARM, X86, Host, RunSimulation
 from tests.control.simulate.predictable import Make, Simulation, TextKind
+from tests.simulate.device import SimulatedClock
 from tests.simulate.head import SimulatedHead
 from tests.simulate.load import SimulatedServer, asks
 from tests.simulate.recorded import OTHER, PASSES, NoisyDevice, RecordedAnswers, RecordedText

@@ -30,9 +30,9 @@ from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 def make_material(folder: Path) -> Path:
     """Everything that tests.damaged.formats names."""
     from forerun.drafters.heads.block_head import write_block
+    from forerun.drafters.heads.eagle import write_mtp
     from forerun.drafters.heads.eagle_head import write_head
     from forerun.drafters.heads.medusa import write_heads
-    from forerun.drafters.heads.mtp import write_mtp
     from tests.models.tiny_gguf import write_tiny
 
     for family in ("llama", "qwen2_moe", "gemma3_text", "phi3"):

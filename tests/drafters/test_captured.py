@@ -10,11 +10,9 @@ import torch
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget
 from forerun.drafters.heads.base import UNMEASURED, Meter
-from forerun.drafters.heads.block import DFlashDrafter
+from forerun.drafters.heads.block import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, DFlashDrafter, GraphRunner
 from forerun.drafters.heads.block_head import BlockHead, BlockKind
-from forerun.drafters.heads.block_runner import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, GraphRunner
-from forerun.drafters.heads.hydra import WIDTHS, HydraDrafter
-from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter
+from forerun.drafters.heads.medusa import WIDTHS, Family, HeadSet, HydraDrafter, MedusaDrafter
 from forerun.models.cuda import graphs as captured
 from forerun.testing import FakeSeq, TableLM
 from tests.drafters.rounds import as_lists, observe_prompts

@@ -11,7 +11,7 @@ import pytest
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Budget
 from forerun.drafters.lookup.suffix import SuffixDrafter
-from forerun.drafters.lookup.suffix_corpus import BREAK, DEPTH, Corpus, order_places, read_documents, write_corpus
+from forerun.drafters.lookup.suffix_index import DEPTH, DOCUMENT_END, Corpus, order_places, read_documents, write_corpus
 from forerun.testing import FakeSeq, check_drafter
 
 VOCAB = 6
@@ -99,7 +99,7 @@ def test_files_that_are_no_corpus_are_refused(tmp_path: Path) -> None:
         write_corpus(path, [[1, 99]], VOCAB, "")
     with pytest.raises(InvalidInput, match="no text"):
         write_corpus(path, [[]], VOCAB, "")
-    assert BREAK > 1 << 31
+    assert DOCUMENT_END > 1 << 31
 
 
 def test_documents_of_files(tmp_path: Path) -> None:

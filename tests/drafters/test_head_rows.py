@@ -23,8 +23,7 @@ from forerun.drafters.heads.base import (
     observe_rows,
 )
 from forerun.drafters.heads.eagle_head import HeadCache
-from forerun.drafters.heads.hydra import HydraDrafter
-from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
+from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from tests.drafters.rounds import observe_prompts

@@ -12,8 +12,15 @@ import torch
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Budget
 from forerun.drafters.heads.growth import best_tree
-from forerun.drafters.heads.hydra import HydraDrafter, HydraSteps
-from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
+from forerun.drafters.heads.medusa import (
+    Family,
+    HeadSet,
+    HydraDrafter,
+    HydraSteps,
+    MedusaDrafter,
+    read_heads,
+    write_heads,
+)
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.medusa import HeadsModule
 from forerun.train.recipes.scaling import Sizes, fold

@@ -13,9 +13,9 @@ from forerun.build.engine import choose_drafter, make_engine
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
+from forerun.drafters.heads.eagle import MtpHead, load_mtp, read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import read_config, write_config
-from forerun.drafters.heads.mtp import MtpHead, load_mtp, read_mtp, write_mtp
 from forerun.engine.driver import Driver
 from forerun.heads import open_head
 from forerun.models.config import DecoderConfig

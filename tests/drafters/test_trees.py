@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.heads.growth import TreeBuilder, best_count, pays_to_deepen
+from forerun.drafters.heads.growth import TreeBuilder, best_count, worth_deepening
 
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6
@@ -61,10 +61,10 @@ def test_a_steep_price_means_no_draft_and_a_flat_one_all_of_it() -> None:
 
 def test_a_level_must_pay_for_its_drafting_and_its_places() -> None:
     price = tuple(1.0 + 0.3 * n for n in range(9))
-    assert pays_to_deepen([0.9], 1, price, 0.3)
-    assert not pays_to_deepen([0.9], 1, price, 0.6)
-    assert not pays_to_deepen([0.3], 1, price, 0.0)
-    assert pays_to_deepen([0.5, 0.45], 1, price, 0.2)  # together, not each
-    assert not pays_to_deepen([0.5], 1, price, 0.2)
+    assert worth_deepening([0.9], 1, price, 0.3)
+    assert not worth_deepening([0.9], 1, price, 0.6)
+    assert not worth_deepening([0.3], 1, price, 0.0)
+    assert worth_deepening([0.5, 0.45], 1, price, 0.2)  # together, not each
+    assert not worth_deepening([0.5], 1, price, 0.2)
     leap = (1.0, 2.9, 3.0, 3.1, 3.2, 3.3)
-    assert pays_to_deepen([0.9], 0, leap, 0.1)  # dear at first, cheap behind
+    assert worth_deepening([0.9], 0, leap, 0.1)  # dear at first, cheap behind

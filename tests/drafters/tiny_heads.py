@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.core import registry
 from forerun.drafters.heads import block_head as block_files
-from forerun.drafters.heads import mtp
+from forerun.drafters.heads import eagle as mtp
 from forerun.drafters.heads.block_head import BlockConfig, BlockKind, write_block
 from forerun.drafters.heads.eagle_head import EagleConfig, Kind, expected_shapes, write_head
 from forerun.drafters.heads.formats import DraftVocabulary

@@ -10,8 +10,7 @@ from torch import Tensor
 from forerun.core.params import SamplingParams
 from forerun.core.types import Needs, PlainSeq, Request, Scores, TreeBatch
 from forerun.engine.routing import DrafterPool
-from forerun.models.encoder_decoder.layers import NativeLinear
-from forerun.models.encoder_decoder.screen import ScreenedHead
+from forerun.models.encoder_decoder.layers import NativeLinear, ScreenedHead
 from forerun.models.native import library as native
 from forerun.verify.warp import warp
 from tests.encoder_decoder.test_target import engine_for, write

@@ -16,8 +16,7 @@ from forerun.core.request import LawRules
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
-from forerun.models.encoder_decoder.decoder import SequenceCache
-from forerun.models.encoder_decoder.target import EncoderDecoder
+from forerun.models.encoder_decoder.target import EncoderDecoder, SequenceCache
 from forerun.models.native import library as native
 from forerun.testing import check_target
 from forerun.testing.faults import Fault

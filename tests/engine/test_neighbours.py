@@ -16,7 +16,7 @@ from forerun.core.errors import CannotSample, InvalidInput
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Draws, Request, TreeBatch
 from forerun.engine.engine import Engine
-from forerun.engine.tree_check import check_trees
+from forerun.engine.routing import check_trees
 from forerun.testing import FakeSeq, ScriptedDrafter, TableLM
 from tests.exactness.harness import Letters, run
 from tests.test_llm import make as make_llm

@@ -12,7 +12,7 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Scores, TreeBatch
-from forerun.engine.clock import PARTS, RoundClock
+from forerun.engine.stats import PARTS, RoundClock
 from forerun.testing import TableLM
 
 

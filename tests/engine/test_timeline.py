@@ -13,12 +13,11 @@ from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Greedy, Request, Scores, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device.protocol import Unread
-from forerun.engine.clock import RoundClock
 from forerun.engine.engine import Engine
 from forerun.engine.round import Change, LaunchedRound, Timeline, rows_of, seats_behind, with_starters
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
-from forerun.engine.stats import EngineStats
+from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import ON_GPU
 from lab.host import make
 

@@ -12,8 +12,7 @@ from forerun.build.engine import make_engine
 from forerun.core.errors import InvalidInput
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.engine.clock import PARTS
-from forerun.engine.stats import TRACKS, traced
+from forerun.engine.stats import PARTS, TRACKS, traced
 from forerun.testing import TableLM
 
 

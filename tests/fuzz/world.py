@@ -30,12 +30,10 @@ from forerun.drafters.device.model import ModelDraft, over_model
 from forerun.drafters.device.plan import DraftMenu, bucket_of
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
-from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, MtpDrafter, MtpHead
 from forerun.drafters.heads.eagle_head import EagleHead
 from forerun.drafters.heads.formats import DraftVocabulary
-from forerun.drafters.heads.hydra import HydraDrafter
-from forerun.drafters.heads.medusa import HeadSet, MedusaDrafter
-from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
+from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.engine.engine import Engine

@@ -12,9 +12,8 @@ from forerun.core.types import Scores, TreeBatch, Verdict
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.head import make_net
-from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter, MtpDrafter, MtpHead
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, Kind
-from forerun.drafters.heads.mtp import MtpDrafter, MtpHead
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind

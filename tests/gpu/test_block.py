@@ -8,9 +8,8 @@ import pytest
 from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Verdict
-from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.heads.block import BlockRunner, DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.heads.block_head import BlockKind, write_block
-from forerun.drafters.heads.block_runner import BlockRunner
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq

@@ -16,7 +16,7 @@ from forerun.models.cuda import pool
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips, WeightKind, pack_strips
-from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
+from forerun.models.load.quantized.layouts import in_bytes, in_four_bits
 from forerun.testing import FakeSeq, path_to, random_tree
 from tests.gpu.test_bits import WIDTHS
 from tests.gpu.tiny import VOCAB, make_reference, make_target, need_cuda, weights_of

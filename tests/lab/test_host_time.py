@@ -6,7 +6,7 @@ import httpx
 
 from lab.runner import parse
 from lab.serve.emulated import load, texts_of
-from lab.serve.host_time import PARTS, host_figures, read_host
+from lab.serve.load import PARTS, host_figures, read_host
 from lab.serve.stream_client import Endpoint
 from tests.server.conftest import Running
 

@@ -10,11 +10,17 @@ from forerun.core.errors import UnsupportedModel
 from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.block import DFlashDrafter
 from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block, write_block
-from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, EagleDrafter
+from forerun.drafters.heads.eagle import (
+    Eagle2Drafter,
+    Eagle3Drafter,
+    EagleDrafter,
+    MtpDrafter,
+    MtpHead,
+    read_mtp,
+    write_mtp,
+)
 from forerun.drafters.heads.eagle_head import EagleHead, Kind, read_head, write_head
-from forerun.drafters.heads.hydra import HydraDrafter
-from forerun.drafters.heads.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
-from forerun.drafters.heads.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
+from forerun.drafters.heads.medusa import Family, HeadSet, HydraDrafter, MedusaDrafter, read_heads, write_heads
 from forerun.testing import FakeSeq
 from lab.inflate.heads import inflate_block, inflate_folder, inflate_head, inflate_heads
 from lab.inflate.model import Shape

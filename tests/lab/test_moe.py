@@ -12,8 +12,18 @@ from forerun.core.types import Budget
 from forerun.models.load.checkpoint import open_checkpoint
 from lab.inflate.model import PRESETS, Shape
 from lab.moe.command import document, show_passes, show_rates
-from lab.moe.passes import NODES, Passes, Text, measure_passes
-from lab.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
+from lab.moe.passes import (
+    ADAPTIVE,
+    BUDGETS,
+    NODES,
+    Passes,
+    Rate,
+    Text,
+    best_budget,
+    measure_passes,
+    measure_rates,
+    pays_up_to,
+)
 from lab.moe.twins import Place, llm_of, make_mixture, make_twin
 from tests.models.tiny_checkpoints import score_chain
 from tests.models.tiny_gguf import VOCAB, write_tiny

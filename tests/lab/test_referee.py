@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.referee.planted import BUGS
-from lab.referee import clean, command, document
+from lab.referee import clean, command
 from lab.referee.engines import ENGINES
 from lab.runner import main, parse
 from tools.docs_figures import documents
@@ -21,14 +21,14 @@ ENGINE_RUNS = [name for name in documents() if name.startswith("referee-") and n
 @pytest.mark.parametrize("name", [*ENGINE_RUNS, *WRONG])
 def test_the_tables_of_a_document_are_those_of_its_reports(name: str) -> None:
     found = documents()[name]
-    made = (clean if name in WRONG else document).tables(found["raw_samples"])
+    made = (clean if name in WRONG else command).tables(found["raw_samples"])
     assert json.loads(json.dumps(made)) == found["tables"]
 
 
 def test_negative_control_another_verdict_changes_the_tables() -> None:
     raw = deepcopy(documents()["referee-forerun-cpu"]["raw_samples"])
     raw[0]["report"]["checks"][0]["status"] = "fail"
-    assert document.tables(raw) != documents()["referee-forerun-cpu"]["tables"]
+    assert command.tables(raw) != documents()["referee-forerun-cpu"]["tables"]
 
 
 def test_a_thousand_simulated_and_twenty_real_clean_runs_and_no_bug_missed_in_twenty_seeds() -> None:

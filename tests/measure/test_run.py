@@ -19,7 +19,7 @@ from forerun.measure.bench.alternate import Contender, Run, Written
 from forerun.measure.bench.compare import SCHEMA, read_result
 from forerun.measure.bench.contenders import Recorder
 from forerun.measure.bench.figures import pieces
-from forerun.measure.bench.run_log import RunLog
+from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings, parse_setups
 from forerun.measure.report.html import render
 from tests.measure.conftest import Letters, table_llm

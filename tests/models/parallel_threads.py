@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import DecoderConfig
-from forerun.models.parallel.decoder import ParallelFollower, ParallelTarget
+from forerun.models.parallel.decoder import ParallelFollower, ParallelTarget, PassPlan
 from forerun.models.parallel.group import Group
-from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part
 
 CPU = torch.device("cpu")

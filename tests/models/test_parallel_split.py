@@ -11,8 +11,8 @@ from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
+from forerun.models.parallel.decoder import PassPlan
 from forerun.models.parallel.group import PLAN, Group
-from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, check_split, config_of
 from forerun.testing import FakeSeq, check_target
 from tests.models.parallel_threads import connect, parallel_target

@@ -25,7 +25,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quantized import writing
-from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
+from forerun.models.load.quantized.layouts import in_bytes, in_four_bits
 from forerun.models.load.quantized.scheme import describe
 from forerun.models.load.quantized.writing import Rounding, write_rounded
 from forerun.models.load.weights import SafetensorsWeights

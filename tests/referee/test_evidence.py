@@ -13,8 +13,8 @@ from forerun.referee.evidence import (
     Drawn,
     Evidence,
     TwoSamples,
+    smallest_found,
     tempered,
-    tokens_to_find,
     towards_draft,
     usual_bettors,
 )
@@ -100,7 +100,8 @@ def test_the_stated_power_holds(pair: Pair) -> None:
         moved = distance / (1 - drawn.laws.max(-1, keepdims=True))
         return np.asarray((1 - moved) * drawn.laws + moved * best)
 
-    rng, stated, found = np.random.default_rng(6), tokens_to_find(distance, FALSE_ALARMS / 13), 0
+    rng, found = np.random.default_rng(6), 0
+    stated = math.ceil((smallest_found(1, FALSE_ALARMS / 13) / distance) ** 2)
     for _ in range(10):
         evidence = Evidence()
         for _ in range(math.ceil(stated / 250)):

@@ -27,7 +27,7 @@ def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None
     others = {*children_of(os.getpid())}
     server, thread, url = start_process(Loader(LOAD_LLM, given), ServerSettings(("tiny",), restart=True))
     (engine,) = {*children_of(os.getpid())} - others
-    (rank,) = children_of(engine, "forerun.models.parallel.worker")
+    (rank,) = children_of(engine, "forerun.models.parallel.launch")
     body = {"prompt": "abc abc abc", "max_tokens": 8, "temperature": 0}
     before = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"]
     os.kill(rank, signal.SIGKILL)
@@ -41,7 +41,7 @@ def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"] == before
     assert not is_there(engine)
     (another,) = {*children_of(os.getpid())} - others
-    (rank,) = children_of(another, "forerun.models.parallel.worker")
+    (rank,) = children_of(another, "forerun.models.parallel.launch")
     server.should_exit = True
     thread.join(20)
     until = time.monotonic() + 60

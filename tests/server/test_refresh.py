@@ -19,8 +19,7 @@ from forerun import LLM
 from forerun.api.async_llm import AsyncLLM
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput
-from forerun.heads import BOX
-from forerun.heads.versions import HeadVersions
+from forerun.heads import BOX, HeadVersions
 from forerun.server.backends.base import Backend
 from forerun.server.backends.process import ProcessBackend
 from forerun.server.backends.start import LOAD_LLM, EngineProcess, Loader

@@ -21,8 +21,9 @@ from forerun.control.cost import CostModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.engine import Engine
-from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
+from lab.simulate.device import SimulatedDevice
 from lab.simulate.speeds import Speeds, h200
+from tests.simulate.device import DrawnAnswers, SimulatedClock
 from tests.simulate.head import SimulatedHead
 
 HEAD = "head"

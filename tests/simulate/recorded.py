@@ -28,8 +28,9 @@ from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.heads import BOX
-from lab.simulate.device import DrawnAnswers, SimulatedClock, SimulatedDevice
+from lab.simulate.device import SimulatedDevice
 from lab.simulate.speeds import Speeds
+from tests.simulate.device import DrawnAnswers, SimulatedClock
 from tests.simulate.head import SimulatedHead
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)

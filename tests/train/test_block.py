@@ -12,9 +12,8 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Needs, Verdict
-from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.heads.block import BlockSteps, DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.heads.block_head import read_block, write_block
-from forerun.drafters.heads.block_runner import BlockSteps
 from forerun.drafters.heads.formats import read_config, write_config
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
@@ -22,9 +21,8 @@ from forerun.testing import FakeSeq
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
 from forerun.train.options import Method
-from forerun.train.recipes.base import loss_of, shifted
+from forerun.train.recipes.base import loss_of, shifted, survival_weights
 from forerun.train.recipes.block import BlockRecipe, attend_blocks, choose_anchors
-from forerun.train.recipes.losses import survival_weights
 from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher

@@ -9,8 +9,14 @@ import torch
 
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Verdict
-from forerun.drafters.heads.block import DFlashDrafter, load_block
-from forerun.drafters.heads.block_runner import BlockCandidates, BlockSteps, GraphRunner, candidates_of
+from forerun.drafters.heads.block import (
+    BlockCandidates,
+    BlockSteps,
+    DFlashDrafter,
+    GraphRunner,
+    candidates_of,
+    load_block,
+)
 from forerun.drafters.model.draft_law import DraftLaw
 from forerun.models.cuda.graphs import Replays
 from forerun.models.load.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import write_shards
 from forerun.train.data.corpus import Batches, Corpus, Text, hash_of, write_shard
 from forerun.train.data.prompts import Novelty, read_prompts
-from forerun.train.simulate import RANKS, fit_calibration, summarise
+from forerun.train.loop import RANKS, fit_calibration, summarise
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
-from forerun.train.recipes.base import learnt_rows, read_teacher
-from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.base import LawLoss, learnt_rows, read_teacher
 
 
 def plainly(loss: LawLoss, rows: Tensor, head: Tensor, truth: Tensor, truth_head: Tensor, weights: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.native.target import NativeDecoder
 from forerun.testing import TableLM
+from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Corpus
 from forerun.train.data.folder import keep_settings, other_targets
 from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for
 from forerun.train.data.prompts import around_user_turn, read_prompts
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
-from forerun.train.provenance import write_provenance
 
 
 class Words:

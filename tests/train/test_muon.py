@@ -12,8 +12,7 @@ from forerun.core.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.checkpoint import main as pack
 from forerun.train.checkpoint import read_checkpoint
-from forerun.train.loop import Progress
-from forerun.train.muon import MOMENT, Muon, orthogonal
+from forerun.train.loop import MOMENT, Muon, Progress, orthogonal
 from forerun.train.run import train
 from tests.train.test_recipes import options_for
 

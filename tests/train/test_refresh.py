@@ -15,7 +15,7 @@ from forerun import LLM
 from forerun.cli.app import app
 from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.medusa import read_heads
-from forerun.heads.versions import HeadVersions
+from forerun.heads import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.server.refresh import Recorder
 from forerun.train.options import Method

@@ -15,10 +15,10 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.heads.formats import read_tensors
 from forerun.drafters.heads.medusa import read_heads
-from forerun.drafters.heads.mtp import read_mtp
 from forerun.engine.driver import Driver
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batches, Corpus

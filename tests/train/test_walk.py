@@ -17,10 +17,9 @@ from forerun.core.types import Request
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.curves import main as draw_curves
 from forerun.train.data.corpus import Corpus, Text, write_shard
-from forerun.train.loop import Progress
+from forerun.train.loop import CHAIN, RANKS, Progress, walk, walk_rows
 from forerun.train.options import Method
 from forerun.train.run import train
-from forerun.train.simulate import CHAIN, RANKS, walk, walk_rows
 from forerun.train.teacher import load_teacher
 from tests.train.test_recipes import lending, options_for
 from tests.train.test_start import begun

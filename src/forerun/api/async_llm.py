@@ -15,7 +15,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from os import PathLike
 from threading import Thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.api.calls import Call, Calls
@@ -84,9 +83,7 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _answer(self, call: Callable[[], Call]) -> Completion | list[Completion] | list[list[Completion]]:

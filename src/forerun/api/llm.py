@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from forerun.api.calls import Call, Calls
@@ -59,9 +58,7 @@ class LLM(Calls[Completion, list[Completion], list[list[Completion]], Stream]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -228,7 +228,6 @@ def refuse_missing_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) 
 
 
 def needs_head(drafter: str) -> bool:
-    """Does this drafter run a trained head?"""
     return registry.drafters.spec(drafter).needs == "head"
 
 

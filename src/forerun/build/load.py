@@ -229,7 +229,6 @@ def explain_weights(model: str) -> str:
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration given, or one of the single settings."""
     single = {key: value for key, value in options.items() if key not in (*_DRAFTING, "config")}
     known = [field.name for field in fields(EngineConfig)]
     for key in single:

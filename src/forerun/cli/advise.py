@@ -30,9 +30,8 @@ from forerun.cli.show import table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
-from forerun.measure.plan.advice import Choice, Load, Range
+from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
 from forerun.measure.plan.advice import plan as make_plan
-from forerun.measure.plan.profile import PLAIN, Profile, built_in, read_profile
 from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[
@@ -104,7 +103,6 @@ def _batches(check: bool, sizes: str) -> tuple[int, ...]:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    """Predicted speed-ups, a column for each batch size."""
     title = "Predicted speed-up by batch size (95% interval; 1.00 alone: nothing would be drafted)"
     table = figure_table(title, "", *found["by_batch"])
     for name in found["by_batch"]["1"]:
@@ -205,7 +203,6 @@ def plan(
 def _profile(
     gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int, kv_dtype: str
 ) -> Profile:
-    """The one source that was named."""
     if sum((gpu is not None, file is not None, measured)) != 1:
         raise InvalidInput("say where times come from: --gpu h200 --model 8b, --file FILE, or --measure")
     if gpu is not None:

@@ -145,7 +145,6 @@ def _forerun(
 
 
 def main() -> None:
-    """Run the command line and exit."""
     try:
         if _named() not in (None, *_WITHOUT_TORCH) and "--help" not in sys.argv:
             check_limit()

@@ -127,7 +127,6 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, flag: str) -> tuple[float, ...]:
-    """Numbers by comma."""
     try:
         found = tuple(float(word) for word in words(text))
     except ValueError:
@@ -198,7 +197,6 @@ def measure_formats(
     skip_memory: bool,
     kv_dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Everything, as one document."""
     import torch
 
     from forerun.measure.machine import cores, machine_facts

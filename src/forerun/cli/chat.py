@@ -251,7 +251,6 @@ class Conversation:
         return bool(asked)
 
     def statistics(self) -> str:
-        """Everything that was answered, prompts and answers apart."""
         done, rounds = self.done, sum(written.rounds for written in self.done)
         if not rounds:
             return "nothing was answered yet"
@@ -378,7 +377,6 @@ def next_line(text: str) -> str:
 
 
 def unquoted(text: str) -> str:
-    """A message without the quotes around its lines."""
     inner = text.strip()
     if not inner.startswith(_QUOTES):
         return text

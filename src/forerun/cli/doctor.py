@@ -45,8 +45,6 @@ HANDY = ("gguf", "prompt_toolkit")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
-
     about: str
     found: str
     ok: bool = True
@@ -69,7 +67,6 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """All findings: machine, libraries, model, kernels, drafters."""
     yield Finding("forerun", __version__)
     yield Finding("machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}")
     yield Finding("python", platform.python_version())
@@ -138,7 +135,6 @@ def _default_model() -> Finding:
 
 
 def _drafters() -> Iterator[Finding]:
-    """Which drafters work as they are, and what the others need."""
     boxed = heads_in_the_box()
     ready, wanting = [], dict[str, list[str]]()
     for spec in registry.drafters.specs():
@@ -164,7 +160,6 @@ def _defaults() -> Iterator[Finding]:
 
 
 def _weights(model: str) -> Finding:
-    """The format of a checkpoint's weights, and how this machine would hold them."""
     try:
         return Finding("weights", import_module("forerun.build.load").explain_weights(model), needed=False)
     except Exception as error:  # a format that cannot be read, or no such model, is the finding
@@ -178,7 +173,6 @@ def _cache() -> Finding:
 
 
 def _kv_cache() -> Finding:
-    """How much memory texts may take by default."""
     try:
         torch, budget = import_module("torch"), import_module("forerun.models.kv_budget")
     except Exception as error:  # torch does not load
@@ -229,7 +223,6 @@ def _why_these(isa: str, paths: Mapping[str, bool]) -> str:
 
 
 def _cpu() -> str:
-    """The processor's name."""
     commands = (["lscpu"], ["sysctl", "machdep.cpu.brand_string"])  # Linux; macOS
     for command in [command for command in commands if shutil.which(command[0])]:
         answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -236,7 +236,7 @@ def build(
     check_model(model)
     check_file("--out", out)
     with Console(stderr=True).status("indexing"):
-        from forerun.drafters.lookup.suffix_corpus import read_documents, write_corpus
+        from forerun.drafters.lookup.suffix_index import read_documents, write_corpus
         from forerun.models.load.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(model)

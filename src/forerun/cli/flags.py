@@ -142,8 +142,6 @@ _DEFAULTS_IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that the flags give, checked."""
-
     model: str
     sampling: SamplingParams
     speculative: SpeculativeConfig
@@ -205,7 +203,6 @@ def with_flags(
 
 
 def spelt(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -260,8 +257,6 @@ def in_chat(message: str) -> str:
 
 
 def _with_flags(message: str, known: Collection[str]) -> str:
-    """The message, with these flags in place of the settings that they set."""
-
     def named(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'")
         flag = spelt(name)

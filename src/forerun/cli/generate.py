@@ -68,7 +68,6 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file or standard input."""
     if file is not None and prompt is not None:
         raise InvalidInput(f"two prompts were given, {prompt!r} and --file {file}; give one of them")
     if prompt is not None and prompt.startswith("@"):
@@ -141,8 +140,6 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One prompt, written both ways."""
-
     plain: Written
     drafted: Written
 

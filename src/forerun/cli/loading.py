@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun.build.memory_limit import without_collector
 from forerun.cli.flags import check_file, check_folder, spelt
 from forerun.core import registry
 from forerun.core.errors import UnknownName
-from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
     from forerun.api.llm import LLM
@@ -46,7 +46,7 @@ class ModelCommand(TyperCommand):
 
 def check_model(name: str) -> None:
     """Raise where there is no such model; torch is not needed to know."""
-    from forerun.models.load.locate import find_model
+    from forerun.models.load.catalog import find_model
 
     find_model(name)
 
@@ -112,8 +112,6 @@ def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:
 
 
 class _Progress(logging.Handler):
-    """Hands on what the library says of its progress."""
-
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
         self._show = show

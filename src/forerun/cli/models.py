@@ -28,8 +28,6 @@ models = typer.Typer(invoke_without_command=True)
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model that --model takes by this name."""
-
     name: str
     size: int | None  # bytes
     licence: str | None
@@ -88,8 +86,6 @@ def path(name: Annotated[str, typer.Argument(help="A known model's name.")]) -> 
 
 
 class Format(StrEnum):
-    """What `quantize` rounds to."""
-
     fp8 = "fp8"
     int8 = "int8"
     w4 = "w4"
@@ -157,7 +153,6 @@ def _show_quality(found: Mapping[str, Any], to: str) -> None:
 
 
 def in_units(size: int | None) -> str:
-    """Bytes in MB or GB."""
     if size is None:
         return "-"
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
@@ -176,7 +171,6 @@ def _known() -> Iterator[Listed]:
 
 
 def _files() -> Iterator[Listed]:
-    """Other files in the cache, put there by the user."""
     known = {model.path for model in known_models()}
     for file in sorted((cache_folder() / "models").glob("*.gguf")):
         if file not in known:

@@ -15,7 +15,7 @@ import typer
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
 from forerun.core.errors import InvalidInput
-from forerun.heads.versions import HeadVersions
+from forerun.heads import HeadVersions
 from forerun.server.cluster.settings import ClusterSettings
 from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys
 
@@ -137,14 +137,12 @@ def _adapters(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def _one_of(model: str | None, named: str | None) -> str:
-    """The model, by the argument or by --model."""
     if model is not None and named is not None:
         raise InvalidInput(f"two models were given, {model!r} and --model {named}; give one of them")
     return named or model or DEFAULT_MODEL
 
 
 def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:
-    """Take the port, load the model, answer."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.run import address_of, bind

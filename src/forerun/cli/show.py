@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.cells import cell_len
@@ -93,11 +92,9 @@ class Screen:
         sys.stdout.flush()
 
     def say(self, line: str, style: str = "dim") -> None:
-        """A line that is not part of the text."""
         self._lines.print(Text(line, style=style))
 
     def close(self, written: Written) -> None:
-        """End the text's last line and print the closing line."""
         self.flush()
         self._put("" if not written.text or written.text.endswith("\n") else "\n", drafted=False)
         line = Text(closing_line(written), style="dim")
@@ -127,7 +124,6 @@ def _columns() -> int:
 
 
 def closing_line(written: Written) -> str:
-    """How many tokens and how fast, prompt and text apart; tokens per round, drafter, verifier."""
     parts = [f"prompt {in_tokens(written.prompt_tokens, written.prompt_rate)}"]
     if written.tokens:
         parts.append(f"text {in_tokens(written.tokens, written.text_rate)}")
@@ -138,7 +134,6 @@ def closing_line(written: Written) -> str:
 
 
 def in_tokens(count: int, rate: float | None) -> str:
-    """A number of tokens, and how many of them in a second where that is known."""
     tokens = f"{count} token" if count == 1 else f"{count} tokens"
     return tokens if rate is None else f"{tokens}, {rate:.1f} tokens/s"
 
@@ -233,9 +228,7 @@ class ProgressLine:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -335,7 +328,6 @@ def room_for(llm: LLM, prompt_tokens: int, params: SamplingParams) -> int:
 
 
 def over_the_context(llm: LLM, prompt_tokens: int, params: SamplingParams) -> str:
-    """The warning where --max-tokens is more than fits."""
     left = room_for(llm, prompt_tokens, params)
     prompt = f"behind a prompt of {prompt_tokens} tokens" if prompt_tokens else "for prompt and text together"
     prompt = prompt if llm.engine.target.source_rules is None else "of output"

@@ -142,7 +142,6 @@ def train(
 def _shown(
     name: str, target: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]
 ) -> T:
-    """What `work` returns, which reports its steps."""
     with ProgressShown(console, target) as progress:
 
         def show(at: TrainProgress) -> None:

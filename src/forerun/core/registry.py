@@ -259,7 +259,7 @@ drafters = DrafterRegistry(
             says="EAGLE-1: one layer on the target's last hidden row; a chain, or a tree of one shape.",
         ),
         DrafterSpec(
-            "hydra", "forerun.drafters.heads.hydra:HydraDrafter", "head", ("hydra",),
+            "hydra", "forerun.drafters.heads.medusa:HydraDrafter", "head", ("hydra",),
             says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
         ),
         DrafterSpec(
@@ -277,7 +277,7 @@ drafters = DrafterRegistry(
             says="DFlash: one pass over mask tokens drafts a whole block from five of the target's layers.",
         ),
         DrafterSpec(
-            "mtp", "forerun.drafters.heads.mtp:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",
+            "mtp", "forerun.drafters.heads.eagle:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",
             says="MTP: the multi-token-prediction layer that a checkpoint brings, or one trained for it.",
         ),
     ],

@@ -24,14 +24,14 @@ from forerun.core.request import LawRules
 from forerun.core.request import Request as Request
 from forerun.core.request import Source as Source
 from forerun.core.request import TokenLogprob as TokenLogprob
+from forerun.core.tree import DeviceOutcome as DeviceOutcome
+from forerun.core.tree import DeviceSampling as DeviceSampling
 from forerun.core.tree import Draws as Draws
 from forerun.core.tree import NextRoots as NextRoots
 from forerun.core.tree import TreeBatch as TreeBatch
 from forerun.core.tree import TreeForm as TreeForm
+from forerun.core.tree import Verdict as Verdict
 from forerun.core.tree import offsets as offsets
-from forerun.core.verdict import DeviceOutcome as DeviceOutcome
-from forerun.core.verdict import DeviceSampling as DeviceSampling
-from forerun.core.verdict import Verdict as Verdict
 
 
 class LoadedAdapter(Protocol):
@@ -160,7 +160,7 @@ class Greedy:
 
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
-    sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.core.verdict.DeviceSampling`
+    sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.core.tree.DeviceSampling`
     next_roots: NextRoots | None = None  # makes a plain round behind this one before it is read
     hand_on: Callable[[], None] | None = None  # of a plain pass: its tokens to what grows trees behind it
     # [M] on the device, before the next pass: the target's token after the root and the accepted nodes of every tree

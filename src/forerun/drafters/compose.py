@@ -125,8 +125,6 @@ Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     hits: float = 2.1  # of the second drafter: a prior acceptance of 0.7 that counts for three tries
     tries: float = 3.0
     silenced: bool = False  # the second drafter's last budget was empty

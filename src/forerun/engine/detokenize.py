@@ -26,8 +26,6 @@ class DecodesPieces(Decodes, Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence's output."""
-
     __slots__ = (
         "_ahead", "_done", "_from", "_ids", "_may_stop", "_piece", "_taken", "stops", "text", "tokenizer",
     )  # fmt: skip

@@ -46,7 +46,6 @@ class Handle:
 
     @property
     def is_decided(self) -> bool:
-        """Was it queued, or refused?"""
         return self._seq is not None or self.refused is not None
 
     @property
@@ -60,7 +59,6 @@ class Handle:
         return seq is not None and (seq.finished is not None or len(seq.events) > self._read)
 
     def take(self) -> list[Event]:
-        """The events since the last call."""
         fresh = self.seq.events[self._read :]
         self._read += len(fresh)
         return fresh
@@ -95,8 +93,6 @@ class Waits(Protocol):
 
 
 class Waiter:
-    """A thread that waits until a condition holds."""
-
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
         self._woken: SimpleQueue[None] = SimpleQueue()
@@ -116,8 +112,6 @@ class Waiter:
 
 
 class Driver:
-    """Serves the requests of any number of threads with one engine."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._inbox: deque[Callable[[Engine], None]] = deque()  # called again where they were interrupted

@@ -29,15 +29,23 @@ from forerun.core.offer import RoundPlan
 from forerun.core.request import TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
-from forerun.engine.budgets import cut_budgets, plan_of
-from forerun.engine.clock import RoundClock
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
-from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Seats, Timeline, seats_behind, with_starters
+from forerun.engine.round import (
+    Change,
+    LaunchDeadline,
+    LaunchedRound,
+    Seats,
+    Timeline,
+    cut_budgets,
+    plan_of,
+    seats_behind,
+    with_starters,
+)
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
 from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
-from forerun.engine.stats import EngineStats
+from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
 
@@ -516,7 +524,6 @@ class Engine:
         return self.scheduler.find(seq_id)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; its id names it in events."""
         seq = self.prepare(request)
         self.enqueue(seq)
         return seq.id
@@ -565,7 +572,6 @@ class Engine:
         self.scheduler.enqueue(seq)
 
     def abort(self, seq_id: int) -> None:
-        """Drop a request, queued or running; unknown ids are ignored."""
         seq, first = self.find(seq_id), self.timeline.first
         if first is None or seq in first.change.seqs:
             self.settle()  # then it may have ended

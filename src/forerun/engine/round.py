@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 
 from forerun.core.offer import RoundPlan
-from forerun.core.types import Event, Scores, TreeBatch, TreeForm, Verdict
-from forerun.engine.clock import RoundClock
+from forerun.core.request import ALWAYS
+from forerun.core.types import Budget, Event, Scores, TreeBatch, TreeForm, Verdict
 from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.stats import RoundClock
 from forerun.verify.base import traits_of
 
 if TYPE_CHECKING:
     from forerun.engine.scheduler import Scheduler
+
 
 log = logging.getLogger(__name__)
 # sequences of a round, and their places in the round before; -1 = none
@@ -304,3 +307,42 @@ def with_starters(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> Tre
     follows = None if trees.follows is None else (*trees.follows, *[-1] * len(roots))
     starts, seconds = form.starts(len(trees) + len(roots)), trees.draft_seconds
     return TreeBatch(tokens, parents, starts, form=form, draft_seconds=seconds, follows=follows)
+
+
+def cut_budgets(
+    seqs: Sequence[SequenceState], planned: Sequence[Budget], reaches: Sequence[int] | None = None
+) -> list[Budget]:
+    """The controller's budgets, or a request's own: no sequence drafts more than it can still take.
+
+    `reaches`: the target's (`Target.reaches`).
+    """
+    budgets = []
+    for b, (seq, plan) in enumerate(zip(seqs, planned, strict=True)):
+        own = seq.request.budget
+        allowed = plan if own is None else _always(own)
+        if not allowed.nodes:
+            budgets.append(allowed)
+            continue
+        depth = min(allowed.depth, seq.room - 1)
+        if reaches is not None:
+            depth = min(depth, reaches[b] - len(seq.tokens))
+        nodes = allowed.nodes if depth > 0 else 0
+        fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
+        budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
+    return budgets
+
+
+@lru_cache(maxsize=64)
+def _always(budget: Budget) -> Budget:
+    """A request's own budget holds for all of its rounds."""
+    return replace(budget, repeats=ALWAYS)
+
+
+def plan_of(budgets: Sequence[Budget], trees: TreeBatch) -> RoundPlan:
+    """The plan of a round with these budgets: for how many further rounds they hold, and who drafts."""
+    first, repeats = budgets[0], budgets[0].repeats
+    drafts = first.nodes > 0
+    if len(budgets) > 1 and not all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
+        repeats = min([budget.repeats for budget in budgets])
+        drafts = any([budget.nodes for budget in budgets])  # noqa: C419
+    return RoundPlan("trees" if trees.form is not None else "lookup" if drafts else "plain", repeats)

@@ -166,7 +166,6 @@ class Scheduler:
         return max(0, (self.limit or self.max_batch) - len(self.running))
 
     def start(self, seqs: Sequence[SequenceState]) -> None:
-        """These run from now on."""
         if seqs:
             self.running = [*self.running, *(seq for seq in seqs if seq not in self.running)]
             self.reading = [seq for seq in self.reading if seq not in seqs]

@@ -157,7 +157,6 @@ class SequenceState:
         return Advance(self, len(self.tokens), [], detokenizer, 0, None, len(self.events), event, why, error)
 
     def note_failure(self) -> None:
-        """A round that it was in failed."""
         _set(self, "failures", self.failures + 1)
 
     def note_preemption(self) -> None:
@@ -187,7 +186,6 @@ class SequenceState:
         _set(self, "prompt_logprobs", entries)
 
     def draft_with(self, name: str) -> None:
-        """Another drafter from now on."""
         _set(self, "drafting", name)
 
 

@@ -10,6 +10,7 @@ Each lies in a folder of its own beside this file: config.json, safetensors and 
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +52,6 @@ class HeadFolder:
         return running[0].best
 
     def serves(self, drafter: str) -> bool:
-        """Can this drafter run it?"""
         return self.kind in registry.drafters.spec(drafter).formats
 
     def fits(self, config: Mapping[str, Any]) -> bool:
@@ -102,7 +102,6 @@ def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None 
 
 
 def open_head(folder: Path) -> HeadFolder | None:
-    """The head in a folder; None if it holds none."""
     refuse_special(folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -186,3 +185,58 @@ def _plain(name: str) -> str:
     """A model's name without its owner, its format and its quantisation, in small letters and digits."""
     bare = _FORMAT.sub("", name.rstrip("/").rsplit("/", 1)[-1].lower())
     return "".join(letter for letter in bare if letter.isalnum())
+
+
+_NAME = re.compile(r"v\d{4,}")
+CURRENT = "current"
+
+
+class HeadVersions:
+    """A folder of versions of one head: v0001, v0002, ..., and a link `current` to the one that is to draft.
+
+    `forerun train refresh` adds versions and moves the link; a server that was given the folder follows it. The link is
+    replaced in one step, so that a reader finds the old version or the new one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        if not self.folder.is_dir():
+            return []
+        found = [path.name for path in self.folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda name: int(name[1:]))
+
+    def next_name(self) -> str:
+        """The name of a version to come; numbers are not used twice."""
+        return f"v{max((int(name[1:]) for name in self.names()), default=0) + 1:04d}"
+
+    def current(self) -> Path | None:
+        """The version that is to draft; None where there is none yet, or the link leads nowhere."""
+        try:
+            name = os.readlink(self.folder / CURRENT)
+        except OSError:
+            return None
+        path = self.folder / name
+        return path if _NAME.fullmatch(name) and path.is_dir() else None
+
+    def must_have_current(self) -> Path:
+        """The version that is to draft; raises where there is none."""
+        found = self.current()
+        if found is None:
+            raise InvalidInput(
+                f"{self.folder} has no link `{CURRENT}` to a version of a head; "
+                f"make the first with `forerun train refresh --out {self.folder}`"
+            )
+        return found
+
+    def publish(self, name: str) -> None:
+        """Let this version draft from now on."""
+        if name not in self.names():
+            raise InvalidInput(
+                f"{self.folder} has no version {name[:80]!r}; it has {', '.join(self.names()) or 'none'}"
+            )
+        part = self.folder / f".{CURRENT}-{os.getpid()}"
+        part.unlink(missing_ok=True)
+        part.symlink_to(name)
+        part.replace(self.folder / CURRENT)

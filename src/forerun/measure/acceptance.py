@@ -46,8 +46,6 @@ DEEPEST, WIDEST = 7, 10  # levels of a tree at least, and children of a node at 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured of every drafter."""
-
     temperatures: Sequence[float] = (0.0, 1.0)
     verifiers: Sequence[str] = ("exact",)
     tokens: int = 256
@@ -67,7 +65,6 @@ class Plan:
         return found
 
     def rows(self, drafter: str) -> Iterator[tuple[float, str, Budget, str]]:
-        """Temperature, shape and verifier of every row."""
         shapes = self.shapes(drafter).items()
         for heat, (shape, budget), verifier in product(self.temperatures, shapes, self.verifiers):
             if heat or verifier == self.verifiers[0]:  # all follow the likeliest at 0
@@ -128,7 +125,6 @@ def measure(llm: LLM, folder: str, items: Sequence[Item], plan: Plan) -> list[di
 
 
 def always(budget: Budget) -> FixedController:
-    """A controller that plans this budget for everybody."""
     controller = FixedController(budget.nodes, budget.width)
     controller.budget = budget
     return controller
@@ -168,7 +164,6 @@ def write(llm: LLM, requests: Sequence[Request], seconds: float | None) -> list[
 
 
 def mean_nodes(seqs: Sequence[SequenceState]) -> float:
-    """Nodes below the root, of rounds that drafted."""
     drafted = [one.drafted for seq in seqs for one in seq.rounds if one.drafted]
     return round(sum(drafted) / max(1, len(drafted)), 1)
 
@@ -185,7 +180,6 @@ def by_task(items: Sequence[Item], seqs: Sequence[SequenceState]) -> dict[str, f
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; the last line is the document."""
     parser = argparse.ArgumentParser(prog="python -m forerun.measure.acceptance", description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafters", required=True, help="folders and names, with commas between")

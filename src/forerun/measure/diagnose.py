@@ -35,8 +35,6 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "[INST]", "<start_
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check."""
-
     about: str
     verdict: Verdict
     found: str
@@ -154,7 +152,6 @@ def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Ite
 
 
 def _trees(figures: Figures, name: str) -> int:
-    """How many trees were drafted."""
     return sum(depth > 0 for run in figures.of(name) for text in run.drafts for _, depth, _ in text)
 
 
@@ -258,7 +255,6 @@ _SAMPLE = [{"role": "user", "content": "Name three rivers."}]
 
 
 def run_diagnosis(settings: Settings, setup: DrafterSetup, against: DrafterSetup) -> dict[str, Any]:
-    """Everything that was found, as one document."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     total = len(load_suite(settings.suite, settings.tasks))
     known = [_read(len(items), total, settings), *_checkpoints(settings), *marks_in(items)]

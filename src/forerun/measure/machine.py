@@ -20,16 +20,10 @@ from forerun.control.cost import load_average as load_average
 from forerun.models.base import Target
 from forerun.models.native.target import NativeDecoder
 
-# Memory bandwidth bounds a pass, which reads every weight once, and no single measurement of it is right. A copy reads
-# and writes; a sum and a product of a matrix with a vector only read, as a pass does, but may be bound by arithmetic.
-# All three run in torch, with its threads, over far more bytes than any cache holds; the best is the least there is.
-SIZE = 128 << 20  # bytes of the larger operand
-_WIDTH = 4096
-METHODS = "the best of a copy (bytes read and written), a sum and a matrix by a vector (bytes read), 128 MiB float32"
+SIZE = 128 << 20  # bytes that are copied to measure memory bandwidth: far more than any cache holds
 
 
 def machine_facts() -> dict[str, Any]:
-    """CPU, memory, software and the state of the source, as plain JSON values."""
     return {
         "cpu": _cpu_model(),
         "machine": platform.machine(),
@@ -119,18 +113,6 @@ def _commit() -> str | None:
         return f"{commit}+" if commit and git("status", "--porcelain") else commit or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def bandwidth(repeats: int = 5) -> dict[str, float]:
-    """GB/s by method, and the best of them."""
-    source = torch.ones(SIZE // 4 // _WIDTH, _WIDTH)
-    into, vector = torch.empty_like(source), torch.ones(_WIDTH)
-    found = {
-        "copy": rate(lambda: into.copy_(source), 2 * SIZE, repeats),
-        "sum": rate(source.sum, SIZE, repeats),
-        "matrix_by_vector": rate(lambda: torch.mv(source, vector), SIZE, repeats),
-    }
-    return {**found, "best": max(found.values())}
 
 
 def copy_bandwidth(repeats: int = 5) -> float:

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from forerun.build.engine import load_target
-from forerun.control.cost import CostModel
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.params import EngineConfig
 from forerun.core.types import Needs, PlainSeq, TreeBatch
-from forerun.measure.machine import weight_bytes
 from forerun.models.load import checkpoint as loading
 from forerun.models.slots import SlotTarget
 
@@ -39,8 +37,6 @@ WINDOW = 256  # tokens scored together; each of them sees those of its own windo
 
 @dataclass(slots=True)
 class _Sums:
-    """What has been added up over the tokens so far."""
-
     tokens: int = 0
     surprise: float = 0.0  # nats
     agreeing: int = 0
@@ -62,7 +58,6 @@ class _Sums:
 
 
 def read_text(path: Path | None = None) -> str:
-    """A user's text, or ours."""
     if path is None:
         return files("forerun.measure").joinpath("quality.txt").read_text(encoding="utf-8")
     try:
@@ -192,23 +187,3 @@ def load_mode(checkpoint: Checkpoint, name: Dtype) -> Mode:
         return Mode(name, load_target(checkpoint, EngineConfig(dtype=name, device="cpu")))
     except ForerunError as error:
         return Mode(name, None, str(error))
-
-
-def load_modes(model: str, names: Sequence[Dtype] = MODES) -> Iterator[Mode]:
-    """One after the other, so that only one of them need be in memory."""
-    for name in names:
-        yield load_mode(loading.open_checkpoint(model), name)
-
-
-def measure_modes(model: str, gb_per_second: float, names: Sequence[Dtype] = MODES) -> dict[str, Any]:
-    """t(n) of every format, the bytes a plain pass reads, and the share of the memory bandwidth that this is."""
-    found: dict[str, Any] = {}
-    for mode in load_modes(model, names):
-        if mode.target is None:
-            found[mode.name] = {"t": None, "why_not": mode.why_not}
-            continue
-        cost, read = CostModel.measure(mode.target), weight_bytes(mode.target)
-        share = None if read is None else round(read / cost.pass_seconds(1) / 1e9 / gb_per_second, 3)
-        curve = {str(size): round(seconds, 6) for size, seconds in cost.seconds.items()}
-        found[mode.name] = {"t": curve, "weight_bytes": read, "bandwidth_share": share}
-    return found

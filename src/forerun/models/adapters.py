@@ -100,7 +100,6 @@ class AdapterPool:
 
     @property
     def loaded(self) -> list[str]:
-        """Those in memory."""
         return [*self._loaded]
 
     def add(self, name: str, folder: str) -> None:

@@ -23,8 +23,6 @@ _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer."""
-
     attention_norm: Tensor | None  # [D]; None = rows enter as they are
     qkv: Tensor  # [(H + 2 Hkv) Dh, D]
     qkv_bias: Tensor | None
@@ -39,8 +37,6 @@ class Block:
 
 
 class Checkpoint:
-    """Named weights of one model, read one by one."""
-
     def __init__(
         self, weights: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -33,8 +33,6 @@ class Broken(ForerunError):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
-
     prompt: str
     max_tokens: int = 24
     rules: Rules = field(default_factory=lambda: Rules(temperature=0.0))
@@ -71,8 +69,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A generated token as the engine reports it."""
-
     text: str
     logprob: float
     top: Mapping[str, float] = field(default_factory=dict)
@@ -100,8 +96,6 @@ class Answer:
 
 
 class Target(Protocol):
-    """An engine. `answer` sends all requests at once and returns their answers in order."""
-
     name: str
 
     @property

@@ -87,7 +87,6 @@ def token_ids(table: Table) -> list[int]:
 
 
 def target_weights(table: Table, layers: int = LAYERS) -> Weights:
-    """By the names of a Llama checkpoint."""
     symbol = np.full(VOCAB, table.other)
     symbol[token_ids(table)] = np.arange(table.size)
     embedding = np.zeros((VOCAB, WIDTH), np.float32)

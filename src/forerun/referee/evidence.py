@@ -161,8 +161,6 @@ def usual_bettors() -> list[Bettor]:
 
 @dataclass
 class Evidence:
-    """The bettors of one check, and what they own."""
-
     bettors: list[Bettor] = field(default_factory=usual_bettors)
     log_wealth: Floats = field(default_factory=lambda: np.zeros(0))
     tokens: int = 0
@@ -262,21 +260,12 @@ class TwoSamples:
         return min(1.0, math.exp(-self.best))
 
 
-def tokens_to_find(distance: float, alarms: float, bettors: int = 16) -> int:
-    """How many tokens show, nine times in ten, that likely symbols come too often by so much (total variation)."""
-    return math.ceil(_needed(alarms, bettors) / (2 * distance**2))
-
-
 def smallest_found(tokens: int, alarms: float, bettors: int = 16) -> float:
-    """The smallest such bias that is found with so many tokens."""
-    return math.sqrt(_needed(alarms, bettors) / (2 * max(1, tokens)))
+    """The smallest bias (total variation towards likely symbols) that is found with so many tokens, nine times in ten.
 
-
-def _needed(alarms: float, bettors: int) -> float:
-    """Nats. Log wealth grows by about twice the square of the bias per token, give or take the root of twice itself.
-
-    It must pay for the false alarms allowed, for the bettors that are wrong, and for what the right one spends on
-    learning; 1.3 standard deviations more make it nine times in ten.
+    Log wealth grows by about twice the square of the bias per token, give or take the root of twice itself. It must
+    pay for the false alarms allowed, for the bettors that are wrong, and for what the right one spends on learning; 1.3
+    standard deviations more make it nine times in ten.
     """
     nats = math.log(1 / alarms) + math.log(bettors) + 4.0
-    return nats + 1.3 * math.sqrt(2 * nats)
+    return math.sqrt((nats + 1.3 * math.sqrt(2 * nats)) / (2 * max(1, tokens)))

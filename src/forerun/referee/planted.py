@@ -84,8 +84,6 @@ _PASS_SECONDS, _SLOW_SECONDS = 0.0005, 0.05  # of a pass of the target; of draft
 
 @dataclass
 class _State:
-    """One request under way."""
-
     ask: Ask
     tokens: list[int]  # prompt and output
     start: int  # of the output

@@ -16,7 +16,6 @@ _MARKS = {"pass": "passed", "fail": "FAILED", "skip": "skipped"}
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """Everything in it, for JSON."""
     return {
         "version": VERSION,
         "target": report.target,
@@ -42,7 +41,6 @@ def _check(each: Result) -> dict[str, Any]:
 
 
 def as_junit(report: Report) -> str:
-    """JUnit's XML, which CI systems show."""
     skipped = sum(each.status == "skip" for each in report.results)
     counts = {"tests": len(report.results), "failures": len(report.failed), "skipped": skipped}
     numbers = {name: str(value) for name, value in counts.items()} | {"time": f"{report.seconds:.3f}"}

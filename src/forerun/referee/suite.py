@@ -49,8 +49,6 @@ class Budget:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
-
     status: Status
     detail: str
     p_value: float | None = None
@@ -62,8 +60,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A finding, with its check and what it took."""
-
     name: str
     about: str
     finding: Finding
@@ -78,8 +74,6 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of a run."""
-
     target: str
     results: list[Result]
     budget: Budget
@@ -132,8 +126,6 @@ CHECKS: dict[str, Check] = {}
 def check(
     name: str, about: str, needs: Iterable[str] = (), share: float = 0.0, bets: bool = False
 ) -> Callable[[Run], Run]:
-    """Register a check."""
-
     def registered(run: Run) -> Run:
         CHECKS[name] = Check(name, about, run, frozenset(needs), share, bets)
         return run
@@ -162,7 +154,6 @@ class Court:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Of the engine, where it simulates its times."""
         found: Callable[[], float] = getattr(self.target, "clock", time.perf_counter)
         return found
 
@@ -242,9 +233,6 @@ class Court:
 
 def chosen_checks(only: Sequence[str] = ()) -> list[Check]:
     """Those whose names begin with one of these words; all if none is given."""
-    import forerun.referee.api_checks
-    import forerun.referee.greedy_checks
-    import forerun.referee.law_checks  # noqa: F401
 
     for word in only:
         if not any(name.startswith(word) for name in CHECKS):

@@ -23,7 +23,6 @@ Ints = NDArray[np.int64]
 
 ALPHABET = 'abcdefghijkl012{}":,'
 FAR = 7  # places between the last token and the third token that the law depends on
-SHORTEST_PROMPT = FAR + 1  # tokens: with fewer the law has no third token
 DEAD = -40.0  # logit of every token outside the alphabet
 _STEP = 1 / 128  # logits are multiples of it, so that float16 and float32 hold them exactly
 

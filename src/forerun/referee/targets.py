@@ -205,8 +205,6 @@ class CallableTarget:
 
 @dataclass
 class ForerunTarget:
-    """Our own engine in this process, with any drafter."""
-
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)  # of LLM
     ids: Mapping[str, int] = field(default_factory=dict)

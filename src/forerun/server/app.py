@@ -17,11 +17,10 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.server.answers import Answer, Kind
-from forerun.server.doors.adapters import add_adapter_routes
+from forerun.server.doors.adapters import add_adapter_routes, add_sleep_routes
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
-from forerun.server.doors.sleep import add_sleep_routes
 from forerun.server.errors import (
     MESSAGES,
     MESSAGES_ERRORS,

@@ -25,8 +25,6 @@ _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 
 
 class Metrics:
-    """Counts of one server, and what its engine says of itself when it is asked."""
-
     def __init__(self, backend: Backend, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
@@ -91,7 +89,6 @@ class Metrics:
             counter.labels(self._model, adapter).inc(count)
 
     def count(self, done: Completion, timing: Timing, priority: int = 0) -> None:
-        """One text has ended."""
         if done.accepted_prediction_tokens or done.rejected_prediction_tokens:
             self._predicted.labels(self._model, "yes").inc(done.accepted_prediction_tokens)
             self._predicted.labels(self._model, "no").inc(done.rejected_prediction_tokens)

@@ -68,8 +68,6 @@ class ReaderFacts(NamedTuple):
 
 
 class RequestReader:
-    """Reads bodies for one model."""
-
     def __init__(self, tokenizer: Tokenizer, facts: ReaderFacts) -> None:
         self.tokenizer, self.facts = tokenizer, facts
 
@@ -104,7 +102,6 @@ class RequestReader:
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
 
     def chat_jobs(self, body: ChatRequest, context: int) -> list[Job]:
-        """The texts that a chat asks for."""
         check_number(body, 1, self.facts.max_choices)
         body, ids = self._prompt_of(body, context)
         forced = must_call(body)
@@ -245,7 +242,6 @@ class RequestReader:
 
 
 def as_body(what: What, raw: bytes) -> Any:
-    """The fields of a request; raises an ApiError with status 400 where they are not those of such a request."""
     try:
         body = BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
         return body.as_chat() if isinstance(body, Door) else body

@@ -18,15 +18,13 @@ from time import perf_counter
 
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput
-from forerun.heads.versions import HeadVersions
+from forerun.heads import HeadVersions
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30  # of one server's file; then it records no more
 
 
 class Recorder:
-    """Appends to a file of this server's own."""
-
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._left = most_bytes
         started = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -68,8 +66,6 @@ FALL = 0.97  # of the tokens per round before, below which a head is taken out a
 
 
 class Window:
-    """Tokens per round of the latest texts."""
-
     def __init__(self, texts: int = 1000) -> None:
         self._texts: deque[tuple[int, int]] = deque(maxlen=texts)
 
@@ -86,8 +82,6 @@ class Window:
 
 
 class HeadWatch:
-    """Which version drafts, and how well."""
-
     def __init__(
         self,
         folder: Path,

@@ -22,8 +22,8 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from forerun.build.memory_limit import without_collector
 from forerun.core.errors import InvalidInput, MissingDependency
-from forerun.models.load.collector import without_collector
 from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
 if TYPE_CHECKING:
@@ -153,8 +153,6 @@ async def _answer_with(
     service = app.state.service
 
     class Server(uvicorn.Server):
-        """Drains before it shuts down."""
-
         told: int | None = None
         until = 0.0
 

@@ -17,8 +17,8 @@ from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all
 from forerun.server.metrics import Metrics
-from forerun.server.parsers.choose import parser_of
 from forerun.server.parsers.pieces import Found, found_in
+from forerun.server.parsers.thinking import parser_of
 from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, What
 from forerun.server.refresh import HeadWatch, Recorder
 from forerun.server.schemas import Generation

@@ -59,7 +59,6 @@ class ServerSettings:
 
 
 def read_keys(file: Path) -> tuple[str, ...]:
-    """API keys from a file, one a line; blank lines and those that start with # are left out."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

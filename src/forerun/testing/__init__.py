@@ -6,7 +6,7 @@
 Both raise AssertionError with what did not hold.
 """
 
-from forerun.testing.conformance import check_drafter
+from forerun.testing.conformance import check_drafter, check_target
 from forerun.testing.doubles import (
     FakeSeq,
     LawDrafter,
@@ -19,7 +19,6 @@ from forerun.testing.doubles import (
     tree_of,
 )
 from forerun.testing.faults import Fault, count_points
-from forerun.testing.target_conformance import check_target
 
 __all__ = [
     "FakeSeq",

@@ -16,9 +16,9 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.block_head import NAMES as BLOCKS
 from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import NAMES, read_head
 from forerun.drafters.heads.medusa import read_heads
-from forerun.drafters.heads.mtp import read_mtp
 from forerun.drafters.heads.specdec import read_specdec
 from forerun.engine.driver import Driver
 from forerun.heads import open_head
@@ -37,8 +37,6 @@ TOO_LITTLE = 1.1  # tokens per round under which a head does not belong to the t
 
 @dataclass(frozen=True, slots=True)
 class HeadReport:
-    """What a check found."""
-
     folder: str
     kind: str
     about: str  # shape in a line
@@ -75,7 +73,6 @@ def check_head(folder: Path, model: str, config: EngineConfig | None = None, *, 
 
 
 def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
-    """Shapes, vocabulary and layers against the target's."""
     if kind in ("medusa", "hydra"):
         heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
         _check_vocabulary(heads.vocab_size, target, heads.target)

@@ -16,10 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +35,16 @@ from torch import Tensor, nn
 
 from forerun.core.errors import DamagedFile, ForerunError, InvalidInput, ModelNotFound, brief
 from forerun.models.load.weights import write_tensors
-from forerun.train.muon import MOMENT
-from forerun.train.options import TrainOptions
+from forerun.train.options import DataOptions, TrainOptions
 
 # may change between resumptions
 _FREE = ("steps", "eval_every", "eval_batches", "measure_on", "save_every", "device", "compile", "out")
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
+MOMENT = "momentum_buffer"  # what Muon keeps of a matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of a run: step, weights and optimiser moments."""
-
     step: int
     weights: dict[str, Tensor]
     # parameter -> what the optimiser keeps of it; none before its first step
@@ -131,7 +134,6 @@ def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Pack the runs named."""
     parser = argparse.ArgumentParser(
         prog="python -m forerun.train.checkpoint", description=(__doc__ or "").split("\n")[0]
     )
@@ -152,3 +154,39 @@ def main(words: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts: Any) -> None:
+    """Write provenance.json beside the output; FORERUN_COMMIT names the commit where git is not available."""
+    named = {name: Path(given).name for name in ("data", "init") if (given := getattr(options, name, ""))}
+    record = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "arguments": {**asdict(options), **named, "out": folder.name},
+        "versions": {name: _version(name) for name in ("forerun", "torch", "transformers", "safetensors")},
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        **facts,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "provenance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    if named := os.environ.get("FORERUN_COMMIT"):
+        return named
+    try:
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return asked.stdout.strip() or "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

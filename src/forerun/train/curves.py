@@ -74,7 +74,6 @@ def evaluations(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m forerun.train.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders of `forerun train`")
     parser.add_argument("--plot", type=Path, help="the image file to write")

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
+from forerun.drafters.heads.eagle import read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, Layout, read_head, write_head
 from forerun.drafters.heads.formats import read_config, write_config
 from forerun.drafters.heads.medusa import read_heads, write_heads
-from forerun.drafters.heads.mtp import read_mtp, write_mtp
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.train.check import kind_of_head
 

@@ -117,7 +117,6 @@ class CausalNet(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """[V, D]"""
         return self.embedding if self.untied_head is None else self.untied_head
 
     @property
@@ -234,7 +233,6 @@ class LoraNet(nn.Module):
             self.up[key] = nn.Parameter(torch.zeros(outputs, rank, device=weight.device))
 
     def forward(self, tokens: Tensor, keep: Sequence[int] = ()) -> tuple[dict[int, Tensor], Tensor]:
-        """As the base's."""
         changed = {
             key.replace("-", "."): weight.float() + self.up[key] @ self.down[key]
             for key, weight in self._matrices().items()

@@ -29,7 +29,6 @@ WIDTHS = 16  # the width of a head is a multiple of this
 
 
 def as_method(name: str) -> Method:
-    """The method of that name."""
     for method in METHODS:
         if method == name:
             return method
@@ -150,7 +149,6 @@ class TrainOptions:
 
     @property
     def mover(self) -> str:
-        """The optimiser."""
         return self.optimizer or _MOVERS.get(self.method, "adamw")
 
     @property
@@ -164,8 +162,6 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """One run of data making."""
-
     target: str
     out: str
     prompts: tuple[str, ...] = ()  # files of the user's own: .txt lines or .jsonl with "prompt" or "turns"

@@ -2,7 +2,7 @@
 
 The texts of `forerun serve --record` are what the target itself wrote for real prompts: on-policy data. They are read,
 freed of repeats and written in shards. A part of the prompts is held back; both heads draft for these in the engine,
-and tokens per round decide. Every result is a version of its own (forerun.heads.versions), and a server that follows
+and tokens per round decide. Every result is a version of its own (forerun.heads), and a server that follows
 the folder swaps it in. Copies of texts are not kept.
 """
 
@@ -25,7 +25,7 @@ from forerun.core.types import Request
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.drafters.heads.medusa import read_heads
 from forerun.engine.driver import Driver
-from forerun.heads.versions import HeadVersions
+from forerun.heads import HeadVersions
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.check import kind_of_head
@@ -47,8 +47,6 @@ Counts = list[tuple[int, int]]  # per text: tokens, rounds
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """What a refresh came to."""
-
     version: str
     former: str
     before: float  # tokens per round of the former head on held-back prompts

@@ -27,25 +27,24 @@ from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.base import vocabulary_of
 from forerun.drafters.heads.block_head import BlockConfig, BlockKind, read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config, read_tensors
 from forerun.drafters.heads.medusa import HeadsConfig, read_heads
-from forerun.drafters.heads.mtp import read_mtp
 from forerun.heads import kind_of
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import other_targets, require_texts
 from forerun.train.loop import Report, Trainer
 from forerun.train.network import require_separate_matrices
 from forerun.train.options import TrainOptions
-from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.block import BlockRecipe, block_config
 from forerun.train.recipes.draft_model import DraftModelRecipe
-from forerun.train.recipes.eagle import EagleRecipe, eagle_config
+from forerun.train.recipes.eagle import EagleRecipe, MtpRecipe, eagle_config
 from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
-from forerun.train.recipes.mtp import MtpRecipe
 from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes, unfold
 from forerun.train.recipes.specdec import SpecDecRecipe
 from forerun.train.teacher import ServedTeacher, Teacher, load_source_teacher, load_teacher, torch_device
@@ -56,7 +55,6 @@ log = logging.getLogger(__name__)
 def train(
     options: TrainOptions, report: Report = lambda progress: None, say: Callable[[str], None] = log.info
 ) -> Measured:
-    """Train a drafter into `options.out`; an interrupted run resumes from its checkpoint."""
     require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
     device = torch_device(options.device) if accelerator is None else accelerator.device
@@ -227,8 +225,6 @@ _WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer ad
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A finished head to start from."""
-
     folder: Path
     config: EagleConfig | HeadsConfig | BlockConfig
     weights: dict[str, Tensor]  # as files hold them
@@ -272,7 +268,6 @@ class Start:
                     known[name].zero_()  # so do new layers
 
     def record(self) -> dict[str, Any]:
-        """Its entry in provenance.json."""
         digest = hashlib.sha256()
         for file in sorted(self.folder.glob("*.safetensors")):
             digest.update(file.read_bytes())

@@ -26,8 +26,6 @@ from forerun.train.network import CausalNet, is_plain
 
 
 class Teacher(Protocol):
-    """What recipes need of a target."""
-
     @property
     def embedding(self) -> Tensor: ...  # [V, D]
     @property
@@ -41,8 +39,6 @@ class Teacher(Protocol):
 
 
 class NetTeacher:
-    """Our own network as the teacher."""
-
     def __init__(self, net: CausalNet, *, compiled: bool = False) -> None:
         self.net = net
         if compiled:  # all layers share one compiled program, for all shapes
@@ -68,8 +64,6 @@ class NetTeacher:
 
 
 class TransformersTeacher:
-    """A transformers model as the teacher, run without a cache."""
-
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
 
@@ -145,7 +139,6 @@ def load_net(checkpoint: Checkpoint, device: torch.device) -> CausalNet:
 
 
 def load_teacher(checkpoint: Checkpoint, device: torch.device, *, compiled: bool = False) -> Teacher:
-    """The teacher for a checkpoint."""
     if supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config)):
         return NetTeacher(load_net(checkpoint, device), compiled=compiled)
     from transformers import AutoModelForCausalLM
@@ -203,7 +196,6 @@ class SourceTeacher:
 
 
 def load_source_teacher(checkpoint: Checkpoint, device: torch.device) -> SourceTeacher:
-    """The teacher of an encoder-decoder's folder."""
     if not has_encoder(checkpoint.config):
         raise InvalidInput("specdec drafts for encoder-decoders (T5, Marian); for a decoder use dflash or eagle3")
     from transformers import AutoModelForSeq2SeqLM

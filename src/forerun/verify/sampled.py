@@ -66,7 +66,7 @@ def decides_alike(verifier: Verifier) -> bool:
 
 
 class SampledTokens:
-    """Implements forerun.core.verdict.DeviceSampling."""
+    """Implements forerun.core.tree.DeviceSampling."""
 
     fields = 4  # of a sequence: mixed seed, rule, temperature, which truncation
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.drafters.heads import mtp
+from forerun.drafters.heads import eagle as mtp
 from forerun.drafters.heads.block_head import write_block
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.heads.medusa import write_heads

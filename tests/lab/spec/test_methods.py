@@ -12,8 +12,8 @@ from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget
 from forerun.heads import heads_in_the_box, open_head
 from forerun.measure.bench.settings import DrafterSetup
-from lab.spec.document import comparisons, parts_of
 from lab.spec.methods import LOOKUPS, Given, every_method, find_method, parameters_in, training_minutes
+from lab.spec.table import comparisons, parts_of
 
 
 def test_every_drafter_of_the_registry_is_in_the_table() -> None:

@@ -17,8 +17,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.measure.advise import run as advise
-from forerun.measure.advise.answer import document, in_words
-from forerun.measure.advise.commands import Setup
+from forerun.measure.advise.answer import Setup, document, in_words
 from forerun.measure.advise.evidence import BATCHES, Evidence, gather, prospects
 from forerun.measure.advise.predict import Costs, Drafting, Text
 from forerun.measure.bench.alternate import Prompt

@@ -18,8 +18,7 @@ from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.params import SpeculativeConfig
 from forerun.measure.advise import run as advise
-from forerun.measure.advise.answer import document, in_words
-from forerun.measure.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config
+from forerun.measure.advise.answer import PROMPT, Setup, costly_part, document, forerun_command, in_words, vllm_config
 from forerun.measure.advise.evidence import Evidence
 from forerun.measure.advise.predict import Costs, Drafting, Text
 from forerun.measure.bench.settings import Settings

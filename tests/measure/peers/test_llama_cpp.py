@@ -117,7 +117,7 @@ def test_our_side_of_it_works_through_a_process(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(InvalidInput, match=r"exceed llama.cpp's context of 4096"):
             plain.write([[1] * 4090], 9)
         assert [list(text) for text in plain.write([(1, 4)], 1).texts] == [[5]], "and goes on after a refusal"
-        curve = peers.processes[0].call(f"{MODULE}:pass_seconds", file="x.gguf", threads=2, sizes=[1, 4])
+        curve = peers.processes[0].call("lab.cpu:llama_cpp_seconds", file="x.gguf", threads=2, sizes=[1, 4])
         assert curve.keys() == {"1", "4"}
     finally:
         peers.close()
@@ -166,6 +166,6 @@ def test_the_real_one_writes_the_same_text_again() -> None:
         assert len(drafted.texts[0]) == 24
         assert (drafted.rounds or 0) < 24
         assert process.call(f"{MODULE}:isa")
-        curve = process.call(f"{MODULE}:pass_seconds", file=str(DEFAULT), threads=1, sizes=[1, 4], repeats=1)
+        curve = process.call("lab.cpu:llama_cpp_seconds", file=str(DEFAULT), threads=1, sizes=[1, 4], repeats=1)
     assert curve.keys() == {"1", "4"}
     assert all(0 < seconds < 1e6 for seconds in curve.values())

@@ -20,8 +20,7 @@ from forerun.measure.bench.alternate import (
     without_lost,
 )
 from forerun.measure.bench.figures import Figures, summarise
-from forerun.measure.peers.process import PeerProcess, Peers
-from forerun.measure.peers.worker import answer
+from forerun.measure.peers.process import PeerProcess, Peers, answer
 from tests.measure.peers.dying import FATAL
 
 ENGINE = "tests.measure.peers.dying"

@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.measure.plan.advice import Ask, Load, best_batch, capacity, plan, poisson, simulate
-from forerun.measure.plan.profile import PLAIN, Point, Profile, built_in, read_profile
+from forerun.measure.plan.advice import (
+    PLAIN,
+    Ask,
+    Load,
+    Point,
+    Profile,
+    best_batch,
+    built_in,
+    capacity,
+    plan,
+    poisson,
+    read_profile,
+    simulate,
+)
 
 
 def point(setup: str, batch: int, round_seconds: float, tokens: float = 1.0, error: float = 0.0) -> Point:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from forerun.measure.plan.advice import Load, capacity, plan
-from forerun.measure.plan.profile import PLAIN, Profile, built_in
+from forerun.measure.plan.advice import PLAIN, Load, Profile, built_in, capacity, plan
 
 ROOT = Path(__file__).parents[3]
 DEFAULT = "ngram+eagle3, adaptive"

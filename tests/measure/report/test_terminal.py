@@ -9,6 +9,7 @@ import pytest
 
 from forerun.measure.report import summary, terminal
 from forerun.measure.report.html import render
+from lab.cpu import show_modes
 from tests.measure.report.documents import clear_gain, no_clear_gain, one_prompt, result_of
 
 
@@ -97,7 +98,7 @@ def test_a_run_on_a_cpu_shows_formats_memory_and_named_ratios(capsys: pytest.Cap
     }
     result["bandwidth"] = {"gb_per_s": {"copy": 20.0, "best": 21.5}}
     result["memory"] = {"dtype": "auto", "above_torch_mb": 242.0, "model_mb": 180.4}
-    terminal.show_modes(result)
+    show_modes(result)
     text = capsys.readouterr().out
     assert row(text, "t(n) in ms by number format", "gguf").split() == ["gguf", "5.0", "6.5", "0.61"]
     assert "q8 left out: no native kernels" in text

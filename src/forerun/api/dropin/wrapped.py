@@ -6,12 +6,16 @@ supported raises `InvalidInput` and names the argument; what only concerns speed
 
 Two known differences: a repetition penalty does not count pad tokens, so that a sequence does not depend on its
 neighbours; and a stop string must lie in the new text, where transformers lets it begin in the prompt.
+
+Logits processors and stopping criteria are called as transformers' own loop calls them, token by token: a processor for
+every node with the tokens up to it, pads included; a criterion for every token that was committed. Both must be
+functions of the tokens they get.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -21,20 +25,170 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.api.completion import Completion
+from forerun.api.completion import Completion, ended_of
 from forerun.api.dropin.generate_args import merge_settings, sampling_params, token_ids
-from forerun.api.dropin.hooks import law_processors, stopping_criteria
-from forerun.api.dropin.run import check_streamer, run
 from forerun.build.engine import make_engine
 from forerun.core import registry
-from forerun.core.checks import as_name, as_path, as_whole, shown
-from forerun.core.errors import InvalidInput, VocabularyMismatch
-from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.checks import as_items, as_name, as_path, as_real, as_token_ids, as_whole, shown
+from forerun.core.errors import ForerunError, InvalidInput, VocabularyMismatch
+from forerun.core.params import LawProcessor, Prefix, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
 from forerun.engine.detokenize import Decodes
+from forerun.engine.driver import Driver, Handle
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import SequenceState
 from forerun.heads import open_head
 from forerun.models.hf.target import HFTarget
+
+Hook = Callable[[Tensor, Any], Any]  # transformers' LogitsProcessor and StoppingCriteria
+
+
+class ProcessorOfTransformers:
+    """Some of their processors as one of ours, for one row of a batch."""
+
+    def __init__(self, theirs: Sequence[Hook], row: Tensor, length: int) -> None:
+        self._theirs = theirs
+        self._pads = row[: len(row) - length].tolist()  # what comes before the prompt's own tokens
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        ids = torch.tensor([[*self._pads, *prefix.ids]], device=logits.device)
+        scores = logits[None]  # [1, V]
+        for process in self._theirs:
+            scores = process(ids, scores)
+        return scores[0]
+
+
+def law_processors(settings: Mapping[str, Any], row: Tensor, length: int, place: int) -> tuple[LawProcessor, ...]:
+    """The caller's logits processors for one row [T], `length` tokens of which are the prompt."""
+    theirs = _own_processors(settings, len(row), place) + _hooks(settings, "logits_processor")
+    return (ProcessorOfTransformers(theirs, row, length),) if theirs else ()
+
+
+def stopping_criteria(settings: Mapping[str, Any]) -> list[Hook]:
+    """What ends a sequence besides its end token, its length and stop strings."""
+    criteria = _hooks(settings, "stopping_criteria")
+    if settings.get("max_time") is not None:
+        from transformers import MaxTimeCriteria
+
+        criteria.append(MaxTimeCriteria(as_real("max_time", settings["max_time"], low=0.0)))
+    return criteria
+
+
+def tokens_until_stop(criteria: Sequence[Hook], text: Sequence[int], fresh: Sequence[int]) -> int | None:
+    """How many of the fresh tokens are written until a criterion stops; None = none does."""
+    for count in range(1, len(fresh) + 1):
+        ids = torch.tensor([[*text, *fresh[:count]]])
+        if any(_stops(criterion, ids) for criterion in criteria):
+            return count
+    return None
+
+
+def _stops(criterion: Hook, ids: Tensor) -> bool:
+    try:
+        return bool(torch.as_tensor(criterion(ids, None)).any())
+    except ForerunError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(
+            f"stopping_criteria: {shown(criterion)} failed ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _own_processors(settings: Mapping[str, Any], width: int, place: int) -> list[Hook]:
+    """transformers' own processors that only rule tokens out, which our order of steps cannot change."""
+    from transformers.generation import logits_process as theirs
+
+    found: list[Hook] = []
+    size = settings.get("no_repeat_ngram_size")
+    if size is not None and as_whole("no_repeat_ngram_size", size, low=0):
+        found.append(theirs.NoRepeatNGramLogitsProcessor(as_whole("no_repeat_ngram_size", size)))
+    rule = settings.get("prefix_allowed_tokens_fn")
+    if rule is not None:
+        if not callable(rule):
+            raise InvalidInput(
+                f"prefix_allowed_tokens_fn={shown(rule)} is no function of (row, ids); give one or drop it"
+            )
+        found.append(theirs.PrefixConstrainedLogitsProcessor(lambda _, ids: rule(place, ids), num_beams=1))
+    first = as_token_ids("begin_suppress_tokens", settings.get("begin_suppress_tokens"))
+    if first:
+        found.append(theirs.SuppressTokensAtBeginLogitsProcessor(list(first), width))
+    return found
+
+
+def _hooks(settings: Mapping[str, Any], name: str) -> list[Hook]:
+    """The caller's functions of (ids, scores): one, a list of them, or none."""
+    given = settings.get(name)
+    hooks = [given] if callable(given) and not isinstance(given, list) else as_items(name, given, "functions")
+    if wrong := [hook for hook in hooks if not callable(hook) or isinstance(hook, type)]:
+        raise InvalidInput(f"{name} holds {shown(wrong[0])}, which is no function of (ids, scores)")
+    return hooks
+
+
+def check_streamer(streamer: Any, texts: int) -> Any:
+    """transformers' streamers take one sequence."""
+    if streamer is None:
+        return None
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise InvalidInput(f"streamer={shown(streamer)} has no put and end; give one of transformers' streamers")
+    if texts > 1:
+        raise InvalidInput(f"streamer takes one sequence, not {texts}; drop it or pass one prompt")
+    return streamer
+
+
+def run(
+    engine: Engine,
+    requests: Sequence[Request],
+    prompts: Sequence[list[int]],
+    streamer: Any,
+    criteria: Sequence[Hook],
+    tokenizer: Decodes | None,
+) -> list[Completion]:
+    """All sequences, in order. `prompts` are the rows as they came, pads included. Nothing stays in the engine."""
+    driver, handles = Driver(engine), dict[int, Handle]()
+    texts = [_Text(prompt) for prompt in prompts]
+    try:
+        for place, request in enumerate(requests):
+            handles[place] = driver.submit(request)
+        for place, event in driver.events(handles):
+            fresh = texts[place].take(event.tokens, criteria)
+            if texts[place].stopped:
+                driver.abort(handles[place])
+            if streamer is not None and fresh:
+                streamer.put(torch.tensor(fresh))
+    finally:
+        for handle in handles.values():
+            driver.abort(handle)
+    if errors := [handle.seq.error for handle in handles.values() if handle.seq.error is not None]:
+        raise errors[0]
+    if streamer is not None:
+        streamer.end()
+    return [text.completion(handles[place].seq, engine, tokenizer) for place, text in enumerate(texts)]
+
+
+class _Text:
+    """One sequence being written."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt, self.written = prompt, list[int]()
+        self.stopped = False  # by a criterion of the caller
+
+    def take(self, tokens: Sequence[int], criteria: Sequence[Hook]) -> list[int]:
+        """Add the tokens of a round, up to the one at which a criterion stops; those that were added."""
+        if self.stopped:
+            return []
+        count = tokens_until_stop(criteria, [*self.prompt, *self.written], tokens) if criteria else None
+        self.stopped = count is not None
+        fresh = list(tokens[:count])
+        self.written += fresh
+        return fresh
+
+    def completion(self, seq: SequenceState, engine: Engine, tokenizer: Decodes | None) -> Completion:
+        done = ended_of(seq, engine.verifiers.get(seq.verifier).exact).completion()
+        text = "" if tokenizer is None else tokenizer.decode(self.written)
+        ended = "stop" if self.stopped else done.finish_reason
+        return replace(done, text=text, token_ids=self.written, finish_reason=ended)
+
 
 log = logging.getLogger(__name__)
 

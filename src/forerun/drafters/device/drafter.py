@@ -254,7 +254,6 @@ class OnDevice(Generic[Draft]):
             self._plain.forget(seq)
 
     def _grows(self, seq: Seq) -> bool:
-        """Is this sequence drafted for on the device?"""
         chosen = seq.params.is_greedy or seq.shares_noise or not self._sampled
         return chosen and not self._excludes(seq)
 
@@ -333,7 +332,6 @@ class OnDevice(Generic[Draft]):
 def built(
     make: Callable[[], OnDevice[Draft]], target: Target, max_batch: int, max_length: int
 ) -> OnDevice[Draft] | None:
-    """A drafter whose graphs are captured here; None where that fails."""
     try:
         drafter = make()
         drafter.draft.rehearse(target, max_batch, max_length)

@@ -169,15 +169,12 @@ class UnreadPrompt:
 
 
 class UnreadPrompts:
-    """What a head has not read, by sequence."""
-
     def __init__(self, reader: RowReader) -> None:
         self._reader = reader
         self._unread: dict[int, UnreadPrompt] = {}
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
         return sum(len(one.after) for one in self._unread.values())
 
     def rows_of(self, seq_id: int) -> int:
@@ -239,8 +236,6 @@ PADDING = -1  # whose slots padding has
 
 
 class Behind(NamedTuple):
-    """What a draft behind a round that was not read starts from."""
-
     lanes: list[Lane]
     owners: dict[int, RowState]  # by their trees in that round
     states: list[RowState | None]  # of all its sequences
@@ -271,7 +266,6 @@ class FeatureRows:
 
     @property
     def held(self) -> int:
-        """Sequences that have places."""
         return len(self._states)
 
     def get(self, seq_id: int | None) -> RowState | None:

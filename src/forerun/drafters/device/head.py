@@ -62,8 +62,6 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """What a head is made of."""
-
     embedding: Tensor  # [V, D] the target's, or its own
     token_norm: Tensor  # [D]
     feature_norm: Tensor  # [D]

@@ -233,7 +233,6 @@ class LastRowDrafter:
         self._sequences.pop(seq.id, None)
 
     def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
-        """Which of them the heads can draft for."""
         known = [self._sequences.get(seq.id) for seq in seqs]
         ready = [is_ready(one, seq, budgets[b]) for b, (one, seq) in enumerate(zip(known, seqs, strict=True))]
         return [b for b, one in enumerate(known) if ready[b] and one is not None and one.features]
@@ -329,7 +328,6 @@ class HeadShape:
         }
 
     def target_json(self) -> dict[str, Any]:
-        """What it drafts, and for whom."""
         return {
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_width,
@@ -337,7 +335,6 @@ class HeadShape:
         }
 
     def measured_json(self) -> dict[str, Any]:
-        """What only we measure."""
         return {"calibration": asdict(self.calibration), "rates": self.rates}
 
 

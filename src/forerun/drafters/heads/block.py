@@ -7,9 +7,10 @@ the token before says of the next (a Markov head), and a confidence head that de
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, Parts
+from forerun.drafters.device.growth import DraftNoise, Replays, Work, settings_of
 from forerun.drafters.heads.base import (
+    MOST_CAPTURED,
     NOT_CAPTURED,
     UNMEASURED,
     Calibration,
@@ -33,9 +36,351 @@ from forerun.drafters.heads.base import (
     wants_sampling,
 )
 from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block
-from forerun.drafters.heads.block_runner import READ_AT_ONCE, BlockCandidates, BlockRunner, BlockSteps, GraphRunner
-from forerun.drafters.heads.growth import Tree, grow_ranked, lay_out, sample_trees
+from forerun.drafters.heads.eagle_runner import attend_to
+from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
+from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target
+
+CANDIDATES = 64
+
+
+class BlockCandidates:
+    """The draft of one batch, as the growth of trees asks for it (tree_growth.Ranks)."""
+
+    def __init__(self, scored: Tensor, tokens: Tensor) -> None:
+        """As `candidates_of` makes them; this waits for the device."""
+        self.size = tokens.shape[-1]
+        self._scored, self._level = scored.cpu(), 0
+        self._tokens: list[list[list[int]]] = tokens.tolist()
+        # values and places [2][B][L][P][count]: numbers, as indexing tensors is slow
+        self._ranked: list[Any] = []
+
+    def roots(self, count: int) -> list[Ranked]:
+        self._ranked = [part.tolist() for part in self._scored.topk(count)]
+        return [self._children(b, [0]) for b in range(len(self._tokens))]
+
+    def below(self, frontiers: Sequence[Frontier], count: int) -> list[Ranked]:
+        self._level += 1
+        found = []
+        for b, frontier in enumerate(frontiers):
+            before = self._tokens[b][self._level - 1]
+            found.append(self._children(b, [before.index(token) for _, token in frontier]))
+        return found
+
+    def _children(self, b: int, parents: list[int]) -> Ranked:
+        """Of each parent, by its place among the candidates of the level before."""
+        values, places = (part[b][self._level] for part in self._ranked)
+        here, some = self._tokens[b][self._level], parents if len(values) > 1 else [0] * len(parents)
+        tokens = [here[place] for i in some for place in places[i]]
+        return [value for i in some for value in values[i]], tokens
+
+
+def candidates_of(
+    head: BlockHead,
+    rows: Tensor,
+    roots: Tensor,
+    noised: Noised | None = None,
+    factors: Tensor | None = None,
+    count: int = CANDIDATES,
+) -> tuple[Tensor, Tensor]:
+    """Of predicting rows [B, L, D] behind roots [B]: tokens [B, L, K], and log-confidences of each behind each of the
+    level before [B, L, K, K], or [B, L, 1, K] where what comes before does not matter.
+
+    `noised` brings logits under temperatures and noise, and `factors` [B, 1, 1] are what it multiplies them by; None =
+    as the head says.
+    """
+    logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
+    if noised is not None:
+        logits = torch.stack([noised(logits[:, level], level) for level in range(rows.shape[1])], 1)
+    values, places = likeliest(logits, min(count, logits.shape[-1]))  # [B, L, K]
+    tokens = head.vocabulary.ids[places]
+    if not head.has_markov:
+        return values[:, :, None], tokens
+    return corrected(head, rows, roots, values, places, tokens, factors), tokens
+
+
+def corrected(
+    head: BlockHead, rows: Tensor, roots: Tensor, values: Tensor, places: Tensor, tokens: Tensor, factors: Tensor | None
+) -> Tensor:
+    """Log-confidences [B, L, K, K] of candidates behind each candidate of the level before; the root's all alike.
+
+    `values` [B, L, K] are their log-probabilities by position alone, `places` and `tokens` which they are.
+    """
+    count = tokens.shape[-1]
+    before = torch.cat((roots[:, None, None].expand(-1, 1, count), tokens[:, :-1]), 1)  # [B, L, K]
+    previous = torch.unflatten(head.markov(before.flatten()), 0, before.shape)  # [B, L, K, rank]
+    bias = (previous @ head.markov_columns(places).transpose(-1, -2)).float()  # [B, L, K, K]
+    if factors is not None:
+        bias = bias * factors[..., None]
+    moved = values[:, :, None] + bias
+    others = (1.0 - values.exp().sum(-1)).clamp(min=0.0)[:, :, None, None]  # what is no candidate
+    scored = moved - (others + moved.exp().sum(-1, keepdim=True)).log()
+    sure = head.confidence(rows[:, :, None], previous)  # [B, L, K]
+    if sure is None:
+        return scored
+    # the confidence is that of the likeliest; the others keep their share of it
+    log_sure = sure.clamp(1e-6, 1.0).log()[..., None]
+    return scored - scored.amax(-1, keepdim=True) + log_sure
+
+
+CHUNK = 512  # rows per pass while prompts are read
+
+
+class ContextCache:
+    """Keys and values of features [2, L, rows, slots, Hkv, Dh]: a row for each sequence, `lengths` slots are valid."""
+
+    def __init__(self, head: BlockHead) -> None:
+        config = head.config
+        self._tail = config.kv_heads, config.head_dim
+        with torch.inference_mode(False):  # whatever mode a text is written in: graphs write to it
+            self.data = torch.zeros(2, config.depth, 0, 0, *self._tail, dtype=head.dtype, device=head.device)
+        self.rows: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        self.grown = 0  # how often the data moved
+
+    def admit(self, seq_id: int, slots: int) -> None:
+        """A row for a sequence, with room for `slots` slots."""
+        if seq_id not in self.rows:
+            free = set(range(len(self.rows) + 1)) - set(self.rows.values())
+            self.rows[seq_id], self.lengths[seq_id] = min(free), 0
+        self.reserve(self.rows[seq_id] + 1, slots)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Room for `rows` rows of `slots` slots; what there is grows twofold at least, so that it moves seldom."""
+        _, depth, have, wide, *_ = self.data.shape
+        if rows > have or slots > wide:
+            more = max(rows, 2 * have) if rows > have else have
+            wider = max(slots, 2 * wide) if slots > wide else wide
+            with torch.inference_mode(False):
+                data = self.data.new_zeros(2, depth, more, wider, *self._tail)
+                data[:, :, :have, :wide] = self.data
+            self.data, self.grown = data, self.grown + 1
+
+    def release(self, seq_id: int) -> None:
+        self.rows.pop(seq_id, None)
+        self.lengths.pop(seq_id, None)
+
+    def view(self, ids: Sequence[int], slots: int) -> Tensor:
+        """[2, L, B, slots, Hkv, Dh]: the sequence's own slots where it is alone, else a copy."""
+        rows = [self.rows[i] for i in ids]
+        if len(rows) == 1:
+            return self.data[:, :, rows[0] : rows[0] + 1, :slots]
+        return self.data[:, :, rows, :slots]
+
+
+class BlockRunner:
+    """Runs blocks behind the keys and values of the target's features, and finds each position's candidates.
+
+    A sequence has a row of slots for every draft layer. What is committed is written once; a block is written
+    behind it and is overwritten by what comes next, so a draft never depends on earlier drafts. The likeliest
+    tokens of all positions come from one pass and are read by the host once, which grows the tree. A Markov head
+    corrects these candidates alone: what it would lift from below the first 64 is left out, and what all other
+    tokens weigh together stays as it was.
+
+    On a GPU a draft is one captured graph (`GraphRunner`), for one number of sequences and one number of slots, a
+    power of two, with shared noise or without; lengths, roots and rows of the cache are its inputs, so it holds as
+    texts grow. It is captured anew where the cache had to grow. Drafts under a temperature without noise run
+    operation by operation.
+    """
+
+    def __init__(self, head: BlockHead) -> None:
+        self.head, self.cache = head, ContextCache(head)
+
+    @property
+    def captures(self) -> int:
+        return 0
+
+    @torch.no_grad()
+    def read(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
+        """Keys and values of the rows that are new since each sequence's last draft."""
+        rows, slots, features = list[int](), list[int](), list[Tensor]()
+        for seq, observed in zip(seqs, sequences, strict=True):
+            self.cache.admit(seq.id, observed.seen + self.head.config.rows)
+            first = self.cache.lengths[seq.id]
+            rows += [self.cache.rows[seq.id]] * (observed.seen - first)
+            slots += range(first, observed.seen)
+            features += observed.features
+            self.cache.lengths[seq.id] = observed.seen
+            observed.features, observed.tokens = [], []
+        if not rows:
+            return
+        self._write(torch.cat(features), torch.tensor([rows, slots], device=self.head.device))
+
+    def _write(self, features: Tensor, at: Tensor) -> None:
+        """Keys and values of features [N, F] into rows and slots [2, N] of the cache."""
+        for low in range(0, len(features), CHUNK):
+            rows, slots = at[:, low : low + CHUNK]
+            self.cache.data[:, :, rows, slots] = self.head.context(features[low : low + CHUNK], slots)
+
+    @torch.no_grad()
+    def begin(self, seqs: Sequence[Seq]) -> Tensor:
+        """One pass over a block for each of these sequences: predicting rows [B, levels, D]."""
+        head, ids = self.head, [seq.id for seq in seqs]
+        lengths = [self.cache.lengths[i] for i in ids]
+        base, size = max(lengths), head.config.rows
+        kv = self.cache.view(ids, base + size)
+        starts = torch.tensor(lengths, device=head.device)
+        mask = None
+        if len(ids) > 1:  # slots between a sequence's length and the longest's hold nothing of its own
+            slots = torch.arange(base + size, device=head.device)
+            mask = ((slots < starts[:, None]) | (slots >= base))[:, None, None]  # [B, 1, 1, S]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            shape = (len(ids), size)
+            kv[0, layer, :, base:] = torch.unflatten(k, 0, shape)
+            kv[1, layer, :, base:] = torch.unflatten(v, 0, shape)
+            return attend_to(torch.unflatten(q, 0, shape), kv[:, layer].transpose(2, 3), mask)
+
+        roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=head.device)
+        return head.run(roots, starts, attend)
+
+    @torch.no_grad()
+    def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
+        """One pass over a block for each of these sequences, as trees are grown from it; `levels` levels at most."""
+        rows = self.begin(seqs)[:, :levels]
+        roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=self.head.device)
+        law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
+
+        def noised(logits: Tensor, level: int) -> Tensor:
+            return law.applied(logits[:, None], level)[:, 0]
+
+        found = candidates_of(self.head, rows, roots, noised if law.changes else None, law.factors)
+        return BlockCandidates(*found)
+
+    def forget(self, seq_id: int) -> None:
+        self.cache.release(seq_id)
+
+
+class BlockSteps:
+    """A draft to be drawn: whole laws of all positions from one pass, corrected by the token before in DSpark.
+
+    Where a confidence head finds that too little is reached nothing is drawn: the laws are impossible there.
+    """
+
+    def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], least: float = 0.0) -> None:
+        """Predicting rows [B, levels, D] of one pass."""
+        self.head, self.levels, self._least = head, 1, least
+        self._rows, self._roots = rows, torch.tensor([seq.tokens[-1] for seq in seqs], device=rows.device)
+        self._base = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, levels, Vd]
+        self._reach = torch.ones(len(rows), 1, device=rows.device)  # [B, W] of the last frontier
+        self.sure: Tensor | None = None  # [B, W] confidence of what follows it
+
+    @torch.no_grad()
+    def first(self) -> Tensor:
+        return self._after(self._roots[:, None])[:, 0]
+
+    @torch.no_grad()
+    def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        self.levels += 1
+        self._reach = self._reach.gather(1, parents)
+        return self._after(tokens)
+
+    def _after(self, tokens: Tensor) -> Tensor:
+        """[B, W, Vd] of the next position behind these tokens [B, W]."""
+        level, shape = self.levels - 1, tokens.shape
+        logits = self._base[:, level, None].expand(-1, shape[1], -1)
+        if not self.head.has_markov:
+            return logits.contiguous()
+        previous = self.head.markov(tokens.flatten())
+        logits = logits + torch.unflatten(self.head.bias(previous), 0, shape)
+        rows = self._rows[:, level, None].expand(-1, shape[1], -1).flatten(0, 1)
+        sure = self.head.confidence(rows, previous)
+        if sure is not None:
+            self.sure = sure.view(shape)
+            self._reach = self._reach * self.sure
+            if level:
+                logits = logits.masked_fill((self._reach < self._least)[..., None], -torch.inf)
+        return logits
+
+
+FEWEST = 256  # slots of the smallest graph
+RESERVED = 1024  # slots of each sequence from the start: where the cache grows, graphs are captured anew
+READ_AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128)  # rows that one graph reads: a round's; more are a prompt's
+
+
+class GraphRunner(BlockRunner):
+    """The same drafts as BlockRunner's."""
+
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head)
+        self.cache.reserve(MOST_CAPTURED, RESERVED)
+        self._calls, self._grown = Replays(head.device, capture=True), self.cache.grown
+        self._noise = DraftNoise(head.vocabulary.ids)
+
+    @torch.no_grad()
+    def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
+        if len(seqs) > MOST_CAPTURED or not all(seq.params.is_greedy or has_noise(seq) for seq in seqs):
+            return super().candidates(seqs, levels)
+        inputs, slots = self.inputs(seqs), self.slots_for(seqs)
+        self._noise.send([settings_of(seq) for seq in seqs])
+        key = len(seqs), slots, self._noise.is_on
+        scored, tokens = self._call(key, lambda given: self.static(given, slots), inputs)
+        return BlockCandidates(scored[:, :levels], tokens[:, :levels])
+
+    def _write(self, features: Tensor, at: Tensor) -> None:
+        count = len(features)
+        size = next((some for some in READ_AT_ONCE if some >= count), None)
+        if size is None:
+            super()._write(features, at)
+            return
+        if size > count:  # the last once more: the same values at the same place
+            rows = torch.arange(size, device=at.device).clamp_(max=count - 1)
+            features, at = features[rows], at[:, rows]
+        self._call(("read", size), self._written, features, at)
+
+    def _written(self, features: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        super()._write(features, at)
+        return ()
+
+    def _call(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if self._grown != self.cache.grown:
+            self._grown = self.cache.grown
+            self._calls.clear()  # they read a cache that is no more
+        return self._calls.call(key, work, *inputs)
+
+    @property
+    def captures(self) -> int:
+        return self._calls.captured
+
+    @property
+    def usual_contexts(self) -> list[int]:
+        """The longest of each number of slots that is there from the start."""
+        slots = [FEWEST << i for i in range((RESERVED // FEWEST).bit_length())]
+        return [some - self.head.config.rows for some in slots]
+
+    def inputs(self, seqs: Sequence[Seq]) -> Tensor:
+        cache = self.cache
+        columns = [(seq.tokens[-1], cache.lengths[seq.id], cache.rows[seq.id]) for seq in seqs]
+        return torch.tensor(columns, device=self.head.device).t().contiguous()
+
+    def slots_for(self, seqs: Sequence[Seq]) -> int:
+        """Slots that hold every context and a block behind it; the cache grows to as many."""
+        need = max(self.cache.lengths[seq.id] for seq in seqs) + self.head.config.rows
+        slots = FEWEST
+        while slots < need:
+            slots *= 2
+        self.cache.admit(seqs[0].id, slots)
+        return slots
+
+    def static(self, inputs: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of the candidates, whose shapes depend on the number of sequences and slots alone."""
+        head, (roots, lengths, held) = self.head, inputs
+        count, size = len(roots), head.config.rows
+        kv = self.cache.data[:, :, :, :slots].index_select(2, held)  # [2, L, B, S, Hkv, Dh]
+        places = lengths[:, None] + torch.arange(size, device=head.device)  # [B, R]
+        which = torch.arange(count, device=head.device)[:, None]
+        seen = torch.arange(slots, device=head.device) < lengths[:, None] + size
+        mask = seen[:, None, None]  # [B, 1, 1, S]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv[0, layer, which, places] = torch.unflatten(k, 0, (count, size))
+            kv[1, layer, which, places] = torch.unflatten(v, 0, (count, size))
+            return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), mask)
+
+        noise, rows = self._noise, head.run(roots, lengths, attend)
+        noised = noise.of((lengths - 1).int(), rows.shape[1]) if noise.is_on else None
+        return candidates_of(head, rows, roots, noised, noise.factors(count) if noise.is_on else None)
+
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ Steps beyond the committed sequence use the head's own output as the feature. Th
 EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's own LM head turns
 it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, has its own LM head, over a reduced vocabulary, and
 predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction layer (`mtp`,
-forerun.drafters.heads.mtp) reads what EAGLE-1 does, behind norms.
+forerun.drafters.heads.eagle) reads what EAGLE-1 does, behind norms.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
 whatever the folder holds; speculators' layout is read too. Layers behind the first are `layers.1.*` and so on.
@@ -189,8 +189,6 @@ def _nested_ids(values: Mapping[str, Any]) -> Any:
 
 
 class EagleHead:
-    """Weights of one head, and its layers."""
-
     def __init__(
         self,
         config: EagleConfig,

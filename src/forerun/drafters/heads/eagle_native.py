@@ -240,8 +240,6 @@ class TrueRows:
 
 @dataclass(frozen=True, slots=True)
 class WholeDraft:
-    """A tree, and what its levels took."""
-
     tree: Tree
     expected: float  # tokens of it that should be accepted
     levels: int

@@ -55,8 +55,6 @@ class Successors(Protocol):
 
 
 class BestTree(NamedTuple):
-    """A tree that was cut to what pays."""
-
     tokens: list[int]
     parents: list[int]
     by_depth: list[float]  # how likely its nodes bring a path of depth 1, 2, ...
@@ -78,7 +76,6 @@ class Grown:
         return BestTree(self.tokens[: count + 1], self.parents[: count + 1], self.by_depth(count), nexts)
 
     def by_depth(self, count: int) -> list[float]:
-        """How likely the first `count` nodes below the root bring a path of depth 1, 2, ..."""
         sums: list[float] = []
         for survival, depth in zip(self.survivals[:count], self.depths[1:], strict=False):
             if depth > len(sums):
@@ -203,11 +200,6 @@ def worth_deepening(survivals: Sequence[float], drafted: int, price: Sequence[fl
     # no child survives more often than its parent
     least = min(place + ROW * level, max(survivals, default=0.0))
     return [i for i, survival in enumerate(survivals) if survival >= least]
-
-
-def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
-    """Is one more level worth drafting below any of these?"""
-    return bool(worth_deepening(survivals, drafted, price, level))
 
 
 @lru_cache(maxsize=64)

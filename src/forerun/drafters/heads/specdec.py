@@ -24,7 +24,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
-from forerun.drafters.heads.block_runner import CANDIDATES, BlockCandidates
+from forerun.drafters.heads.block import CANDIDATES, BlockCandidates
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     check_weight,
@@ -247,8 +247,6 @@ def load_specdec(folder: Path, device: torch.device) -> SpecDecHead:
 
 
 class SpecDecDrafter(LastRowDrafter):
-    """Its tokens are chosen: trees grow from the laws of the block's places."""
-
     needs = Needs((-1,), encoded=True)
     one_pass = True
 

@@ -19,8 +19,6 @@ REPLACED = 2  # tokens behind a difference that are guessed as if single tokens 
 
 
 class Alignment:
-    """One text and its prediction."""
-
     def __init__(self, prediction: Sequence[int]) -> None:
         self.tokens = tuple(prediction)
         self.at = 0  # the cursor

@@ -21,8 +21,6 @@ PRIOR, WEIGHT, MEMORY = 0.9, 8.0, 0.99
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     length: int = -1  # of the sequence when its forced tokens were looked up
     tokens: Sequence[int] = field(default_factory=tuple)
 

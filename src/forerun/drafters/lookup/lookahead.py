@@ -77,8 +77,6 @@ class Pool:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     pool: Pool
     window: list[list[int]] = field(default_factory=list)  # by column, the trunk's token first
     nodes: list[list[int]] = field(default_factory=list)  # where these are in the tree that is being verified

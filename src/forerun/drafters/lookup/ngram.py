@@ -105,8 +105,6 @@ class HitRates:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     rates: HitRates
     source: int = 0  # tokens in front of the sequence's own: a start token, and what the encoder reads
     tokens: list[int] = field(default_factory=list)  # these and its own, in a list that is quick to read

@@ -30,8 +30,6 @@ AWAKE, ASLEEP = Needs(), Needs(match_length=0)
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     alignment: Alignment
     rates: HitRates
     read: int  # tokens of the sequence that the alignment has

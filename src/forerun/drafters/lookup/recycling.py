@@ -83,8 +83,6 @@ class Table:
 
 
 class RecyclingDrafter(BaseDrafter):
-    """A tree of the likeliest successors."""
-
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
         self._tables: dict[int, Table] = {}  # by sequence

@@ -20,8 +20,16 @@ from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, com
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import BestTree, best_count
 from forerun.drafters.lookup.ngram import MatchNeeds
-from forerun.drafters.lookup.suffix_corpus import Corpus
-from forerun.drafters.lookup.suffix_index import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
+from forerun.drafters.lookup.suffix_index import (
+    ALIKE,
+    CAUTION,
+    ONCE,
+    OWN_MEMORY,
+    SECOND,
+    SHARED_MEMORY,
+    Corpus,
+    HitRates,
+)
 from forerun.drafters.lookup.suffix_match import ALWAYS, History, Lookup, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, OwnTrust, Successors, least_of, load_or_read
 from forerun.models.native import library as native
@@ -29,8 +37,6 @@ from forerun.models.native import library as native
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is kept per sequence."""
-
     lookup: Lookup
     trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
@@ -42,8 +48,6 @@ class _Sequence:
 
 
 class SuffixDrafter(LookupDrafter):
-    """The longest match of the sequence's end, in several texts."""
-
     def __init__(
         self,
         longest: int = 16,
@@ -163,7 +167,6 @@ class SuffixDrafter(LookupDrafter):
         return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, survivals)))
 
     def _state(self, seq: Seq) -> _Sequence:
-        """What is kept for a sequence, updated to its last token."""
         state = self._sequences.get(seq.id)
         if state is None:
             state = self._sequences[seq.id] = _Sequence(self._lookup(seq))

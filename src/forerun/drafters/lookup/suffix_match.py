@@ -27,7 +27,6 @@ from forerun.core.errors import InvalidInput
 from forerun.core.types import Seq
 from forerun.drafters.base import NEGLIGIBLE
 from forerun.drafters.heads.growth import BestTree, Candidates, Size, Successors, Ways, best_count, grow
-from forerun.drafters.lookup.suffix_corpus import Corpus
 from forerun.drafters.lookup.suffix_index import (
     ALIKE,
     BREAK,
@@ -35,6 +34,7 @@ from forerun.drafters.lookup.suffix_index import (
     SECOND,
     SHARED_TRIES,
     AutomatonPlace,
+    Corpus,
     HitRates,
     Place,
     SuffixAutomaton,

@@ -61,8 +61,6 @@ class Growth:
 
 
 class ModelDrafter:
-    """Any Target as a drafter."""
-
     needs = Needs()
     adapts = False  # a sequence's adapter changes the draft model too
 

@@ -162,8 +162,6 @@ def _subset(name: str, layers: int, values: Mapping[str, Any]) -> LayerSubset:
 
 
 class LayerSkipDrafter(ModelDrafter):
-    """Some of the target's layers as a draft model."""
-
     adapts = True
 
     @classmethod

@@ -126,7 +126,6 @@ def _break_even(costs: Costs, share: float, nodes: int) -> float | None:
 
 
 def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a person."""
     if head["trained"]:
         yield f"A trained head exists already and was measured: {', '.join(head['trained'])}."
         return

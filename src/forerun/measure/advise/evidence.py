@@ -48,8 +48,6 @@ _SHORTEST = (1, 2, 3, 4)  # matches that n-gram may use, where its budget is fix
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What one drafter would do at one batch size."""
-
     drafter: str
     budget: int | None  # None = the controller decides; 0 = nothing pays
     speedup: Spread
@@ -84,8 +82,6 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was measured."""
-
     texts: list[Text]
     costs: Costs
     prompt_rate: float  # tokens per second of passes over prompts
@@ -227,7 +223,6 @@ Making = Callable[[Evidence, int | None], Drafting]
 
 
 def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
-    """Every drafter at one batch size, each at its best."""
     found = [_prospect(evidence, name, batch) for name in evidence.draftings]
     return sorted(found, key=lambda prospect: -prospect.speedup.value)
 

@@ -58,7 +58,6 @@ class Candidate:
         return 1 + self.gains.index(self.gain)
 
     def as_document(self) -> dict[str, Any]:
-        """As plain JSON values."""
         return {
             "accepted": [round(share, 4) for share in self.survivals],
             "depth": self.depth,
@@ -68,8 +67,6 @@ class Candidate:
 
 
 class Judge:
-    """Measures candidates on windows, each once."""
-
     def __init__(self, target: Target, windows: Sequence[Window], cost: CostModel) -> None:
         shared = target.shared()
         if shared is None or shared.config is None or shared.partial is None:

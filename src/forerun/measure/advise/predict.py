@@ -26,8 +26,6 @@ DRAWS = 200  # rounds of a batch that are put together at random
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What rounds cost on this machine, in seconds."""
-
     target: CostModel  # scaled to real rounds
     host: float  # per sequence of a plain round: planning, sampling, bookkeeping
 
@@ -61,7 +59,6 @@ class Drafting:
         return 1.0 + sum(kept) / max(1, len(kept))
 
     def accepted(self) -> list[Accepted]:
-        """By depth 1, 2, ...: how many trees reached it, and how many accepted paths did."""
         return acceptance_by_depth(self.rounds)
 
 
@@ -147,8 +144,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Rounds per sequence, and the seconds a proposal took on average."""
-
     rounds: tuple[Drafts, ...]
     seconds_per_round: float
 

@@ -15,8 +15,7 @@ from forerun.build.engine import choose_drafter, needs_head
 from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.advise.answer import document
-from forerun.measure.advise.commands import Setup
+from forerun.measure.advise.answer import Setup, document
 from forerun.measure.advise.evidence import Evidence, gather, prospects, spread
 from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender
@@ -29,7 +28,6 @@ from forerun.models.load import checkpoint as loading
 
 
 def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
-    """The whole answer as one document."""
     limit = settings.limit if not with_check or settings.limit is None else 2 * settings.limit
     items = load_suite(settings.suite, settings.tasks, limit)
     given = len(load_suite(settings.suite, settings.tasks))
@@ -45,7 +43,6 @@ def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
 def conclude(
     llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings, with_check: bool
 ) -> dict[str, Any]:
-    """The answer for a model that is loaded."""
     started = perf_counter()
     used, held_back = split(prompts) if with_check else (list(prompts), [])
     evidence = gather(llm, cost, used, settings)

@@ -23,8 +23,6 @@ Drafts = tuple[tuple[int, int, int], ...]  # per round of a sequence: nodes draf
 
 
 class Written(NamedTuple):
-    """What a contender returns."""
-
     texts: Sequence[Sequence[int]]  # new tokens only, one text per prompt
     seconds: float  # the whole call, prompts included
     rounds: int | None = None  # target passes
@@ -52,8 +50,6 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids."""
-
     id: str
     task: str
     ids: tuple[int, ...]
@@ -76,8 +72,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one contender wrote on one group, once."""
-
     contender: str
     prompt: str  # the group's id: that of its prompt where it has one only
     task: str
@@ -100,8 +94,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A text that is not what the reference wrote."""
-
     contender: str
     prompt: str
     repeat: int

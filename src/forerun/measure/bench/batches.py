@@ -38,8 +38,6 @@ class Setup(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """One call: what was written, and when."""
-
     texts: list[list[int]]
     started: float
     marks: list[tuple[float, int]] = field(default_factory=list)  # after each step: when, and new tokens
@@ -94,8 +92,6 @@ def spread(prompts: list[Text]) -> list[Text]:
 
 
 class Sweep:
-    """One target and one set of prompts, at every batch size."""
-
     def __init__(self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False) -> None:
         self.engine, self.prompts = engine, spread([*dict.fromkeys(prompts)])
         self.params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
@@ -137,7 +133,6 @@ class Sweep:
         return rows
 
     def write_plainly(self) -> None:
-        """The texts that all others must equal."""
         if not self.plain:
             call = self.write(Setup("none"), 1, self.prompts, self.params)
             self.plain = dict(zip(self.prompts, call.texts, strict=True))
@@ -147,7 +142,6 @@ class Sweep:
         return [self.prompts[i % len(self.prompts)] for i in range(count)]
 
     def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
-        """All texts, `batch` at a time."""
         engine, places = self._engine_of(setup.drafter), dict[int, int]()
         engine.max_batch = batch
         before = dict(engine.stats.seconds)
@@ -204,7 +198,6 @@ class Sweep:
 
 
 def parse_batches(text: str, flag: str = "--batches") -> list[int]:
-    """Batch sizes by comma."""
     try:
         sizes = [int(size) for size in text.split(",")]
     except ValueError:

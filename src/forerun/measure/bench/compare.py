@@ -68,7 +68,6 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Print the comparison as tables."""
     shown = []
     colours = {"better": "green", "worse": "red"}
     for name, rows in found["by_task"].items():

@@ -48,7 +48,6 @@ LAYERS = "layer_skip"  # what follows `=` is its plan
 
 
 def load(settings: Settings) -> tuple[LLM, CostModel]:
-    """The model as a user would load it, and t(n) measured anew, whatever was kept."""
     refuse_missing_parts(settings)
     threads = settings.threads or cores()
     torch.set_num_threads(threads)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from forerun.engine.clock import PARTS
 from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.stats import PARTS
 from forerun.measure.bench.alternate import Contender, Difference, Drafts, Run, agreement
 from forerun.measure.bench.settings import PLAIN
 from forerun.measure.bench.stats import Pair, Spread, mean_interval, ratio_interval
 
 
 class Accepted(NamedTuple):
-    """Acceptance at one depth, with its counts."""
-
     accepted: int  # trees whose accepted path reached this depth
     drafted: int  # trees that reached it
 
@@ -43,8 +41,6 @@ def acceptance_document(found: Sequence[Accepted]) -> dict[str, Any]:
 
 
 class Figures:
-    """Runs of one cell, and the figures that can be asked of them."""
-
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
         self.tasks = list(dict.fromkeys(run.task for run in self.runs))
@@ -76,7 +72,6 @@ class Figures:
         return ratio_interval(list(by_prompt.values()))
 
     def by_prompt(self, contender: str, base: str) -> dict[str, float]:
-        """The speed-up on every prompt."""
         rates: dict[str, dict[str, list[Run]]] = {contender: {}, base: {}}
         for run in self.runs:
             if run.contender in rates:
@@ -93,7 +88,6 @@ class Figures:
         return sum(run.tokens for run in runs) / rounds if rounds else None
 
     def accepted(self, contender: str, task: str | None = None) -> list[Accepted]:
-        """By depth 1, 2, ...: how many trees reached it, and how many accepted paths did."""
         return acceptance_by_depth(text for run in self.of(contender, task) for text in run.drafts)
 
     def acceptance(self, contender: str) -> list[float]:
@@ -113,7 +107,6 @@ class Figures:
 
 
 def rate_of(runs: Sequence[Run]) -> float:
-    """Tokens per second of some runs together."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 

@@ -7,6 +7,7 @@ document that comes back is described in docs/benchmarking.md and checked by `fo
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forerun.api.llm import LLM
 from forerun.control.cost import CostModel
+from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.engine.stats import traced
 from forerun.measure.bench.alternate import (
@@ -35,7 +37,6 @@ from forerun.measure.bench.alternate import (
 from forerun.measure.bench.compare import SCHEMA
 from forerun.measure.bench.contenders import Engines, load, load_peers, own_contenders
 from forerun.measure.bench.figures import Figures, samples, summarise
-from forerun.measure.bench.run_log import RunLog
 from forerun.measure.bench.settings import Cell, Settings
 from forerun.measure.bench.suites import Item, load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
@@ -51,7 +52,6 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 def run(
     settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = "", trace: Path | None = None
 ) -> dict[str, Any]:
-    """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
@@ -76,7 +76,6 @@ def run(
 def measure(
     llm: LLM, cost: CostModel, peers: Peers, items: Sequence[Item], settings: Settings, run_log: RunLog, fixed: str = ""
 ) -> dict[str, Any]:
-    """Alternate over the prompts, cell by cell, and sum up."""
     facts = machine_facts()
     curve = {str(size): round(spent, 6) for size, spent in cost.seconds.items()}  # before rounds correct it
     prompts = tokenise(llm, items, settings)
@@ -124,8 +123,6 @@ def measure(
 
 
 class _Plan:
-    """A cell and the groups it is measured on."""
-
     def __init__(self, cell: Cell, groups: list[Group]) -> None:
         self.cell, self.groups = cell, groups
 
@@ -202,3 +199,93 @@ def _with_progress(
             runs.append(done)
             progress.update(bar, advance=1, description=f"{done.task}: {done.contender}")
     return runs
+
+
+_HARMLESS = ("repeats", "url")  # more of them may be asked for later
+
+
+class RunLog:
+    def __init__(self, folder: Path | None, settings: Settings) -> None:
+        self._file = None if folder is None else folder / "rounds.jsonl"
+        self._runs: dict[tuple[Cell, tuple[str, str, int]], Run] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _agree(folder, settings)
+            self._read()
+
+    def known(self, cell: Cell) -> dict[tuple[str, str, int], Run]:
+        return {key: run for (where, key), run in self._runs.items() if where == cell}
+
+    def add(self, cell: Cell, run: Run) -> None:
+        if (cell, run.key) in self._runs:
+            return
+        self._runs[cell, run.key] = run
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_row(cell, run)) + "\n")
+
+    def _read(self) -> None:
+        assert self._file is not None
+        if not self._file.is_file():
+            return
+        whole = []
+        for line in self._file.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                cell, run = _parse(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off by whatever ended the last attempt
+            self._runs[cell, run.key] = run
+            whole.append(line if line.endswith("\n") else line + "\n")
+        self._file.write_text("".join(whole), encoding="utf-8")
+
+
+def _agree(folder: Path, settings: Settings) -> None:
+    """Runs under other settings must not be mixed with these."""
+    file, ours = folder / "settings.json", settings.as_document()
+    if file.is_file():
+        try:
+            theirs = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InvalidInput(f"{file} is not readable; delete it or choose another --out") from error
+        for key, value in ours.items():
+            if key not in _HARMLESS and theirs.get(key) != value:
+                raise InvalidInput(
+                    f"{folder} was measured with {key}={theirs.get(key)!r} and now {value!r} is asked for; "
+                    "choose another --out, or delete the folder"
+                )
+    file.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(cell: Cell, run: Run) -> dict[str, Any]:
+    return {
+        "verifier": cell.verifier,
+        "temperature": cell.temperature,
+        "batch": cell.batch,
+        "contender": run.contender,
+        "prompt": run.prompt,
+        "task": run.task,
+        "repeat": run.repeat,
+        "texts": run.texts,
+        "seconds": run.seconds,
+        "rounds": run.rounds,
+        "decode_seconds": run.decode_seconds,
+        "passes": [{part: round(spent, 7) for part, spent in one.items()} for one in run.passes],
+        "drafts": run.drafts,
+    }
+
+
+def _parse(row: dict[str, Any]) -> tuple[Cell, Run]:
+    drafts = tuple(tuple((n, depth, kept) for n, depth, kept in text) for text in row["drafts"])
+    run = Run(
+        row["contender"],
+        row["prompt"],
+        row["task"],
+        row["repeat"],
+        tuple(tuple(text) for text in row["texts"]),
+        row["seconds"],
+        row["rounds"],
+        row["decode_seconds"],
+        tuple(row["passes"]),
+        drafts,
+    )
+    return Cell(row["verifier"], row["temperature"], row["batch"]), run

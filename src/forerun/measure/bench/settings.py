@@ -29,8 +29,6 @@ PEERS = (TRANSFORMERS, LOOKUP, ASSISTED, LLAMA_CPP, *LLAMA_CPP_LOOKUPS)
 
 @dataclass(frozen=True, slots=True)
 class DrafterSetup:
-    """A drafter with its budget and head, under one name."""
-
     name: str
     drafter: str | None  # None = the engine's default
     budget: int | None = None  # None = the controller decides
@@ -77,8 +75,6 @@ class DrafterSetup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of conditions."""
-
     verifier: str = "auto"
     temperature: float = 0.0
     batch: int = 1
@@ -90,8 +86,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run."""
-
     model: str = "smollm2"
     draft_model: str | None = None
     setups: tuple[DrafterSetup, ...] = (DrafterSetup(AUTO, None),)
@@ -157,7 +151,6 @@ class Settings:
         ]
 
     def as_document(self) -> dict[str, Any]:
-        """The settings as plain JSON values."""
         document = asdict(self)
         document["drafters"] = [setup.name for setup in self.setups]
         del document["setups"]
@@ -165,5 +158,4 @@ class Settings:
 
 
 def parse_setups(names: Sequence[str]) -> tuple[DrafterSetup, ...]:
-    """Setups from the names on a command line."""
     return tuple(DrafterSetup.parse(name) for name in names)

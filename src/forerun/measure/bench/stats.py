@@ -37,7 +37,6 @@ class Spread:
 
     @property
     def interval(self) -> str:
-        """Its interval in words; empty where there is none."""
         return "" if self.low is None or self.high is None else f"{_end(self.low)} to {_end(self.high)}"
 
     @property
@@ -92,7 +91,6 @@ def t_quantile(degrees: int) -> float:
 
 
 def _jackknife(items: Sequence[_One], ratio: Callable[[Sequence[_One]], float]) -> Spread:
-    """A ratio over some items with its interval."""
     count = len(items)
     left_out = [ratio([*items[:i], *items[i + 1 :]]) for i in range(count)] if count > 1 else []
     return jackknife(ratio(items), left_out)

@@ -42,7 +42,6 @@ def base_of(url: str) -> str:
 
 
 def first_model(url: str) -> str:
-    """The model that a server lists first."""
     base = base_of(url)
     models = _call(f"{base}/v1/models", None).get("data") or []
     if not models:

@@ -34,7 +34,6 @@ def why_not(model: str | Path) -> str | None:
 
 
 def load(names: Sequence[str], file: str | Path, ends: Sequence[int], context: int, threads: int) -> list[Contender]:
-    """Its plain loop and its prompt lookup, those of them that are asked for."""
     if reason := why_not(file):
         raise MissingDependency(f"the peer {names[0]!r} cannot run: {reason}")
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -111,25 +110,3 @@ def llama_cpp_contender(
         return Written([tokens], ended - started, len(passes), ended - first)
 
     return Contender(name, write, exact=False, like=like)
-
-
-def pass_seconds(
-    file: str | Path, threads: int, sizes: Sequence[int] | None = None, repeats: int = 3
-) -> dict[int, float]:
-    """t(n) of llama.cpp, as ours is measured: n tokens behind a short context, logits of every row, best of a few."""
-    from forerun.control.cost import CONTEXT, SIZES, STRIDE  # with torch, which llama.cpp itself does without
-
-    sizes = sizes or SIZES
-    model = load_model(file, CONTEXT + max(sizes) + 1, threads, all_logits=True)
-    vocabulary = model.n_vocab()
-    fastest = dict.fromkeys(sizes, float("inf"))
-    model.eval([1] * CONTEXT)
-    for repeat in range(repeats + 1):
-        for size in sizes:
-            model.n_tokens = CONTEXT  # what is beyond is dropped by the next call
-            started = perf_counter()
-            model.eval([(1 + STRIDE * i) % vocabulary for i in range(size)])
-            if repeat:  # the first round warms up
-                fastest[size] = min(fastest[size], perf_counter() - started)
-    model.close()
-    return fastest

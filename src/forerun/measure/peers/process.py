@@ -8,6 +8,7 @@ the pipe's cost is in no figure; while it does not write, it waits.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,15 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput
 from forerun.measure.bench.alternate import Contender, ContenderLost, Written
+
+if TYPE_CHECKING:
+    from forerun.measure.bench.alternate import Contender
+
 
 WAIT = 10.0  # seconds for a process to end after it was asked to
 _SIGNALS = {
@@ -30,21 +35,17 @@ _SIGNALS = {
 
 
 class PeerProcess:
-    """Another engine, in a process of its own."""
-
     def __init__(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what it writes to stderr, closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "forerun.measure.peers.worker"],
+            [sys.executable, "-m", "forerun.measure.peers.process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, encoding="utf-8",
         )  # fmt: skip
 
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def call(self, function: str, **arguments: Any) -> Any:
@@ -57,7 +58,6 @@ class PeerProcess:
         return [Contender(name, self._writer(name), exact, like) for name, exact, like in found]
 
     def close(self) -> None:
-        """Let it end."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):
@@ -129,3 +129,38 @@ class Peers:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints must not come between the answers
+    hosted: dict[str, Contender] = {}
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line), hosted)) + "\n")
+        answers.flush()
+    return 0
+
+
+def answer(question: dict[str, Any], hosted: dict[str, Contender]) -> dict[str, Any]:
+    """One question's answer; contenders that are loaded are added to `hosted`."""
+    try:
+        if "write" in question:
+            contender = hosted[question["write"]]
+            return {"result": contender.write(question["prompts"], question["max_tokens"])}
+        module, _, name = (question.get("load") or question["call"]).partition(":")
+        found = getattr(import_module(module), name)(**question["arguments"])
+        if "call" in question:
+            return {"result": found}
+        hosted |= {contender.name: contender for contender in found}
+        return {"result": [(contender.name, contender.exact, contender.like) for contender in found]}
+    except ForerunError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # whatever a peer raises is the benchmark's to report
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the benchmark was interrupted, and says so itself
+        sys.exit(130)

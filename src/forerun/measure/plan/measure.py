@@ -18,14 +18,13 @@ from forerun.core.params import SamplingParams
 from forerun.measure.bench.batches import PLAIN, Call, Setup, Sweep, Text
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.machine import is_busy, load_average, machine_facts
-from forerun.measure.plan.profile import Point, Profile, points_of
+from forerun.measure.plan.advice import Point, Profile, points_of
 
 PROMPTS = 8
 PER_PLACE = 2  # texts for each place in a batch
 
 
 def setups_for(llm: LLM) -> dict[str, Setup]:
-    """Plain, and the default drafter as the controller has it."""
     name = llm.engine.default_drafter
     return {PLAIN: Setup("none"), f"{name}, adaptive": Setup(name)}
 
@@ -62,7 +61,6 @@ def measure(llm: LLM, *, batches: Sequence[int] = (1, 2, 4, 8), max_tokens: int 
 
 
 def _mean(*same: Point) -> Point:
-    """Several measurements of one point as one."""
     return replace(
         same[0],
         decode_seconds=fmean(point.decode_seconds for point in same),
@@ -73,17 +71,16 @@ def _mean(*same: Point) -> Point:
 
 
 def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
-    """Prompts of all tasks of the default suite, as tokens."""
     items = load_suite(None)
     chosen = [items[i * len(items) // count] for i in range(min(count, len(items)))]
     return [tuple(llm.tokenizer.chat_ids(list(item.messages), True)) for item in chosen]
 
 
 class Contention:
-    """Of one process, from one look to the next; 1.0 where the system does not tell (only Linux does)."""
+    """Of this process, from one look to the next; 1.0 where the system does not tell (only Linux does)."""
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._folder = Path("/proc") / str(os.getpid() if pid is None else pid) / "task"
+    def __init__(self) -> None:
+        self._folder = Path("/proc") / str(os.getpid()) / "task"
         self._last = self._now()
 
     def slowdown(self) -> float:
@@ -108,13 +105,3 @@ class Contention:
                 continue
             found[file.parent.name] = int(run), int(wait)
         return found
-
-
-def newest_child() -> int | None:
-    """The process that this one started last; None where the system does not tell."""
-    me = os.getpid()
-    try:
-        children = (Path("/proc") / str(me) / "task" / str(me) / "children").read_text().split()
-    except OSError:
-        return None
-    return max(map(int, children), default=None)

@@ -32,7 +32,6 @@ _FACTS = (
 
 
 def write_report(result: Mapping[str, Any], path: Path) -> None:
-    """Write the page."""
     try:
         path.write_text(render(result), encoding="utf-8")
     except OSError as error:
@@ -40,7 +39,6 @@ def write_report(result: Mapping[str, Any], path: Path) -> None:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The page's markup."""
     source = files("forerun.measure.report").joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     conditions = result["conditions"]
@@ -189,7 +187,6 @@ def _batch_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str
 
 
 def _split(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Seconds per token by part, as shares of the slowest contender's."""
     rows = []
     for name, figures in result["contenders"].items():
         if spent := figures["seconds"]:
@@ -227,7 +224,6 @@ def _contenders(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _acceptance(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Acceptance by depth with its counts."""
     rows = {name: summary.accepted_cells(result, name) for name in summary.drafters_of(result)}
     deepest = max(map(len, rows.values()), default=0)
     return {"depths": list(range(1, deepest + 1)), "rows": {name: row for name, row in rows.items() if row}}
@@ -287,7 +283,6 @@ class Chart:
         object.__setattr__(self, "_ranges", (min(xs), wide, min(ys), tall))
 
     def svg(self) -> str:
-        """The chart as markup."""
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
             *self._axes(),

@@ -15,7 +15,6 @@ INTERVALS = (
 
 
 def spread_of(cell: Mapping[str, Any]) -> Spread:
-    """A ratio of the document with its interval."""
     return Spread(cell["speedup"], cell["low"], cell["high"])
 
 
@@ -58,7 +57,6 @@ def headline(result: Mapping[str, Any]) -> str | None:
 
 
 def busy_warning(conditions: Mapping[str, Any]) -> str | None:
-    """The warning about other load on the machine; None where it was idle."""
     if not conditions.get("busy"):
         return None
     return (
@@ -80,7 +78,6 @@ def extent(conditions: Mapping[str, Any]) -> str:
 
 
 def equality(result: Mapping[str, Any]) -> str:
-    """How many of the texts that must be equal are."""
     compared = sum(cell["compared"] for cell in result["cells"])
     differing = sum(len(cell["differing"]) for cell in result["cells"])
     return f"{compared - differing} of {compared} texts equal what {result['conditions']['reference']} wrote."
@@ -92,7 +89,6 @@ def left_out(conditions: Mapping[str, Any]) -> list[str]:
 
 
 def instruction_sets(conditions: Mapping[str, Any]) -> str | None:
-    """Which instructions each engine computes with, where that is known."""
     found = conditions.get("isa") or {}
     said = "; ".join(f"{name} {isa}" for name, isa in found.items() if isa)
     return f"Instruction sets: {said}." if said else None
@@ -112,7 +108,6 @@ def accepted_cells(result: Mapping[str, Any], drafter: str) -> list[str]:
 
 
 def drafters_of(result: Mapping[str, Any]) -> list[str]:
-    """The drafters that were measured, in the order that they were asked for."""
     return [name for name in result["speedup"] if name != PLAIN]
 
 

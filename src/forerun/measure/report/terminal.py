@@ -20,7 +20,7 @@ DEPTHS = 6  # of the acceptance table; the document and the page have all
 
 def show(result: Mapping[str, Any]) -> None:
     """Print a run's result: the sentences that the page prints, then the tables."""
-    console = _console()
+    console = wide_console()
     if (said := summary.headline(result)) is not None:
         console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=not console.is_terminal)
     if (warning := summary.busy_warning(result["conditions"])) is not None:
@@ -50,54 +50,7 @@ def _is_clear(result: Mapping[str, Any]) -> bool:
     return summary.spread_of(next(iter(result["speedup"].values()))).is_clear
 
 
-def show_modes(result: Mapping[str, Any]) -> None:
-    """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
-    console = _console()
-    if LLAMA_CPP in result["by_task_vs_peers"]:
-        print_table(console, _peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
-    if "modes" in result:
-        print_table(console, _mode_table(result["modes"]))
-        for name, found in result["modes"].items():
-            if found["t"] is None:
-                console.print(f"{name} left out: {found['why_not']}")
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in result["bandwidth"]["gb_per_s"].items())
-        console.print(f"Memory bandwidth in GB/s: {rates}.")
-        held = result["memory"]
-        console.print(
-            f"A fresh process holds {held['above_torch_mb']:.0f} MB above the interpreter and torch once it has "
-            f"written a text, {held['model_mb']:.0f} of them beyond imported code ({held['dtype']})."
-        )
-    wanted = (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"best_vs_{LLAMA_CPP}")
-    for name in (*wanted, f"worst_drafter_vs_{PLAIN}", f"worst_task_vs_{PLAIN}"):
-        console.print(f"{name}: {_named_ratio(result, name)}")
-
-
-def _named_ratio(result: Mapping[str, Any], name: str) -> str:
-    """A ratio of the document by its name, with its interval where that is known."""
-    value = result["ratios"].get(name)
-    low, high = result["intervals"].get(name) or (None, None)
-    return "-" if value is None else str(Spread(value, low, high))
-
-
-def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
-    """Our loop, plain and with every drafter, against a peer's plain one."""
-    table = figure_table(f"By task: x {base} (95% interval)", "", *columns)
-    for task in next(iter(columns.values())):
-        table.add_row(task, *(_ratio(column[task]) for column in columns.values()))
-    return table
-
-
-def _mode_table(modes: Mapping[str, Any]) -> Table:
-    curves = {name: found["t"] for name, found in modes.items() if found["t"]}
-    sizes = list(next(iter(curves.values()), {}))
-    table = figure_table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
-    for name, curve in curves.items():
-        share = modes[name].get("bandwidth_share")
-        table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
-    return table
-
-
-def _console() -> Console:
+def wide_console() -> Console:
     wide = Console()
     return wide if wide.is_terminal else Console(width=WIDTH)
 
@@ -121,7 +74,7 @@ def _ratio_cell(result: Mapping[str, Any], name: str, base: str) -> Text | str:
     return _shown(found)
 
 
-def _ratio(cell: Mapping[str, Any]) -> Text:
+def ratio(cell: Mapping[str, Any]) -> Text:
     return _shown(summary.spread_of(cell))
 
 
@@ -138,7 +91,7 @@ def _task_table(result: Mapping[str, Any]) -> Table:
 
 
 def _task_cell(cell: Mapping[str, Any]) -> Text:
-    return _ratio(cell).append(f"  {number(cell['tokens_per_round'])}")
+    return ratio(cell).append(f"  {number(cell['tokens_per_round'])}")
 
 
 def _split_table(result: Mapping[str, Any]) -> Table:
@@ -166,7 +119,7 @@ def _cell_table(result: Mapping[str, Any]) -> Table:
     for cell in result["cells"]:
         name = f"{cell['verifier']}, temperature {cell['temperature']:g}, batch {cell['batch']}"
         equal = {True: "yes", False: "no", None: "in law"}[cell["equal"]]
-        table.add_row(name, *map(_ratio, cell["speedup"].values()), equal)
+        table.add_row(name, *map(ratio, cell["speedup"].values()), equal)
     return table
 
 
@@ -178,5 +131,4 @@ def _cost_table(curve: Mapping[str, float]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Two decimals, or a dash for what is not known."""
     return "-" if value is None else f"{value:.2f}"

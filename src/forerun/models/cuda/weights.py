@@ -21,7 +21,7 @@ from forerun.models.cuda.cubin.packing import BLOCK as BLOCK
 from forerun.models.cuda.cubin.packing import Strips as Strips
 from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
 from forerun.models.layers import Experts
-from forerun.models.load.quantized.rounding import in_bytes, in_four_bits
+from forerun.models.load.quantized.layouts import in_bytes, in_four_bits
 
 WeightKind = Literal["plain", "int8", "fp8", "w4", "file"]  # "file": as a quantised checkpoint has them
 Role = Literal["layer", "gate", "head"]  # of a weight in its model

@@ -32,8 +32,6 @@ _LARGEST = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """The encoder, or the decoder."""
-
     layers: int
     heads: int
     inner: int

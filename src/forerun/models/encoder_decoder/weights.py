@@ -17,11 +17,11 @@ from forerun.models.encoder_decoder.layers import (
     Layer,
     Linear,
     Norm,
+    ScreenedHead,
     Stack,
     make_linear,
     sinusoids,
 )
-from forerun.models.encoder_decoder.screen import ScreenedHead
 from forerun.models.load.weights import missing_weight, surplus_weights, wrong_shape
 from forerun.models.native.library import BLOCK
 from forerun.models.native.packing import FloatMode
@@ -92,8 +92,6 @@ _UNREAD = re.compile(
 
 
 class Reader:
-    """Named weights of one model, read one by one."""
-
     def __init__(
         self,
         weights: Mapping[str, Tensor],

@@ -20,8 +20,6 @@ SLOT_STEP = 256  # slots that a slab grows by
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one pass reads and writes: its rows, ascending, and the slots of its nodes."""
-
     rows: Tensor  # [n]
     slots: Tensor  # [n, M] the slot of every node, padding included
     first: int  # lowest row

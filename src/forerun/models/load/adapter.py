@@ -33,8 +33,6 @@ def is_adapter(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank changes of a base model."""
-
     base: str  # the base's name, path or hub id
     rank: int
     scale: float
@@ -72,8 +70,6 @@ class Adapter:
 
 
 class AdaptedWeights(Weights):
-    """A base's weights with an adapter's changes."""
-
     def __init__(self, base: Weights, adapter: Adapter) -> None:
         self.base, self.adapter, self.names = base, adapter, base
         for name, (down, up) in adapter.changes.items():

@@ -17,10 +17,9 @@ from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
-from forerun.models.load.catalog import cache_folder
+from forerun.models.load.catalog import cache_folder, find_model
 from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.gguf_families import config_of, in_keys, origins_of
-from forerun.models.load.locate import find_model
 from forerun.models.load.marian_tokenizer import MarianTokenizer
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
 from forerun.models.load.quantized.weights import QuantizedWeights
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: how the model is built, its weights, and its tokenizer."""
-
     name: str  # what the user asked for
     path: Path
     config: dict[str, Any]  # Hugging Face style

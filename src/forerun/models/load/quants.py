@@ -22,8 +22,6 @@ _CHUNK = 1 << 20  # weights unpacked at once: intermediates stay small beside th
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a type packs its weights."""
-
     name: str
     weights: int  # per block
     bytes: int  # per block
@@ -68,8 +66,6 @@ MXFP4 = 39
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A tensor as the file holds it: bytes, and what they mean. Rows are whole runs of blocks."""
-
     kind: int  # a key of LAYOUTS
     shape: tuple[int, ...]
     data: Tensor  # [bytes] uint8, contiguous

@@ -54,8 +54,6 @@ class TokenizerParts(NamedTuple):
 
 
 class Tokenizer:
-    """A vocabulary and how text becomes ids in it."""
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -172,7 +170,6 @@ class Tokenizer:
         return text
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token as the vocabulary spells it, and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def special_ids(self) -> set[int]:
@@ -281,7 +278,6 @@ def tokenizer_from_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is no such file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,19 +3,30 @@
 Every rank holds the residual stream whole. After attention, and after the feed-forward layer, the ranks' parts are
 added in the order of the ranks; so hidden rows need not be gathered, and drafters run on rank 0 alone. The embedding is
 on every rank, the LM head is cut by vocabulary and its logits are put together on rank 0.
+
+Rank 0 alone knows requests, pages and verdicts. What the others need comes with each pass as one list of integers: the
+slots that were copied since the last pass, then tokens, positions, ancestors and pages of the rows. Passes run on a
+thread of their own, so that an interrupt of the caller (Ctrl-C), which could come between any two calls, never splits
+one: ranks must all make the same calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ModelError, UnsupportedModel, brief
+from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import PlainSeq, Seq
 from forerun.models.attention import Span
 from forerun.models.base import LayerSubset, SharedWeights
@@ -23,15 +34,109 @@ from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layers import linear
+from forerun.models.pages import pages_for
 from forerun.models.parallel.group import Group
-from forerun.models.parallel.pass_thread import PassThread
-from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, config_of
+
+Job = tuple["Future[None]", Callable[[], None]]
+
+
+class PassThread:
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        Thread(target=_serve, args=(self._jobs,), name="forerun-passes", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it on the thread: an interrupt comes before it has begun, and then it is dropped, or after it."""
+        job: Future[None] = Future()
+        interrupt: BaseException | None = None
+        try:
+            self._jobs.put((job, work))
+            wait([job])
+        except BaseException as error:
+            interrupt = error
+        while not job.done() and not (interrupt is not None and job.cancel()):
+            try:
+                wait([job])
+            except BaseException as error:
+                interrupt = error
+        if not job.cancelled():
+            job.result()
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """End the thread when what it does now is done."""
+        self._jobs.put(None)
+
+
+def _serve(jobs: SimpleQueue[Job | None]) -> None:
+    """Not a method: the thread must not keep its owner alive."""
+    while (job := jobs.get()) is not None:
+        future, work = job
+        if future.set_running_or_notify_cancel():
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        del job, future, work
+
+
+Copies = Sequence[tuple[int, int]]  # slots, as (from, to), read before any of them is written
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    slots: int  # that the KV cache must have by now
+    copies: Sequence[Copies]  # in order
+    tokens: Sequence[int]
+    spans: Sequence[Span]
+    limits: Sequence[int]  # per span, how long its sequence may become: ropes may depend on it
+    scored: int  # of the first rows the logits are computed
+    ends_with_keys: bool  # of the last layer: nobody reads what leaves it
+
+    def to_numbers(self) -> list[int]:
+        numbers = [self.slots, self.scored, int(self.ends_with_keys), len(self.copies)]
+        for copies in self.copies:
+            numbers.append(len(copies))
+            numbers += [slot for pair in copies for slot in pair]
+        numbers += [len(self.tokens), *self.tokens, len(self.spans)]
+        for span, limit in zip(self.spans, self.limits, strict=True):
+            pages = span.pages[: pages_for(span.length + span.nodes)]
+            numbers += [span.nodes, span.length, limit, len(pages), *pages, int(span.shape.is_chain)]
+            if not span.shape.is_chain:
+                numbers += span.shape.parents
+        return numbers
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> PassPlan:
+        rest = iter(numbers)
+        slots, scored, ends = _take(rest, 3)
+        copies = [_pairs(_take(rest, 2 * next(rest))) for _ in range(next(rest))]
+        tokens = _take(rest, next(rest))
+        spans, limits, first = list[Span](), list[int](), 0
+        for _ in range(next(rest)):
+            nodes, length, limit = _take(rest, 3)
+            pages = _take(rest, next(rest))
+            shape = chain_of(nodes) if next(rest) else topology_of(tuple(_take(rest, nodes)))
+            spans.append(Span(first, first + nodes, pages, length, shape))
+            limits.append(limit)
+            first += nodes
+        return cls(slots, copies, tokens, spans, limits, scored, bool(ends))
+
+
+def _take(numbers: Iterator[int], count: int) -> list[int]:
+    return list(islice(numbers, count))
+
+
+def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 class ParallelDecoder(Decoder):
-    """The layers of one rank. `group` must be set before the first pass."""
-
     group: Group
 
     def __init__(

@@ -1,7 +1,8 @@
 """Loads a model over several processes: starts the other ranks, loads rank 0, connects them, and ends them.
 
 A worker ends when its input is closed: by `close`, when the target is garbage, at the end of the program, and by the
-system where the program was killed. Nothing is left behind in any of these cases.
+system where the program was killed. Nothing is left behind in any of these cases. A worker is this module run with
+`python -m`: it loads its part of the model, says that it is ready, connects, and computes passes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,18 +20,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from forerun.core.checks import as_memory
-from forerun.core.errors import InvalidInput, ModelError, UnsupportedModel
+from forerun.core.errors import InvalidInput, ModelError, UnsupportedModel, brief
 from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.kv_budget import allowed_bytes
-from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.load.shapes import check_shapes
-from forerun.models.parallel.decoder import ParallelTarget
+from forerun.models.parallel.decoder import ParallelFollower, ParallelTarget
 from forerun.models.parallel.group import Backend, Group
 from forerun.models.parallel.split import DTYPES, Part, check_split
 
@@ -39,15 +41,13 @@ NOTICE = 1.0  # seconds until the end of a process is known, after it has broken
 
 
 class Worker:
-    """One other rank's process, and what it has said."""
-
     def __init__(self, rank: int, size: int, job: dict[str, Any]) -> None:
         self._name = f"rank {rank} of {size}"
         ours = str(Path(__file__).parents[3])
         # it imports what this process would, and from there (-P: nothing from the folder it is started in)
         paths = [*([] if ours in sys.path else [ours]), *filter(None, sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "forerun.models.parallel.worker", json.dumps(job | {"rank": rank})],
+            [sys.executable, "-P", "-m", "forerun.models.parallel.launch", json.dumps(job | {"rank": rank})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -207,3 +207,49 @@ def _devices(device: torch.device, size: int, shares: bool) -> list[torch.device
     if size > there and not shares:
         raise InvalidInput(f"tensor_parallel_size={size} needs {size} GPUs and torch sees {there}; use at most {there}")
     return [torch.device("cuda", rank % there) for rank in range(size)]
+
+
+def load(job: dict[str, Any]) -> ParallelFollower:
+    device = torch.device(job["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(job["threads"])
+    checkpoint = open_checkpoint(job["model"])
+    config = DecoderConfig.from_hf(checkpoint.config)
+    dtype = DTYPES[job["dtype"]]
+    part = Part(job["rank"], job["size"])
+    return ParallelFollower(config, checkpoint.weights, part, dtype=dtype, device=device)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
+    Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        job = json.loads(sys.argv[1])
+        follower = load(job)
+        _say(said, "ready", "")
+        follower.group = Group(Path(job["store"]), follower.part, job["backend"], follower.device)
+        follower.serve()
+    except BaseException as error:
+        _say(said, "error", f"{type(error).__name__}: {brief(error)}")
+    finally:
+        os._exit(1)  # gloo's threads would abort an orderly end
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def _say(to: IO[str], what: str, text: str) -> None:
+    try:
+        print(json.dumps({"what": what, "text": text}), file=to, flush=True)
+    except OSError:
+        os._exit(0)  # nobody listens any more
+
+
+if __name__ == "__main__":
+    main()

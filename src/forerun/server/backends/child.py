@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from forerun.build.memory_limit import without_collector
 from forerun.core.errors import ForerunError
-from forerun.models.load.collector import without_collector
 from forerun.server.backends.base import CLOSING
 from forerun.server.backends.channel import Channel
 from forerun.server.backends.start import Loader

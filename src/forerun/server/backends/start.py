@@ -142,7 +142,7 @@ def load_llm(model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any],
     """A model by name, as `forerun serve` has it; `heads` = drafting with the version that folder is at now."""
     from forerun.api.llm import LLM
     from forerun.core.params import EngineConfig
-    from forerun.heads.versions import HeadVersions
+    from forerun.heads import HeadVersions
 
     given = dict(drafting)
     if heads is not None:

@@ -14,8 +14,6 @@ from forerun.server.backends.base import Load
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one replica says of itself."""
-
     replica: str
     node: str
     pid: int
@@ -63,7 +61,6 @@ class Loads:
         self._gone = NOTHING
 
     def update(self, reports: Iterable[Report]) -> None:
-        """These replicas are there now."""
         there = {report.replica: report for report in reports}
         for name, last in self.reports.items():
             if name not in there:

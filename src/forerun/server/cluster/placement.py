@@ -31,8 +31,6 @@ def blocks_of(prompt: Sequence[int], salt: str = "") -> list[int]:
 
 @dataclass(slots=True)
 class Placement:
-    """Where prompts and sessions were sent. Replicas are named by anything hashable."""
-
     batch: int = 8  # texts that a replica writes at once
     # request: replica, until when
     _sent: dict[str, tuple[Hashable, float | None]] = field(default_factory=dict)
@@ -40,7 +38,6 @@ class Placement:
     _sessions: OrderedDict[str, Hashable] = field(default_factory=OrderedDict)
 
     def note(self, replica: Hashable, blocks: Iterable[int], session: str | None = None) -> None:
-        """A prompt of these blocks was sent there."""
         held = self._held.setdefault(replica, OrderedDict())
         for block in blocks:
             held[block] = None
@@ -74,7 +71,6 @@ class Placement:
         self._sent[request] = replica, now + PROMISED
 
     def start(self, request: str, replica: Hashable) -> None:
-        """A request has gone there."""
         self._sent[request] = replica, None
 
     def end(self, request: str, replica: Hashable) -> None:

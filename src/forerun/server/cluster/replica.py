@@ -86,7 +86,6 @@ class Replica:
             yield Ended(ForerunError(f"{type(error).__name__}: {error}"), True)
 
     async def report(self) -> Report:
-        """What it is, and what it is doing."""
         backend = self._backend
         return Report(
             self._name, self._node, os.getpid(), self._settings.model, self._drafter or backend.drafter,

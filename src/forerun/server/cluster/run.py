@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 
 def write_config(settings: ClusterSettings, file: Path) -> None:
-    """The config file that `serve deploy` or KubeRay takes."""
     import yaml
 
     text = yaml.safe_dump(config_of(settings), sort_keys=False, allow_unicode=True)

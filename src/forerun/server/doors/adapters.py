@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters while the server runs, for whoever has the admin key."""
+"""Routes for whoever has the admin key: load and unload LoRA adapters, sleep and wake up, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -62,3 +62,30 @@ async def _admins_body(request: Request, service: Service, kind: type[BaseModel]
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def add_sleep_routes(app: FastAPI, service: Service) -> None:
+    """All answer whether the server sleeps."""
+
+    def state(request: Request) -> dict[str, bool]:
+        must_be_admin(request.headers, service.settings.admin_key)
+        return {"is_sleeping": service.sleeping}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        return state(request)
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> dict[str, bool]:
+        state(request)
+        try:
+            await service.sleep()
+        except UnsupportedModel as error:
+            raise ApiError(400, str(error)) from None
+        return state(request)
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> dict[str, bool]:
+        state(request)
+        await service.wake_up()
+        return state(request)

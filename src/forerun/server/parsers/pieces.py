@@ -37,8 +37,6 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called."""
-
     name: str
     arguments: str  # JSON
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
@@ -49,15 +47,12 @@ class ToolCall:
 
 
 class Found(NamedTuple):
-    """What is in an answer."""
-
     text: str | None  # None where it only calls
     calls: Sequence[ToolCall] = ()
     reasoning: str | None = None
 
 
 def found_in(parser: Parser, text: str) -> Found:
-    """The parts of a whole text."""
     pieces = [*parser.feed(text), *parser.end()]
     names = [piece.text for piece in pieces if piece.kind == "call"]
     arguments = [joined("arguments", pieces, call) for call in range(len(names))]
@@ -77,8 +72,6 @@ def is_json(text: str) -> bool:
 
 
 class PlainParser:
-    """All of a text is the answer."""
-
     def feed(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if text else []
 

@@ -1,4 +1,4 @@
-"""ThinkingParser: thinking between tags, then the answer; HarmonyParser: messages in channels, as gpt-oss writes them.
+"""Thinking between tags (ThinkingParser) or in channels (HarmonyParser, gpt-oss); which parser an answer gets.
 
 Harmony: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`. A message with a
 recipient, `to=functions.NAME`, is a call of that function, and its text is the arguments.
@@ -7,10 +7,16 @@ recipient, `to=functions.NAME`, is a call of that function, and its text is the 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from forerun.core.thinking import Start, ThinkingMarks
-from forerun.server.parsers.pieces import Kind, Parser, Piece, held_back
+from forerun.core.thinking import HARMONY, TAIL, Start, ThinkingMarks
+from forerun.server.parsers.pieces import Kind, Parser, Piece, PlainParser, held_back
+from forerun.server.parsers.tools import ToolParser
+from forerun.server.schemas import ChatRequest, Generation
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
 
 
 class ThinkingParser:
@@ -118,3 +124,25 @@ class HarmonyParser:
         if self._kind == "content":
             return self._inner.feed(text)
         return [Piece(self._kind, text, self._calls - 1 if self._kind == "arguments" else 0)] if text else []
+
+
+def parser_of(body: Generation, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parser | None:
+    """The parser of one text; None where all of it is the answer."""
+    if not isinstance(body, ChatRequest):
+        return None
+    tools = offered(body)
+    inner = ToolParser(tools, body.parallel_tool_calls is not False) if tools else PlainParser()
+    marks = tokenizer.thinking
+    if marks is None:
+        return inner if tools else None
+    start = marks.start_of(tokenizer.decode(list(prompt[-TAIL:]), skip_special=False))
+    if marks is HARMONY:
+        return HarmonyParser(start, tools, inner)
+    return ThinkingParser(marks, start, inner)
+
+
+def offered(body: ChatRequest) -> Mapping[str, Mapping[str, Any]]:
+    """The functions that may be called, and the JSON schemas of their parameters."""
+    if body.tool_choice == "none":
+        return {}
+    return {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}

@@ -47,8 +47,6 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A rectangle of sequences, padded on the right."""
-
     tokens: Tensor  # [B, T] int64
     learnt: Tensor  # [B, T] bool: answers, never padding; stays on the host, where shapes are decided
 
@@ -166,7 +164,6 @@ class Corpus:
             )
 
     def must_fit(self, vocab_size: int) -> None:
-        """Raise where a sequence holds a token outside the target's vocabulary."""
         largest = int(self.tokens.max())
         if largest >= vocab_size:
             raise InvalidInput(
@@ -199,7 +196,6 @@ class Batches:
         return len(self._of_epoch(0))
 
     def at(self, step: int) -> Batch:
-        """The batch of a step."""
         epoch, index = divmod(step, len(self))
         width, members = self._of_epoch(epoch)[index]
         spans = [self.spans[i] for i in members]

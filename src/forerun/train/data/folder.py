@@ -17,7 +17,6 @@ from forerun.train.options import DataOptions, TrainOptions
 
 
 def shards_of(data: str | Path) -> list[Path]:
-    """The shards of one data folder, or of several with commas between, in order."""
     found = list[Path]()
     for folder in str(data).split(","):
         files = sorted(Path(folder).glob("shard-*.safetensors"))
@@ -52,7 +51,6 @@ def require_recordings(folder: str | Path) -> list[Path]:
 
 
 def wanted_tokens(options: TrainOptions) -> str:
-    """How much text a run reads."""
     total = options.steps * options.batch_tokens
     shown = f"{total / 1e6:.1f} million" if total >= 1_000_000 else f"{total}"
     return f"{shown} tokens ({options.steps} steps of {options.batch_tokens}; less is read several times)"

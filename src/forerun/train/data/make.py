@@ -25,15 +25,14 @@ from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.folder import keep_settings
-from forerun.train.data.passages import read_passages
 from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, Sources, Tally, around_user_turn, read_prompts
-from forerun.train.data.wrap import FRAME, Wrapper
+from forerun.train.data.wrap import FRAME, Wrapper, read_passages
 from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain
 from forerun.train.options import DataOptions
-from forerun.train.provenance import write_provenance
 from forerun.train.teacher import load_net, torch_device
 
 Write = Callable[[Iterable[Order]], Iterator[Written]]
@@ -45,8 +44,6 @@ _LEAST_ANSWER = 32  # tokens left for the answer to a prompt made of passages
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Progress of a run."""
-
     stage: str  # "prompts", "wrapped" or "answers"
     done: int
     total: int
@@ -165,7 +162,6 @@ def write_prompts(
 
 
 def _read_kept(kept: Path) -> list[Prompt]:
-    """The prompts of an interrupted run; none if it had not written them."""
     if not kept.is_file():
         return []
     try:
@@ -209,7 +205,6 @@ def _next_step(options: DataOptions) -> str:
 
 
 def _wrapped(options: DataOptions, tokenizer: Chats, report: Report) -> list[Prompt]:
-    """Prompts made of the answers of earlier runs."""
     if not options.passages:
         return []
     limit = min(options.max_prompt, options.max_length - _LEAST_ANSWER)

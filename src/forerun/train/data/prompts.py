@@ -38,8 +38,6 @@ class Chats(Protocol):
 
 
 class Novelty:
-    """Tells whether a text is new, and remembers it."""
-
     def __init__(self) -> None:
         self._seen: set[tuple[int, ...]] = set()
 
@@ -64,7 +62,6 @@ def around_user_turn(tokenizer: Chats) -> tuple[str, str]:
 
 
 def as_messages(prompt: Prompt) -> list[dict[str, str]]:
-    """The prompt as a conversation."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
@@ -127,8 +124,6 @@ def _from_json(line: str, file: Path, number: int) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Prompts seen, and the dropped ones by reason."""
-
     seen: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 

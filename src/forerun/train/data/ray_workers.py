@@ -24,8 +24,6 @@ TRIES = 4  # times that a lot is written anew where its worker died
 
 
 class Worker:
-    """An actor that holds the target."""
-
     def __init__(self, options: dict[str, Any], threads: int) -> None:
         import torch
 

@@ -24,8 +24,6 @@ LOOK_EVERY = 8  # steps between two checks for rows that have ended
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A text to write: its prompt, temperature and length."""
-
     prompt: Sequence[int]
     temperature: float
     max_length: int  # prompt included
@@ -34,8 +32,6 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished text."""
-
     order: Order
     tokens: list[int]  # prompt included
     ended: bool  # by one of the stop ids, which is the last token
@@ -43,8 +39,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The batch at one moment, on the host."""
-
     done: Tensor  # [rows]
     places: Tensor  # [rows]
     text: Tensor  # [rows, max_length]

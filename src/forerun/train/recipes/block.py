@@ -2,7 +2,7 @@
 
 A block at anchor a is the token there and mask tokens behind it. Its rows see the target's features of the tokens
 before a, and each other. Row j learns the target's law of the token at a + j + 1. Positions
-are weighed by how far their draft gets (losses.Survival), or by a fixed decay.
+are weighed by how far their draft gets (`Survival`), or by a fixed decay.
 
 DSpark's Markov head adds to the logits what the token before says: a product of two small matrices between the target's
 embedding and its LM head, which is the same as adding it to the rows in front of the LM head. The confidence head
@@ -36,8 +36,6 @@ _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few 
 
 
 class BlockRecipe(WithTargetHead):
-    """A block drafter learning from a frozen target."""
-
     _module: BlockModule
 
     def __init__(
@@ -147,8 +145,6 @@ def block_config(
 
 
 class BlockLayer(HeadLayer):
-    """One layer of a block drafter."""
-
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config, config.width, partial(nn.Linear, bias=False))
         self.config = config

@@ -16,8 +16,7 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, Layer, split_layer
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading
-from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading
 from forerun.train.teacher import Teacher
 
 
@@ -73,7 +72,6 @@ class DraftModelRecipe:
 
 
 def write_model(folder: Path, net: CausalNet, config: Mapping[str, Any]) -> None:
-    """A network as a Hugging Face folder."""
     values = {**config, "num_hidden_layers": len(net.layers), "dtype": "bfloat16"}
     if "layer_types" in values:  # plain families have one type
         values["layer_types"] = ["full_attention"] * len(net.layers)

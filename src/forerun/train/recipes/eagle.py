@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.drafters.heads.base import HeadShape
+from forerun.drafters.heads.eagle import write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, write_head
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
-from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import ScaledLinear, Sizes, main_directions
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, WithTargetHead, read_teacher, shifted
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, main_directions
 from forerun.train.teacher import Teacher
 
 HEAD_DIM = 64  # of a head that is narrower than its target, where its width allows it
@@ -40,8 +40,6 @@ SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
 class EagleRecipe(WithTargetHead):
-    """An EAGLE head learning from a frozen target."""
-
     _module: EagleModule
 
     def __init__(
@@ -143,8 +141,6 @@ class Norm(nn.RMSNorm):
 
 
 class HeadLayer(nn.Module):
-    """Matrices of a layer, named as files name them, and what comes after its attention."""
-
     def __init__(self, config: HeadShape, into: int, linear: Callable[[int, int], nn.Linear]) -> None:
         super().__init__()
         width, inner = config.width, config.inner
@@ -310,3 +306,46 @@ class EagleModule(nn.Module):
             features = torch.cat([norm(part) for part, norm in parts], -1)
         fused: Tensor = self.fc(features)
         return fused
+
+
+class MtpModule(nn.Module):
+    """All trained parameters; its state_dict, folded, is the layer under our names."""
+
+    def __init__(self, config: EagleConfig, sizes: Sizes) -> None:
+        super().__init__()
+        self.config, width = config, config.width
+        self.enorm, self.hnorm = Norm(width, config.norm_eps), Norm(width, config.norm_eps)
+        self.fc = ScaledLinear(2 * width, width)
+        self.midlayer = EagleLayer(config, Sizes.ones(width))
+        self.midlayer.input_layernorm = Norm(width, config.norm_eps)
+        self.norm = ScaledNorm(width, config.norm_eps)
+        self.norm.scale(QUICK * sizes.feature, BEGINNING / QUICK)
+        with torch.no_grad():  # dimensions of the target's rows are very unequal: made equal when read
+            self.hnorm.weight.copy_(sizes.row / sizes.feature)
+
+    def forward(self, embedded: Tensor, features: Tensor, steps: int, detach: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows for the LM head, raw outputs) of every step; embeddings [B, T, D] of token t at t."""
+        carried, past = features, list[tuple[Tensor, Tensor]]()
+        for step in range(steps):
+            token = self.enorm(shifted(embedded, step + 1))
+            x = self.fc(torch.cat((token, self.hnorm(carried)), -1))
+            out: Tensor = self.midlayer(x, self.midlayer.input_layernorm(x), step, past)
+            yield self.norm(out), out
+            carried = out.detach() if detach else out
+
+
+class MtpRecipe(EagleRecipe):
+    def __init__(
+        self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary, sizes: Sizes
+    ) -> None:
+        WithTargetHead.__init__(self, options, teacher.head, vocabulary)
+        self.teacher, self.config = teacher, config
+        self._module = MtpModule(config, sizes).to(teacher.head.device)  # type: ignore[assignment]
+        self._unit = None
+
+    def lm_head(self) -> Tensor:
+        return self._truth_head
+
+    def export(self, folder: Path, measured: Measured) -> None:
+        config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
+        write_mtp(folder, config, self.tensors(self._module))

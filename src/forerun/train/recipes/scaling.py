@@ -27,8 +27,6 @@ BEGINNING, QUICK = 0.1, 4.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the rows that a head reads."""
-
     token: Tensor  # [D] of an embedding, the same in every dimension
     feature: Tensor  # [D] of the target's last row
 
@@ -121,7 +119,6 @@ class ScaledNorm(nn.RMSNorm):
 
 @torch.no_grad()
 def fold(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a module as files hold them."""
     weights = {name: weight.detach() for name, weight in module.state_dict().items()}
     for name, layer in module.named_modules():
         if isinstance(layer, ScaledLinear):
@@ -135,7 +132,6 @@ def fold(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def unfold(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a file as a module learns them."""
     found = {name: weight.float() for name, weight in weights.items()}
     for name, layer in module.named_modules():
         if isinstance(layer, ScaledLinear):

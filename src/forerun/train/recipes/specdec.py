@@ -30,8 +30,6 @@ _SPREAD = 0.02  # of weights that have nothing to start from
 
 
 class SpecDecRecipe(WithTargetHead):
-    """A SpecDec drafter learning from a frozen encoder-decoder."""
-
     def __init__(self, options: TrainOptions, teacher: SourceTeacher, corpus: Corpus) -> None:
         vocab, width = teacher.head.shape
         counts = corpus.count_tokens(vocab)

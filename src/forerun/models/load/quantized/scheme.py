@@ -27,8 +27,6 @@ _FORMATS: dict[str, Layout | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one weight [N, K] is stored."""
-
     layout: Layout
     bits: int
     block: tuple[int, int]  # rows and columns that share a scale; 0 = all
@@ -56,8 +54,6 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a checkpoint says about its quantised weights."""
-
     method: str  # in the words of its makers
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]  # modules, by name, pattern or class, and how they are stored
     unused: str = ""  # what the checkpoint has beside weights, and is not used

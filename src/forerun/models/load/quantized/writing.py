@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.models.load.quantized.rounding import GROUPS, in_bytes, in_four_bits
+from forerun.models.load.quantized.layouts import GROUPS, in_bytes, in_four_bits
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
 from forerun.models.load.shapes import check_shapes
 from forerun.models.load.weights import SafetensorsWeights
@@ -82,8 +82,6 @@ class Rounder:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """A file that will be written: which weights, and the places of their tensors."""
-
     weights: list[str]
     tensors: dict[str, Tensor]  # on the device "meta"
 

@@ -5,30 +5,24 @@ from __future__ import annotations
 import pytest
 
 from forerun.control.cost import CostModel
-from forerun.measure import quality as modes
-from forerun.measure.quality import load_modes, measure_modes
+from forerun.measure.quality import load_mode
+from forerun.models.load import checkpoint as loading
 from forerun.models.native import library
+from lab.cpu import measure_modes
 
 pytestmark = pytest.mark.usefixtures("tiny_checkpoint")
 
 
 def test_a_format_that_cannot_be_had_says_why() -> None:
-    found = {mode.name: mode for mode in load_modes("tiny", ("gguf", "float32"))}
+    found = {name: load_mode(loading.open_checkpoint("tiny"), name) for name in ("gguf", "float32")}  # type: ignore[arg-type]
     assert found["gguf"].target is None
     assert "gguf" in found["gguf"].why_not
     assert found["float32"].target is not None
     assert found["float32"].why_not == ""
 
 
-def test_one_format_is_loaded_at_a_time() -> None:
-    several = load_modes("tiny", ("float32", "bfloat16"))
-    first = next(several)
-    assert first.name == "float32"
-    assert next(several).target is not first.target
-
-
 def test_the_share_is_bytes_by_seconds_by_what_memory_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes.CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001, 8: 0.002})))
+    monkeypatch.setattr(CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001, 8: 0.002})))
     found = measure_modes("tiny", gb_per_second=2.0, names=("float32", "gguf"))
     assert found["float32"]["t"] == {"1": 0.001, "8": 0.002}
     read = found["float32"]["weight_bytes"]
@@ -39,7 +33,7 @@ def test_the_share_is_bytes_by_seconds_by_what_memory_gives(monkeypatch: pytest.
 
 @pytest.mark.skipif(not library.available(), reason="no native kernels here")
 def test_a_byte_for_a_weight_is_a_quarter_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes.CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001})))
+    monkeypatch.setattr(CostModel, "measure", classmethod(lambda cls, target: CostModel({1: 0.001})))
     found = measure_modes("tiny", 1.0, ("q8", "float32"))
     ratio = found["float32"]["weight_bytes"] / found["q8"]["weight_bytes"]
     # scales of blocks and what stays float32 come on top, much of it in a model this small

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.measure.report import plots
+from lab import plots
 from tests.measure.report.documents import clear_gain, one_prompt, result_of
 
 pytest.importorskip("matplotlib")

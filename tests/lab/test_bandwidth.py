@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from forerun.measure import machine as measuring
-from forerun.measure.machine import bandwidth, copy_bandwidth, rate
+from forerun.measure.machine import copy_bandwidth, rate
+from lab import cpu as formats
+from lab.cpu import bandwidth
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "SIZE", 1 << 20)
+    monkeypatch.setattr(formats, "SIZE", 1 << 20)
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, spent: list[float]) -> None:
@@ -61,7 +64,7 @@ def test_the_work_is_really_done(monkeypatch: pytest.MonkeyPatch) -> None:
         done.append(work())  # type: ignore[operator]
         return 1.0
 
-    monkeypatch.setattr(measuring, "rate", noted)
+    monkeypatch.setattr(formats, "rate", noted)
     bandwidth()
     copied, total, product = done
     assert isinstance(copied, torch.Tensor)
