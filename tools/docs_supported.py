@@ -21,7 +21,7 @@ from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
-from forerun.models.families import FAMILIES
+from forerun.models.families import FAMILIES, WRAPPED
 from forerun.models.load.catalog import known_models
 from forerun.models.load.quantized.scheme import quantization_of
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
@@ -46,11 +46,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def families() -> str:
-    """One row per family that our own decoder runs."""
-    return table(
+    """One row per family that our own decoder runs, and whose language part is one of them."""
+    rows = table(
         ("`model_type`", "GGUF architecture", "C kernels (CPU)", "Triton kernels (GPU)", "torch (CPU, GPU)"),
         ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
+    wrapped = ", ".join(f"`{outer}` as `{part.family}`" for outer, part in WRAPPED.items())
+    return f"{rows}\n\nOf models that read pictures too, the language part runs: {wrapped}."
 
 
 def _kernels_of(family: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
+from forerun.models.families import FAMILIES
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 
@@ -84,6 +85,7 @@ SHAPES["with-large-gemma3"] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 256,
+    "query_pre_attn_scalar": 200,
     "tie_word_embeddings": False,
 }
 # for contexts of several thousand tokens
@@ -140,7 +142,7 @@ def make_reference(name: str, seed: int | None = None) -> Any:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.2)
-            if "norm" in key:
+            if "norm" in key and not FAMILIES[config.model_type].norm_offset:
                 weight.add_(1.0)
     return model
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
-from forerun.models.families import BEFORE, COMMON, FAMILIES, Family, Norms, RecurrentKind, rotates
+from forerun.models.families import BEFORE, COMMON, FAMILIES, WRAPPED, Family, Norms, RecurrentKind, rotates
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -26,12 +26,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-# Families with a vision tower: the family of their text, and whether the head is the embedding where they do not say.
-_WRAPPED = {
-    "gemma3": ("gemma3_text", True),
-    "qwen3_5": ("qwen3_5_text", False),
-    "qwen3_5_moe": ("qwen3_5_moe_text", False),
-}
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
@@ -287,10 +281,8 @@ def supports(config: Mapping[str, Any]) -> bool:
 def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The family, and its settings with defaults filled in and nested text settings brought up."""
     family = config.get("model_type")
-    if family in _WRAPPED:  # the same decoder, wrapped with a vision tower that text does not use
-        inside, tied = _WRAPPED[family]
-        nested = {"tie_word_embeddings": config.get("tie_word_embeddings", tied)}
-        family, config = inside, {**nested, **_text_settings(config)}
+    if isinstance(family, str) and family in WRAPPED:
+        family, config = _language_part(family, config)
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
@@ -306,11 +298,21 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return family, {**COMMON, **described, **{key: value for key, value in given.items() if key not in unread}}
 
 
-def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config", {})
-    if not isinstance(nested, dict):
+def _language_part(outer: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Family and settings of the language model in a checkpoint that reads pictures too."""
+    wrapped, nested = WRAPPED[outer], config.get("text_config", config)
+    if not isinstance(nested, Mapping):
         raise DamagedFile(f"text_config in config.json is {nested!r:.60}, not settings; fetch it again")
-    return nested
+    family = nested.get("model_type", wrapped.family)
+    if family in (outer, f"{outer}_text"):
+        family = wrapped.family
+    values, tie = {**wrapped.settings, **nested}, "tie_word_embeddings"
+    if tie in config:  # the head is the whole's
+        values[tie] = config[tie]
+    rope = values.get("rope_scaling")
+    if isinstance(rope, Mapping) and rope.get("type") == "mrope":  # an old name: of text, all positions are equal
+        values["rope_scaling"] = {**rope, "type": "default"}
+    return family, values
 
 
 def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[str]:

@@ -367,3 +367,22 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
+
+
+class Wrapped(NamedTuple):
+    """The language part of a checkpoint that reads pictures too, in `text_config` or among the settings themselves."""
+
+    family: str
+    settings: Mapping[str, Any] = {}  # where the file has none; others are the family's
+
+
+# Text alone has the same law with and without the other parts: of mrope's three positions per token all are equal.
+WRAPPED: dict[str, Wrapped] = {
+    "gemma3": Wrapped("gemma3_text"),
+    "qwen2_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
+    "qwen2_5_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
+    "qwen3_vl": Wrapped("qwen3", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),
+    "mistral3": Wrapped("mistral"),
+    "qwen3_5": Wrapped("qwen3_5_text"),
+    "qwen3_5_moe": Wrapped("qwen3_5_moe_text"),
+}

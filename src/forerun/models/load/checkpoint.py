@@ -16,6 +16,7 @@ from typing import Any
 from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
+from forerun.models.families import WRAPPED
 from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder, find_model
 from forerun.models.load.gguf import GgufFile, Metadata
@@ -78,7 +79,12 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
-    return Checkpoint(name, folder, config, _weights_of(folder, config), cache(lambda: _tokenizer_of(folder, config)))
+    weights = _weights_of(folder, config)
+    if config.get("model_type") in WRAPPED:
+        log.warning("%s (%s) runs as a language model: it reads text, and no pictures", name, config["model_type"])
+        # releases of the same class differ in what they mean where they do not say it
+        config.setdefault("tie_word_embeddings", not any(key.endswith("lm_head.weight") for key in weights))
+    return Checkpoint(name, folder, config, weights, cache(lambda: _tokenizer_of(folder, config)))
 
 
 def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
@@ -97,4 +103,5 @@ def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
 def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if (folder / "source.spm").is_file() and not (folder / "tokenizer.json").is_file():
         return MarianTokenizer(folder, config)
-    return tokenizer_from_folder(folder, config)
+    nested = config.get("text_config")
+    return tokenizer_from_folder(folder, {**nested, **config} if isinstance(nested, dict) else config)

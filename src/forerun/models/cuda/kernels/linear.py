@@ -252,6 +252,8 @@ def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.c
 # Where rows have adapters (RANK > 0), what they add is added to the product before anything is made of it
 # (adapters.py). The kernel before this one is then `down`, whose programs let this one start when what the rows need
 # was written: only what `down` itself leaves is waited for, behind the product.
+#
+# SUMS: whatever the mode, the sums are all that is left, because whole rows are needed to go on (rows.py).
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
            partial, counters, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride, N: tl.constexpr,
@@ -260,10 +262,7 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
            D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
            TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
            RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
-    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
-
-    SUMS: whatever the mode, these sums are all that is left: whole rows are needed to go on (rows.py).
-    """
+    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up."""
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
     rows = first + tl.arange(0, MT)
