@@ -280,7 +280,9 @@ def supports(config: Mapping[str, Any]) -> bool:
 def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The family, and its settings with defaults filled in and nested text settings brought up."""
     family = config.get("model_type")
-    if family in _WRAPPED:  # the same decoder, wrapped with a vision tower that text does not use
+    if (
+        isinstance(family, str) and family in _WRAPPED
+    ):  # the same decoder, wrapped with a vision tower that text does not use
         inside, tied = _WRAPPED[family]
         nested = {"tie_word_embeddings": config.get("tie_word_embeddings", tied)}
         family, config = inside, {**nested, **_text_settings(config)}
