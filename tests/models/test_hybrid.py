@@ -251,6 +251,21 @@ def test_a_commit_that_was_interrupted_leaves_no_state_for_others(made: Any, mon
     assert torch.equal(got, fresh(make_decoder(config, weights), again.tokens))
 
 
+def test_a_release_that_was_interrupted_is_finished_by_the_next(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, config, weights = made("lfm2")
+    target = make_decoder(config, weights)
+    assert isinstance(target, HybridDecoder)
+    seq = FakeSeq(1, text(4, 80), max_length=400, cache_salt="")
+    target.prefill([seq], Needs())
+    monkeypatch.setattr(target._states, "drop", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        target.release(seq)
+    monkeypatch.undo()
+    target.release(seq)
+    assert target.used_slots == 0
+    assert not target._states.now
+
+
 def test_time_steps_with_limits_are_refused(made: Any) -> None:
     config = made("granite4")[1]
     with pytest.raises(UnsupportedModel, match="time_step_limit"):

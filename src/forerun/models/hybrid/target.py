@@ -162,6 +162,8 @@ class HybridDecoder(Decoder):
         reached = self._states.now.get(seq.id)
         if reached is None or reached.length != len(seq.tokens) - 1 or not reached.length % PAGE:
             return
+        if not self.kv.holds(seq.id):  # it was released, and that was interrupted
+            return
         extent, pages = self.kv.extent(seq.id), reached.length // PAGE
         if extent.start is None or extent.length != reached.length:
             return
