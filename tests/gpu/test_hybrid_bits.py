@@ -23,6 +23,15 @@ _DELTA_NET = {"head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads
 SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": False},
     "qwen3_5_text": _DELTA_NET,
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 16,
+        "mamba_d_state": 64,
+        "num_local_experts": 0,
+        "tie_word_embeddings": True,
+    },
     "qwen3_next": {
         **_DELTA_NET,
         "num_experts": 8,

@@ -13,6 +13,7 @@ from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid.states import States
 from forerun.models.hybrid.target import HybridDecoder
 from forerun.models.native import library as native
 from forerun.models.pages import PAGE
@@ -126,7 +127,7 @@ def test_logits_after_every_rollback_are_those_of_a_fresh_read(name: str, made: 
 
 def last_node(self: Any, seq: Any, tokens: Any, nodes: Any) -> None:
     """Whatever was accepted, go on from the state of the tree's last node."""
-    last = max(self._states.nodes[seq.id])
+    last = max(self._states.nodes[seq.id][0])
     advance(self, seq, tokens, [*nodes[:-1], last])
 
 
@@ -202,10 +203,10 @@ def test_states_that_no_longer_fit_are_read_again(made: Any) -> None:
     _, config, weights = made("qwen3_next")
     target, tokens = make_decoder(config, weights), text(4, 200)
     assert isinstance(target, HybridDecoder)
+    state = [mixer.start() for mixer in target._mixers]
+    target._states = States(sum(part.nbytes for layer in state for part in layer))  # room for one
     first = FakeSeq(1, list(tokens), max_length=400, cache_salt="")
     target.prefill([first], Needs())
-    size = sum(part.nbytes for layer in target._states.now[1].state for part in layer)
-    target._states._most = size  # one
     target.release(first)
     assert len(target._states._kept) == 1
     shorter = FakeSeq(2, tokens[:180], max_length=400, cache_salt="")
@@ -248,6 +249,21 @@ def test_a_commit_that_was_interrupted_leaves_no_state_for_others(made: Any, mon
     target.prefill([again], Needs())
     got = target.score([again], TreeBatch.chains([[9]]), Needs()).required_logits
     assert torch.equal(got, fresh(make_decoder(config, weights), again.tokens))
+
+
+def test_a_release_that_was_interrupted_is_finished_by_the_next(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, config, weights = made("lfm2")
+    target = make_decoder(config, weights)
+    assert isinstance(target, HybridDecoder)
+    seq = FakeSeq(1, text(4, 80), max_length=400, cache_salt="")
+    target.prefill([seq], Needs())
+    monkeypatch.setattr(target._states, "drop", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        target.release(seq)
+    monkeypatch.undo()
+    target.release(seq)
+    assert target.used_slots == 0
+    assert not target._states.now
 
 
 def test_time_steps_with_limits_are_refused(made: Any) -> None:

@@ -1,13 +1,14 @@
 """Recurrent layers over trees: every node's state follows from its parent's, in the same few calls wherever it is.
 
 A layer's state is a tuple of tensors: the last inputs of its convolution, and what else the layer remembers. Nodes are
-taken one by one, prompts too, so that a state does not depend on how its tokens were cut into passes and trees.
+taken one by one, prompts too, so that a state does not depend on how its tokens were cut into passes and trees. What a
+layer remembers is large: a tree's nodes do not keep it beyond their layer, and a verdict walks the accepted path again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,21 +26,22 @@ Made = Mapping[int, LayerState]  # node -> its state
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The nodes of one sequence in a pass, and those whose states will be asked for."""
+    """The nodes of one sequence in a pass, and those whose states will be asked for: in a tree any one path's."""
 
     span: Span
+    is_tree: bool
     kept: frozenset[int]
     reads: Tensor  # [N, K] of the inputs before the first node and those of the nodes: what each node convolves
 
     @classmethod
-    def of(cls, span: Span, kept: frozenset[int], kernel: int, device: torch.device) -> Walk:
+    def of(cls, span: Span, is_tree: bool, kept: frozenset[int], kernel: int, device: torch.device) -> Walk:
         before = list(range(kernel - 1))
         if span.shape.is_chain:
             reads = torch.arange(span.nodes)[:, None] + torch.arange(kernel)
         else:
             paths = ([*before, *(kernel - 1 + node for node in path)] for path in span.shape.paths)
             reads = torch.tensor([path[-kernel:] for path in paths])
-        return cls(span, kept, reads.to(device))
+        return cls(span, is_tree, kept, reads.to(device))
 
 
 class Mixer(Protocol):
@@ -128,24 +130,33 @@ class Memory(ABC):
         prepared = by_rows(self._prepare, mixed.to(x.dtype), steps)
         found, made = prepared.new_empty(len(x), self.values), list[Made]()
         for walk, state, last in zip(walks, states, inputs, strict=True):
-            memories = self._walk(walk, state[1], prepared, found)
-            made.append({node: (last[node], memories[node]) for node in walk.kept})
+            some = slice(walk.span.first, walk.span.end)
+            memories = self._walk(walk, state[1], prepared[some], found[some])
+            if walk.is_tree and walk.span.nodes > 1:
+                made.append(_Replayed(self, walk, state[1], prepared[some], last))
+            else:
+                made.append({node: (last[node], memories[node]) for node in walk.kept})
         return self.output(by_rows(self._finish, found.to(x.dtype), gates)), made
 
     def _walk(self, walk: Walk, start: Tensor, prepared: Tensor, found: Tensor) -> Mapping[int, Tensor]:
         """Fill what each node finds in its memory; the memories of all nodes, of a chain those that are kept."""
-        heads, keys, memories = self.heads, self.heads * self.config.key_dim, dict[int, Tensor]()
-        for node, parent in enumerate(walk.span.shape.parents):
-            row = prepared[walk.span.first + node].clone()  # equally aligned wherever it was
-            query, key, value, strength, left = torch.split(row, [keys, keys, self.values, heads, heads])
-            query, key, value = (one.view(heads, 1, -1) for one in (query, key, value))
-            memory = (start if parent < 0 else memories[parent]) * left.view(-1, 1, 1)
-            memory.baddbmm_(key.transpose(1, 2), self._written(memory, key, value) * strength.view(-1, 1, 1))
-            found[walk.span.first + node] = self._read(memory, query, value).flatten()
-            memories[node] = memory
-            if walk.span.shape.is_chain and parent not in walk.kept:
+        memories, shape = dict[int, Tensor](), walk.span.shape
+        for node, parent in enumerate(shape.parents):
+            before = start if parent < 0 else memories[parent]
+            memories[node], found[node] = self.step(before, prepared[node])
+            if shape.is_chain and (walk.is_tree or parent not in walk.kept):
                 memories.pop(parent, None)
         return memories
+
+    def step(self, before: Tensor, prepared: Tensor) -> tuple[Tensor, Tensor]:
+        """One node: its memory from its parent's [Hv, Dk, Dv], and what it finds there [Hv Dv]."""
+        heads, keys = self.heads, self.heads * self.config.key_dim
+        row = prepared.clone()  # equally aligned wherever it was
+        query, key, value, strength, left = torch.split(row, [keys, keys, self.values, heads, heads])
+        query, key, value = (one.view(heads, 1, -1) for one in (query, key, value))
+        memory = before * left.view(-1, 1, 1)
+        memory.baddbmm_(key.transpose(1, 2), self._written(memory, key, value) * strength.view(-1, 1, 1))
+        return memory, self._read(memory, query, value).flatten()
 
     def _of_all_heads(self, one: Tensor) -> Tensor:
         """[N, Hk, Dk] queries or keys -> [N, Hv Dk]: heads of values share them."""
@@ -165,6 +176,25 @@ class Memory(ABC):
     @abstractmethod
     def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
         """What is found, normed and multiplied by its gate."""
+
+
+class _Replayed(Mapping[int, LayerState]):
+    """The states of a tree's nodes, computed again along the path to the one that is asked for."""
+
+    def __init__(self, memory: Memory, walk: Walk, start: Tensor, prepared: Tensor, last: Mapping[int, Tensor]) -> None:
+        self._memory, self._walk, self._start, self._prepared, self._last = memory, walk, start, prepared, last
+
+    def __getitem__(self, node: int) -> LayerState:
+        found = self._start
+        for one in self._walk.span.shape.paths[node]:
+            found = self._memory.step(found, self._prepared[one])[0]
+        return self._last[node], found
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._walk.kept)
+
+    def __len__(self) -> int:
+        return len(self._walk.kept)
 
 
 class DeltaNet(Memory):

@@ -7,10 +7,10 @@ and where a text ended. It is never written again, so sequences share it. Those 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.models.hybrid.mixers import LayerState
+from forerun.models.hybrid.mixers import LayerState, Made
 
 State = tuple[LayerState, ...]  # by recurrent layer
 KEPT_BYTES = 1 << 30
@@ -29,7 +29,7 @@ class States:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.now: dict[int, Reached] = {}  # by sequence
-        self.nodes: dict[int, Mapping[int, State]] = {}  # by sequence: behind nodes of its last pass
+        self.nodes: dict[int, Sequence[Made]] = {}  # by sequence and layer: behind nodes of its last pass
         self._kept: OrderedDict[bytes, State] = OrderedDict()
         self._most, self._bytes = kept_bytes, 0
 

@@ -1,7 +1,7 @@
 """HybridDecoder: our decoder in torch for models with recurrent layers, a Target whose states roll back.
 
 Slots, prompts and trees are handled by the decoder that this one extends. A pass computes the state of every node from
-its parent's; a verdict keeps the one behind the accepted path, and the others are unreachable. Where a page ends, and
+its parent's; a verdict keeps the one behind the accepted path, and the others are gone. Where a page ends, and
 where a text ended, its state is kept for sequences that start alike, which then compute as little as with attention.
 Every row has the same bits in any company (rows.py).
 """
@@ -23,7 +23,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import CHUNK, Decoder
 from forerun.models.hybrid.mixers import Made, Walk
 from forerun.models.hybrid.rows import RowLinear, attend_by_nodes, by_rows, threads_for_rows
-from forerun.models.hybrid.states import Reached, State, States
+from forerun.models.hybrid.states import KEPT_BYTES, Reached, State, States
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Rotations, gate, mix, norm_heads_, rms_norm, rotate_
 from forerun.models.paged import Extent
@@ -60,7 +60,7 @@ class HybridDecoder(Decoder):
         self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
         self.early_exits = {}
         self._mixers = [block.mixer for block in self._hybrid_blocks if not isinstance(block.mixer, GatedAttention)]
-        self._states = States()
+        self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
 
     def shared(self) -> SharedWeights:
         """Without layers: none of them can run apart from its state."""
@@ -120,12 +120,17 @@ class HybridDecoder(Decoder):
         extent, before, made = self.kv.extent(seq.id), self._states.now[seq.id], self._states.nodes.pop(seq.id)
         length = before.length + len(nodes)
         assert length == extent.length, (length, extent.length)
-        self._states.now[seq.id] = Reached(length, made[nodes[-1]])
+        self._states.now[seq.id] = Reached(length, self._state_of(made, nodes[-1]))
         if extent.start is None or length // PAGE == before.length // PAGE:
             return
         self.kv.keep(seq.id, tokens[:length])
         for end in range(before.length // PAGE + 1, length // PAGE + 1):
-            self._states.keep(extent.digests[end - 1], made[nodes[end * PAGE - before.length - 1]])
+            state = self._state_of(made, nodes[end * PAGE - before.length - 1])
+            self._states.keep(extent.digests[end - 1], state)
+
+    def _state_of(self, made: Sequence[Made], node: int) -> State:
+        with torch.inference_mode(), threads_for_rows(self.device):
+            return tuple(layer[node] for layer in made)
 
     @torch.no_grad()
     def truncate(self, seq: Seq, length: int) -> None:
@@ -156,6 +161,8 @@ class HybridDecoder(Decoder):
         """The state behind all that is read of a text, if all but its last token is, and it does not end a page."""
         reached = self._states.now.get(seq.id)
         if reached is None or reached.length != len(seq.tokens) - 1 or not reached.length % PAGE:
+            return
+        if not self.kv.holds(seq.id):  # it was released, and that was interrupted
             return
         extent, pages = self.kv.extent(seq.id), reached.length // PAGE
         if extent.start is None or extent.length != reached.length:
@@ -205,8 +212,8 @@ class HybridDecoder(Decoder):
         with torch.inference_mode(), threads_for_rows(self.device):
             walks = [self._walk(span, i < trees) for i, span in enumerate(spans)]
             made = self._run_blocks(tokens, walks, seqs, hidden, logits)
-        for b, (seq, walk) in enumerate(zip(seqs, walks, strict=True)):
-            self._states.nodes[seq.id] = {node: tuple(layer[b][node] for layer in made) for node in walk.kept}
+        for b, seq in enumerate(seqs):
+            self._states.nodes[seq.id] = [layer[b] for layer in made]
 
     def _run_blocks(
         self,
@@ -261,7 +268,7 @@ class HybridDecoder(Decoder):
         """Of a prompt's rows, those that end a page and the last one keep their states."""
         ends = range(-(span.length + 1) % PAGE, span.nodes, PAGE)
         kept = frozenset(range(span.nodes) if is_tree else (*ends, span.nodes - 1))
-        return Walk.of(span, kept, self._recurrent.kernel, self.device)
+        return Walk.of(span, is_tree, kept, self._recurrent.kernel, self.device)
 
     def _start_state(self, seq: Seq, span: Span) -> State:
         reached = self._states.now[seq.id]
