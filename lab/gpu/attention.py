@@ -94,8 +94,21 @@ def _passes(target: CudaDecoder, lengths: list[int], prompts: list[int], run: Ru
             target.score([seq], trees, Needs())
             times[name] = seconds_of(target.passes.replay_last, 20) * 1e3
         target.release(seq)
+        if length <= 1024:
+            times |= {f"{batch} roots": _roots(target, batch, length) for batch in (32, 64)}
         run.say(f"behind {length} tokens, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
         found.append({"context": length, "ms": times})
+    return found
+
+
+def _roots(target: CudaDecoder, batch: int, length: int) -> float:
+    """Milliseconds of a plain pass over so many sequences."""
+    seqs = [FakeSeq(i, [(7 * i + j) % 199 for j in range(length + 1)], max_length=length + 8) for i in range(batch)]
+    target.prefill(seqs, Needs())
+    target.score(seqs, TreeBatch.chains([seq.tokens[-1:] for seq in seqs]), Needs())
+    found = seconds_of(target.passes.replay_last, 20) * 1e3
+    for seq in seqs:
+        target.release(seq)
     return found
 
 

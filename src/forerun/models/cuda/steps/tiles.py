@@ -128,16 +128,16 @@ def sharing_for(
 
 
 def _rows_for(size: Size, each: int, head_dim: int, queries: int) -> int:
-    """Queries of a program: those of a group, mostly; few where the pass has few."""
+    """Queries of a program: those of a group, mostly; few where the pass has few. Groups of prompts are full."""
     nodes = -(-size.rows // max(1, size.shared))
     most = queries if head_dim <= WIDEST else queries // 2
     if each * size.rows <= LEAST_ROWS:
         return LEAST_ROWS
-    return most if each * nodes > 64 else 64
+    return most if each * nodes > 64 or (nodes >= 8 and each * size.rows > 64 and not size.branches) else 64
 
 
 def _warps_for(rows: int, head_dim: int) -> int:
-    return 8 if rows * head_dim >= 1 << 14 else 4
+    return 8 if rows == QUERIES or rows * head_dim >= 1 << 14 else 4
 
 
 def shared_out(size: Size, heads: int, head_dim: int, processors: int, rows: int = 64) -> Sharing:
