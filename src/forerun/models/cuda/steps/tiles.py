@@ -131,7 +131,7 @@ def _rows_for(size: Size, each: int, head_dim: int, queries: int) -> int:
     """Queries of a program: those of a group, mostly; few where the pass has few. Groups of prompts are full."""
     nodes = -(-size.rows // max(1, size.shared))
     most = queries if head_dim <= WIDEST else queries // 2
-    if each * size.rows <= LEAST_ROWS:
+    if each * size.rows <= LEAST_ROWS and size.splits > SHORT_SPLITS:  # with few steps that are not prefetched, 64 win
         return LEAST_ROWS
     return most if each * nodes > 64 or (nodes >= 8 and each * size.rows > 64 and not size.branches) else 64
 
