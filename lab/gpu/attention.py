@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,22 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run as Integers
 from forerun.models.cuda.plan import MAX_ROWS, Need, Plan, Size, Span, nodes_per_group, plan_pass
-from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
+from lab.gpu.command import SHAPES
 from lab.gpu.rounds import seconds_of
 from lab.gpu.stand_ins import RandomWeights
-from lab.inflate.model import PRESETS
 from lab.runner import Document, Run
 
+if TYPE_CHECKING:
+    from forerun.models.cuda.steps.attention import Attention  # needs Triton
+
 ROOM = 2048  # positions behind the longest context
-SHAPES: dict[str, tuple[int, ...]] = {  # parents
+TREES: dict[str, tuple[int, ...]] = {  # parents
     "1 node": (-1,),
     **{f"chain of {n}": (-1, *range(n - 1)) for n in (16, 64)},
     **{f"tree of {n}": (-1, *((i - 1) // 2 for i in range(1, n))) for n in (16, 64)},
@@ -44,7 +46,7 @@ SHAPES: dict[str, tuple[int, ...]] = {  # parents
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add = parser.add_argument
-    add("--shape", default="8b", choices=[*PRESETS], help="shape of the model; default: %(default)s")
+    add("--shape", default="8b", choices=[*SHAPES], help="shape of the model; default: %(default)s")
     add("--lengths", default="512,32000,128000", help="tokens of context, by comma; default: %(default)s")
     add("--prompts", default="32000", help="lengths of prompts that are timed, by comma; default: %(default)s")
     add("--ways", action="store_true", help="time attention alone in every way, and no passes")
@@ -56,7 +58,8 @@ def measure(run: Run) -> Document:
     if not torch.cuda.is_available():
         raise InvalidInput("this benchmark needs a CUDA device and torch sees none")
     lengths = [int(word) for word in words(flags.lengths)]
-    weights = RandomWeights(PRESETS[flags.shape], 32_000, False, "cuda")
+    shape, vocabulary = SHAPES[flags.shape]
+    weights = RandomWeights(shape, vocabulary, flags.shape == "135m", "cuda")
     weights.config["max_position_embeddings"] = max(lengths) + ROOM
     config = DecoderConfig.from_hf(weights.config)
     if flags.ways:
@@ -87,27 +90,42 @@ def _passes(target: CudaDecoder, lengths: list[int], prompts: list[int], run: Ru
             times["prompt"] = (perf_counter() - started) * 1e3
             if not timed:
                 target.release(seq)
-        for name, parents in SHAPES.items():
+        for name, parents in TREES.items():
             tokens = [seq.tokens[-1], *range(len(parents) - 1)]
             chain = topology_of(parents).is_chain
             trees = TreeBatch.chains([tokens]) if chain else TreeBatch.trees([(tokens, list(parents))])
             target.score([seq], trees, Needs())
             times[name] = seconds_of(target.passes.replay_last, 20) * 1e3
         target.release(seq)
+        if length <= 1024:
+            times |= {f"{batch} roots": _roots(target, batch, length) for batch in (32, 64)}
         run.say(f"behind {length} tokens, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in times.items()))
         found.append({"context": length, "ms": times})
     return found
 
 
+def _roots(target: CudaDecoder, batch: int, length: int) -> float:
+    """Milliseconds of a plain pass over so many sequences."""
+    seqs = [FakeSeq(i, [(7 * i + j) % 199 for j in range(length + 1)], max_length=length + 8) for i in range(batch)]
+    target.prefill(seqs, Needs())
+    target.score(seqs, TreeBatch.chains([seq.tokens[-1:] for seq in seqs]), Needs())
+    found = seconds_of(target.passes.replay_last, 20) * 1e3
+    for seq in seqs:
+        target.release(seq)
+    return found
+
+
 def _ways(config: DecoderConfig, length: int) -> list[dict[str, Any]]:
     """Attention of one layer in all ways: microseconds, and whether its bits are those of the first."""
+    from forerun.models.cuda.steps.attention import Attention
+
     found, nodes = [], nodes_per_group(config.heads, config.kv_heads, config.head_dim)
     torch.manual_seed(0)
     pages = torch.randperm(length // PAGE + 40).tolist()
     kv = torch.randn(2, config.kv_heads, (length // PAGE + 40) * PAGE, config.head_dim, device="cuda").bfloat16()
     queries = torch.randn(MAX_ROWS, config.heads * config.head_dim, device="cuda").bfloat16()
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
-    shapes = {name: topology_of(parents) for name, parents in SHAPES.items()}
+    shapes = {name: topology_of(parents) for name, parents in TREES.items()}
     shapes |= {"prompt": chain_of(MAX_ROWS)}
     for name, shape in shapes.items():
         plan = plan_pass([_span(shape, pages, length)], nodes, Need.exactly)

@@ -34,8 +34,8 @@ def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
 
 @pytest.mark.parametrize(
     ("size", "rows"),
-    [(Size(1, 1, 32), 16), (Size(16, 1, 32), 64), (Size(64, 2, 32), 128), (Size(64, 66, 96, True), 128),
-     (Size(64, 64, 8), 64), (Size(1024, 32, 256), 128), (Size(16, 18, 32, True), 64)],
+    [(Size(1, 1, 32), 16), (Size(1, 1, 8), 64), (Size(16, 1, 32), 64), (Size(64, 2, 32), 128),
+     (Size(64, 66, 96, True), 128), (Size(64, 64, 8), 64), (Size(1024, 128, 256), 128), (Size(16, 18, 32, True), 64)],
 )  # fmt: skip
 def test_programs_have_as_many_rows_as_groups_have_queries(size: Size, rows: int) -> None:
     assert sharing_for(size, 4, 8, 128, 132).rows == rows

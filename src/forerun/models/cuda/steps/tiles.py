@@ -128,16 +128,16 @@ def sharing_for(
 
 
 def _rows_for(size: Size, each: int, head_dim: int, queries: int) -> int:
-    """Queries of a program: those of a group, mostly; few where the pass has few."""
+    """Queries of a program: those of a group, mostly; few where the pass has few. Groups of prompts are full."""
     nodes = -(-size.rows // max(1, size.shared))
     most = queries if head_dim <= WIDEST else queries // 2
-    if each * size.rows <= LEAST_ROWS:
+    if each * size.rows <= LEAST_ROWS and size.splits > SHORT_SPLITS:
         return LEAST_ROWS
-    return most if each * nodes > 64 else 64
+    return most if each * nodes > 64 or (nodes >= 8 and each * size.rows > 64 and not size.branches) else 64
 
 
 def _warps_for(rows: int, head_dim: int) -> int:
-    return 8 if rows * head_dim >= 1 << 14 else 4
+    return 8 if rows == QUERIES or rows * head_dim >= 1 << 14 else 4
 
 
 def shared_out(size: Size, heads: int, head_dim: int, processors: int, rows: int = 64) -> Sharing:
@@ -149,7 +149,7 @@ def shared_out(size: Size, heads: int, head_dim: int, processors: int, rows: int
         return Sharing(programs, 0, stages=4 if rows == LEAST_ROWS else 3, rows=rows, warps=warps)
     many = size.shared * programs * heads > 2 * processors and warps == 4
     # a program has few steps, and prefetching gains nothing; but three programs fit a multiprocessor
-    narrow = rows == 64
+    narrow = rows == 64 and size.shared > 1  # one node is faster among 64 rows
     return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow, rows=rows, warps=warps)
 
 
