@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -54,6 +54,7 @@ if [ "$what" = tests ]; then
     # kernels of adapters are compiled for every shape and number of rows
     check adapters tests/gpu/test_adapters.py -m gpu -k "not company" &
     check company tests/gpu/test_adapters.py -m gpu -k company &
+    check gemma tests/gpu/test_bits.py -m gpu -k "gemma and not large" &  # large ones are among the bits
     wait
     for name in $groups; do
         echo "== $name"
