@@ -5,13 +5,13 @@ Runs on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.tree import topology_of
+from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
@@ -50,6 +50,26 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
     torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
     for programs in (1, 2, 3):
         assert torch.equal(attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 1.5, False), (70, 0.0, True), (0, 2.0, True)])
+def test_scores_have_caps_and_heads_have_sinks(window: int, cap: float, sinks: bool, dim: int) -> None:
+    """The same bits by programs that leave parts and by programs that take whole groups; without either, others."""
+    rng = random.Random(8)
+    spans = [_span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
+    plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
+    queries, kv = random_numbers(dim)
+    queries *= 3  # scores that a cap changes much
+    extra = Extra(cap, torch.randn(HEADS, device=queries.device) * 3 if sinks else None)
+    found = attend(plan, queries, kv, window, how=2, extra=extra)[: plan.rows]
+    wanted = found_by_hand(spans, queries, kv, window, extra)
+    torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=2e-2)
+    without = found_by_hand(spans, queries, kv, window)
+    assert (without - wanted).abs().max() > 0.2, "neither would be missed"
+    walked = Sharing(programs=1, walked=256, stages=1, narrow=True)
+    _must_agree(attend(plan, queries, kv, window, walked, extra=extra)[: plan.rows], found)
 
 
 @pytest.mark.gpu
@@ -118,8 +138,25 @@ def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     return Span(tokens, topology_of(tuple(parents)), pages, length)
 
 
+@dataclass(frozen=True)
+class Extra:
+    """What attention of some models has beside."""
+
+    cap: float = 0.0
+    sinks: Tensor | None = None  # [H]
+
+
+NOTHING = Extra()
+
+
 def attend(
-    plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, exact: Size | None = None
+    plan: Plan,
+    queries: Tensor,
+    kv: Tensor,
+    window: int,
+    how: int | Sharing,
+    exact: Size | None = None,
+    extra: Extra = NOTHING,
 ) -> Tensor:
     """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
     from forerun.models.cuda.steps.attention import Attention
@@ -132,16 +169,17 @@ def attend(
             "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4,
         }
     )  # fmt: skip
+    config = replace(config, attention_softcap=extra.cap or None)
     attention = Attention(config, reach, device, room=0, pdl=False)
     for numbers in (attention.parts, attention.tops, attention.sums):
         numbers.fill_(math.nan)  # what nobody wrote shows
     run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)
     how = Sharing(how, walked=0, stages=1) if isinstance(how, int) else how
-    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, how)
+    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, extra.sinks, how)
     return out
 
 
-def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
+def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int, extra: Extra = NOTHING) -> Tensor:
     """Softmax over what every node sees, in float32."""
     found, row = [], 0
     for span in spans:
@@ -150,7 +188,12 @@ def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -
             seen = [*slots[: span.length], *(slots[span.length + node] for node in path)]
             seen = seen[-window:] if window else seen
             keys, values = kv[:, :, seen].float().repeat_interleave(HEADS // KV_HEADS, 1)
-            law = torch.softmax((keys @ queries[row].float()[:, :, None])[..., 0] * queries.shape[-1] ** -0.5, -1)
+            scores = (keys @ queries[row].float()[:, :, None])[..., 0] * queries.shape[-1] ** -0.5
+            if extra.cap:
+                scores = extra.cap * torch.tanh(scores / extra.cap)
+            if extra.sinks is not None:
+                scores = torch.cat((scores, extra.sinks[:, None]), -1)
+            law = torch.softmax(scores, -1)[:, : len(seen)]
             found.append((law[:, None] @ values)[:, 0])
             row += 1
     return torch.stack(found)

@@ -43,6 +43,7 @@ _HAS = {
     "rotations of neighbours",
     "layers without positions",
     "sliding windows",
+    "soft caps of attention scores",
 }
 _HAS |= {"experts"}
 
@@ -76,6 +77,7 @@ class Layer:
     rope: Tensor | None  # [P, R, 2] fp32 cosine and sine; None = no positions in this layer
     window: int  # positions a node sees, itself included; 0 = all
     experts: ExpertWeights | None = None
+    sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
 
 
 class Model:
@@ -266,7 +268,7 @@ class Steps(Protocol):
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
-    kinds = [(layer.window, layer.rope is None, layer.experts is None) for layer in layers]
+    kinds = [(layer.window, layer.rope is None, layer.experts is None, layer.sinks is None) for layer in layers]
     return sorted({*map(kinds.index, kinds), len(layers) - 1})
 
 

@@ -32,6 +32,7 @@ TOGETHER = tl.constexpr(2)  # lone nodes of a tree that a program takes; plan.py
 OWN = tl.constexpr(32)  # columns of each: two blocks, in which all of its ancestors lie (plan.py: DEEPEST)
 TWO = tl.constexpr(0x40000000)  # 2.0 as an integer
 PART = tl.constexpr(2.0**-22)  # the last place of numbers from 2 to 4
+LOG2_E = tl.constexpr(1.4426950408889634)  # scores are exponents of 2
 
 
 @triton.jit
@@ -50,12 +51,18 @@ def _read(rows, slot, there, D: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr):
-    """Of columns that lie at positions p; minus infinity where a row is not one of `those` or sees no such position."""
+def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr, CAP: tl.constexpr):
+    """Of columns that lie at positions p; minus infinity where a row is not one of `those` or sees no such position.
+
+    CAP > 0: CAP times the hyperbolic tangent of the product; `scale` is divided by the cap then.
+    """
     seen = those & (p[None, :] <= at[:, None])
     if WINDOW > 0:
         seen = seen & (p[None, :] > at[:, None] - WINDOW)
-    return tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    scores = tl.dot(q, tl.trans(k)) * scale
+    if CAP > 0:
+        scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -66,8 +73,8 @@ def _whole(weights):
 
 @triton.jit
 def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-          length, ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr,
-          WALKS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+          length, ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+          TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
 
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
@@ -85,7 +92,7 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
-        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW)
+        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW, CAP)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
@@ -108,7 +115,7 @@ def _own_slots(owner, group, count, positions, first, ints, base, length, pages)
 
 @triton.jit
 def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, base, length, pages, own, is_own, scale,
-               D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+               D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
     t = tl.arange(0, TILE)
     first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
@@ -118,9 +125,9 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
         here = is_own & (mine >= p0) & (mine < p0 + TILE)
         k, more_k = _read(keys, slot, there, D), _read(keys, own, here, D)
         v, more_v = _read(values, slot, there, D), _read(values, own, here, D)
-        found = _scores(q, k, p, at, there[None, :], scale, WINDOW)
+        found = _scores(q, k, p, at, there[None, :], scale, WINDOW, CAP)
         theirs = here[None, :] & ((t // OWN)[None, :] == member[:, None])
-        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW)
+        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW, CAP)
         top, safe, shrink = rise(top, tl.maximum(tl.max(found, 1), tl.max(more, 1)))
         weights, more = tl.exp2(found - safe[:, None]), tl.exp2(more - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights) + _whole(more), 1).to(tl.float32) * PART
@@ -130,9 +137,10 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
 
 
 @triton.jit
-def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, scale, split_stride, h,
-            low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-            WINDOW: tl.constexpr, SIZE: tl.constexpr, TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
+def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
+            split_stride, h, low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
+            TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
             ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every n-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
 
@@ -166,17 +174,18 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
         middle = tl.maximum(start, tl.minimum(end, (known // TILE) * TILE))
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-            length, ancestors, pages, scale, D, WINDOW, False, WALKS, STAGES)  # fmt: skip
+            length, ancestors, pages, scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
         if TREE:
             top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
-                                         length, pages, own, is_own, scale, D, WINDOW)  # fmt: skip
+                                         length, pages, own, is_own, scale, D, WINDOW, CAP)  # fmt: skip
         else:
             top, total, acc, all_top, all_total, all_acc = _walk(
                 q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-                length, ancestors, pages, scale, D, WINDOW, True, WALKS, STAGES)  # fmt: skip
+                length, ancestors, pages, scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             place = row[:, None] * D + d[None, :]
+            all_total = add_sinks(all_total, all_top, sinks, row % H, SINKS)
             put_rows(out, place, all_acc / all_total[:, None], real[:, None], ROOM * H * D)
             tl.store(sums + row, FINISHED, mask=real)
         else:
@@ -187,9 +196,10 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
 
 
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
-def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, scale, head_stride, split_stride,
-           EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-           WINDOW: tl.constexpr, TREES: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
+           split_stride, EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+           D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
+           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
            ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
@@ -219,17 +229,17 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
         tl.extra.cuda.gdc_launch_dependents()
     if TREES and alone & (low < high):
         _attend(queries, mine, theirs, ints, group, first, tl.minimum(TOGETHER, EACH_TREE - g), positions, out, parts,
-                tops, sums, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, WINDOW, FEW, True, False,
-                STAGES, ROOM, PDL)  # fmt: skip
+                tops, sums, sinks, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, WINDOW, CAP, SINKS,
+                FEW, True, False, STAGES, ROOM, PDL)  # fmt: skip
     elif (alone == False) & (low + rank < tl.where(whole, 1, high)):  # noqa: E712
         if NARROW and count * EACH <= FEW:
-            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, scale,
-                    split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, FEW, False, WALKS,
-                    STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
+            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW,
+                    False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
         else:
-            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, scale,
-                    split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, ROWS, False, WALKS,
-                    STAGES, ROOM, PDL)  # fmt: skip
+            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, ROWS,
+                    False, WALKS, STAGES, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -278,8 +288,17 @@ def add_split(top, total, acc, its_top, its_total, its_acc):
 
 
 @triton.jit
-def _combine(out, m, position, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-             WINDOW: tl.constexpr, STEP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+def add_sinks(total, top, sinks, head, SINKS: tl.constexpr):
+    """The sum of all weights, with that of a head's sink: a score of its own that has no value."""
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head) * LOG2_E - top)
+    return total
+
+
+@triton.jit
+def _combine(out, m, position, parts, tops, sums, sinks, split_stride, H: tl.constexpr, D: tl.constexpr,
+             HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
+             ROOM: tl.constexpr):  # fmt: skip
     """One row; STEP splits are on their way at once, but are added up one by one."""
     last = split_of(position)
     low = last * 0
@@ -303,13 +322,14 @@ def _combine(out, m, position, parts, tops, sums, split_stride, H: tl.constexpr,
             # the same number; but now no load can be put behind what is computed from another
             its_top = tl.minimum(found[i][0], peak)
             top, total, acc = add_split(top, total, acc, its_top, found[i][1], found[i][2])
+    total = add_sinks(total, top, sinks, head % H, SINKS)
     put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def combine(out, positions, parts, tops, sums, split_stride, rows, H: tl.constexpr, D: tl.constexpr,
-            HEADS: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr, SKIPS: tl.constexpr, MOST: tl.constexpr,
-            ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def combine(out, positions, parts, tops, sums, sinks, split_stride, rows, H: tl.constexpr, D: tl.constexpr,
+            HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr, SKIPS: tl.constexpr,
+            MOST: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add up the splits of one row and HEADS heads; a warp has a head.
 
     SKIPS: of every n-th row, MOST at most, but for those whose splits were added up before.
@@ -325,7 +345,8 @@ def combine(out, positions, parts, tops, sums, split_stride, rows, H: tl.constex
         if tl.max((first != FINISHED).to(tl.int32), 0) > 0:  # mostly all are finished
             for m in range(i, rows, programs):
                 if tl.load(sums + m * H, cache_modifier=".cg") != FINISHED:
-                    _combine(out, m, tl.load(positions + m), parts, tops, sums, split_stride, H, D, HEADS, WINDOW,
-                             STEP, ROOM)  # fmt: skip
+                    _combine(out, m, tl.load(positions + m), parts, tops, sums, sinks, split_stride, H, D,
+                             HEADS, WINDOW, SINKS, STEP, ROOM)  # fmt: skip
     else:
-        _combine(out, i, position, parts, tops, sums, split_stride, H, D, HEADS, WINDOW, STEP, ROOM)
+        _combine(out, i, position, parts, tops, sums, sinks, split_stride, H, D, HEADS, WINDOW, SINKS, STEP,
+                 ROOM)  # fmt: skip

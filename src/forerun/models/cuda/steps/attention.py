@@ -32,10 +32,19 @@ class Attention:
         self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
 
     def attend(
-        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, window: int, how: Sharing | None = None
+        self,
+        run: Run,
+        queries: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        window: int,
+        sinks: Tensor | None = None,
+        how: Sharing | None = None,
     ) -> None:
-        """What all rows find in the keys and values [2, Hkv, S, D] of a layer."""
+        """What all rows find in the keys and values [2, Hkv, S, D] of a layer, whose heads may have sinks [H]."""
         config, size = self.config, run.size
+        cap = config.attention_softcap or 0.0
+        scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
         each = power_of_two(config.heads // config.kv_heads)
         how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
@@ -46,20 +55,24 @@ class Attention:
             grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
         kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
-            config.attention_scale / math.log(2), kv.stride(1), self.split_stride, each_tree, size.lone,
+            self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, each_tree, size.lone,
             how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
-            WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
-            ROOM=self.room, PDL=self.pdl, num_warps=4, num_stages=how.stages, **limit, **settings,
+            WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, TREES=size.lone > 0, WALKS=how.walked > 0,
+            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=4,
+            num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        self._combine(run, out, window, how.walked > 0, settings)
+        self._combine(run, out, window, sinks, how.walked > 0, settings)
 
-    def _combine(self, run: Run, out: Tensor, window: int, skips: bool, settings: dict[str, Any]) -> None:
+    def _combine(
+        self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, settings: dict[str, Any]
+    ) -> None:
         """Add up what programs left; by few programs where most rows may have nothing left to add up."""
         config, rows = self.config, run.size.rows
         heads = math.gcd(config.heads, 4)
         programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
         kernels_attention.combine[programs, config.heads // heads](
-            out, run.positions, self.parts, self.tops, self.sums, self.split_stride, rows, H=config.heads,
-            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
+            out, run.positions, self.parts, self.tops, self.sums,
+            self.tops if sinks is None else sinks, self.split_stride, rows, H=config.heads, D=config.head_dim,
+            HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
             MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

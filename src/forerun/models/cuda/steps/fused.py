@@ -291,5 +291,5 @@ class FusedSteps:
         return self._described[key]
 
     def attend(self, run: Run, layer: int) -> None:
-        window, found = self.model.layers[layer].window, self.buffers.found
-        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
+        place, found = self.model.layers[layer], self.buffers.found
+        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, place.window, place.sinks)

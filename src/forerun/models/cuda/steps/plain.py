@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
-from forerun.models.layers import by_expert, route
+from forerun.models.layers import by_expert, route, softcap_
 from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
@@ -55,7 +56,7 @@ class PlainSteps:
 
     def attend(self, run: Run, layer: int) -> None:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
-        config = self.model.config
+        config, sinks = self.model.config, self.model.layers[layer].sinks
         table, hidden = self._seen_by(run, self.model.layers[layer].window)  # [rows, P], [1, rows, 1, P]
         shape = run.size.rows, config.kv_heads, -1, config.head_dim
         queries = self.buffers.queries[: run.size.rows].view(shape).transpose(0, 1)  # [Hkv, m, group, D]
@@ -67,7 +68,10 @@ class PlainSteps:
             slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
             k, v = (store.index_select(1, slots).float().view(wide) for store in self.kv[layer])
             asked, mask = queries[:, some].float(), hidden[:, some]
-            found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            if config.attention_softcap is None and sinks is None:
+                found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            else:
+                found = _capped(asked, k, v, mask, config, sinks)
             self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
 
     def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
@@ -140,6 +144,18 @@ class PlainSteps:
     def _normed(self, run: Run, weight: Tensor) -> Tensor:
         normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)
         return (normed * weight.float()).to(self.model.dtype)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: DecoderConfig, sinks: Tensor | None) -> Tensor:
+    """Attention [Hkv, m, group, D] whose scores have a cap, or whose heads have sinks."""
+    scores = (q @ k.transpose(-1, -2)).mul_(config.attention_scale)
+    if config.attention_softcap is not None:
+        scores = softcap_(scores, config.attention_softcap)
+    scores += mask
+    if sinks is not None:
+        own = sinks.float().view(len(q), 1, -1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, own), -1).softmax(-1)[..., :-1] @ v
+    return scores.softmax(-1) @ v
 
 
 def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
