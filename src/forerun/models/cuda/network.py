@@ -45,7 +45,7 @@ _HAS = {
     "sliding windows",
     "soft caps of attention scores",
 }
-_HAS |= {"experts"}
+_HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks"}
 
 
 def check_supported(config: DecoderConfig) -> None:
@@ -137,9 +137,9 @@ class Model:
         mlp, moe, experts = block.mlp, self.config.moe, None
         if isinstance(mlp, Experts):
             assert moe is not None
-            experts = stack_experts(mlp, moe, self.kind)
+            experts = stack_experts(mlp, moe, self.kind, block.o_bias)
             gate_up, down = experts.gate_up, experts.down
-            biases: tuple[Tensor | None, ...] = (block.o_bias,)
+            biases: tuple[Tensor | None, ...] = () if moe.biases else (block.o_bias,)
         else:
             gate_up = self._pack(interleaved(mlp.gate_up), "gate", stored.get("gate_up"))
             down = self._pack(mlp.down, "layer", stored.get("down"))
@@ -162,6 +162,7 @@ class Model:
             rope=rope,
             window=self.config.windows[index] or 0,
             experts=experts,
+            sinks=None if block.sinks is None else block.sinks.float(),
         )
 
     def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:
