@@ -146,7 +146,7 @@ def _stack_biases(experts: Experts, before: Tensor | None) -> ExpertBiases:
     assert router is not None
     assert gate_up is not None
     assert down is not None
-    in_turn = gate_up.float().unflatten(1, (2, -1)).transpose(1, 2)
+    in_turn = gate_up.float().view(len(gate_up), 2, -1).transpose(1, 2)
     none = torch.zeros(down.shape[1], device=down.device)
     return ExpertBiases(
         before=none if before is None else before.float(),
