@@ -116,7 +116,7 @@ def quantised_files() -> str:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     configs: list[dict[str, Any]] = [
         *(_compressed(name, **args) for name, args in weights),
-        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "fp8"},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "fp8"}, {"quant_method": "mxfp4"},
         {"quant_method": "awq", "bits": 4, "group_size": 128}, gptq, {**gptq, "bits": 8},
         {**gptq, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind, pack, times
-from forerun.models.layers import route
+from forerun.models.layers import clamped_gate, route
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run
@@ -45,6 +45,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_moe", "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], **_MANY,
     },
     "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, "norm_topk_prob": True, **_MANY},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9,
+        "swiglu_limit": 0.8, "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "truncate": False,
+            "rope_theta": 150.0,
+        },
+    },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,
         "intermediate_size": 4352, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
@@ -59,11 +67,12 @@ def make_reference(name: str) -> Any:
     settings = {**_BASE, **SHAPES[name]}
     torch.manual_seed(sorted(SHAPES).index(name))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **eager).float().eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.2)
-            if key.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+            if key.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "router.weight")):
                 weight.mul_(4.0)  # routings that are no near-ties
             if "norm" in key:
                 weight.add_(1.0)
@@ -227,14 +236,15 @@ def _where() -> torch.device:
 
 
 @pytest.mark.parametrize(("experts", "each", "rows"), [(5, 2, 1), (24, 4, 7), (24, 4, 33), (3, 3, 70)])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) -> None:
+@pytest.mark.parametrize(("renormalise", "biased"), [(True, False), (False, False), (True, True)])
+def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, biased: bool) -> None:
     device, width = _where(), 48
     from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(rows)
     x, norm = torch.randn(rows, width, device=device), torch.rand(width, device=device) + 0.5
     router = torch.randn(experts + 1, width, device=device)
+    before, bias = torch.randn(width, device=device), 3 * torch.randn(experts + 1, device=device)
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     slots[rows // 2 + 1 :: 5] = -1  # padding
     columns, wide = 1 << experts.bit_length(), 1 << (experts - 1).bit_length()
@@ -243,17 +253,18 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
     weights, gates = torch.zeros(rows * each, device=device), torch.zeros(rows, device=device)
     order, (starts, ends) = torch.full_like(picked, -1), picked.new_zeros(2, experts)
     kernels.route[(rows, -(-(experts + 1) // 4))](
-        x, norm, router, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width, UP=64, EB=4
-    )
+        x, norm, router, before, bias, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width,
+        UP=64, EB=4, BIASES=biased,
+    )  # fmt: skip
     kernels.pick[(rows,)](
         logits, slots, picked, weights, gates, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
         EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SHARED=True,
     )  # fmt: skip
     kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
-    wanted = torch.nn.functional.rms_norm(x, (width,), norm, 1e-5)
+    wanted = torch.nn.functional.rms_norm(x + before if biased else x, (width,), norm, 1e-5)
     torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
     moe = MoeConfig(experts, each, 1, renormalise, None)
-    law, chosen = route(wanted, router[:experts], moe)
+    law, chosen = route(wanted, router[:experts], moe, bias[:experts] if biased else None)
     for m in range(rows):
         found = dict(zip(picked.view(rows, each)[m].tolist(), weights.view(rows, each)[m].tolist(), strict=True))
         if int(slots[m]) < 0:
@@ -261,7 +272,8 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
             continue
         assert sorted(found) == chosen[m].tolist()
         torch.testing.assert_close([found[e] for e in sorted(found)], law[m].tolist(), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(gates, (wanted @ router[-1]).sigmoid(), atol=1e-5, rtol=1e-4)
+    opened = wanted @ router[-1] + (bias[-1] if biased else 0.0)
+    torch.testing.assert_close(gates, opened.sigmoid(), atol=1e-5, rtol=1e-4)
     live = [p for p, e in enumerate(picked.tolist()) if e < experts]
     assert order[: len(live)].tolist() == sorted(live, key=lambda p: (int(picked[p]), p))
     for e in range(experts):
@@ -271,8 +283,10 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("limit", [0.0, 0.6])
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
+def test_grouped_product(gated: bool, block: int, kind: WeightKind, limit: float) -> None:
+    """With a limit also with biases, as gpt-oss has both."""
     device = _where()
     from forerun.models.cuda.kernels import experts as kernels
 
@@ -289,19 +303,24 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     columns = outputs // 2 if gated else outputs
     out = torch.full((rows * each, columns), 7.0, device=device, dtype=dtype if gated else torch.float32)
     data, scales = (weight, counts) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+    bias = torch.randn(experts * outputs, device=device)
     kernels.grouped[(-(-rows // block), outputs // 16, experts)](
-        given, data, scales, order, starts, counts, out, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
-        GATED=gated, W8=kind != "plain",
+        given, data, scales, bias, order, starts, counts, out, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
+        GATED=gated, LIMIT=limit, ALPHA=1.702, W8=kind != "plain", BIASES=limit > 0,
     )  # fmt: skip
     wide = stacked if isinstance(weight, Tensor) else weight[torch.arange(experts * outputs, device=device)]
     for pair, expert in enumerate(picks.tolist()):
         row = times(given[pair // each, None].float(), wide[expert * outputs : (expert + 1) * outputs].float())[0]
+        row = row + bias[expert * outputs : (expert + 1) * outputs] if limit else row
         wanted = torch.nn.functional.silu(row[0::2]) * row[1::2] if gated else row
+        if gated and limit:
+            wanted = clamped_gate(torch.cat((row[0::2], row[1::2]))[None], limit, 1.702)[0]
         most = 1e-5 if INTERPRETED else 0.03
         torch.testing.assert_close(out[pair].float(), wanted, atol=most, rtol=most)
 
 
-def test_combining_kernel() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_combining_kernel(biased: bool) -> None:
     device, width, rows, each, tile = _where(), 48, 6, 3, 16
     from forerun.models.cuda.kernels import experts as kernels
 
@@ -313,12 +332,13 @@ def test_combining_kernel() -> None:
     live = (slots >= 0)[:, None]
     found[1 * each : 2 * each] = float("nan")  # what nobody wrote
     sums = (found.view(rows, each, width) * weights.view(rows, each, 1)).sum(1) + gates[:, None] * shared
-    wanted = x + torch.where(live, sums, 0.0)
+    before = torch.randn(width, device=device)
+    wanted = x + torch.where(live, sums + before if biased else sums, 0.0)
     out, inverses = torch.zeros_like(x), torch.zeros(rows, device=device)
     squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
     kernels.combine[(rows,)](
-        found, weights, shared, gates, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=64, BN=tile,
-        TILES_UP=32, EACH=each, SHARED=True,
+        found, weights, shared, gates, before, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=64,
+        BN=tile, TILES_UP=32, EACH=each, SHARED=True, BIASES=biased,
     )  # fmt: skip
     torch.testing.assert_close(x, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, wanted * norm, atol=1e-5, rtol=1e-5)

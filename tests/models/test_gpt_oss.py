@@ -19,8 +19,8 @@ from forerun.core.errors import DamagedFile
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.quantized.unstacked import UnstackedExperts, unstack
 from forerun.models.load.shapes import check_shapes
-from forerun.models.load.unstacked import UnstackedExperts, unstack
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
 from tests.models.tiny_folder import LETTERS, add_tokenizer
 

@@ -19,10 +19,10 @@ from tests.models.parallel_threads import connect, parallel_target
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
 NEEDS = Needs((-1, 1))
-# one of each structure: biases, tied head, windows, norms of queries and keys, softcaps, fused weights, ropes, experts
+# one of each: sinks, biases, tied head, windows, norms of queries and keys, softcaps, fused weights, ropes, experts
 STRUCTURES = (
     "llama2", "llama-biases", "llama-dynamic", "smollm2", "mistral", "qwen3", "gemma2", "gemma3", "phi3",
-    "phi3-longrope", "mixtral", "qwen2_moe",
+    "phi3-longrope", "mixtral", "qwen2_moe", "gpt_oss",
 )  # fmt: skip
 
 

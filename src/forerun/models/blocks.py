@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import Experts, Mlp, pair_up
-from forerun.models.load.unstacked import unstack
+from forerun.models.load.quantized.unstacked import unstack
 from forerun.models.load.weights import Weights, missing_weight, wrong_shape
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")

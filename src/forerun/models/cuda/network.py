@@ -49,7 +49,7 @@ _HAS = {
     "sliding windows",
     "soft caps of attention scores",
 }
-_HAS |= {"experts"}
+_HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks"}
 
 
 def check_supported(config: DecoderConfig) -> None:
@@ -145,9 +145,9 @@ class Model:
         mlp, moe, experts = block.mlp, self.config.moe, None
         if isinstance(mlp, Experts):
             assert moe is not None
-            experts = stack_experts(mlp, moe, self.kind)
+            experts = stack_experts(mlp, moe, self.kind, block.o_bias)
             gate_up, down = experts.gate_up, experts.down
-            biases: tuple[Tensor | None, ...] = (block.o_bias,)
+            biases: tuple[Tensor | None, ...] = () if moe.biases else (block.o_bias,)
         else:
             # products compiled ahead close gates of SwiGLU only; others are closed behind them
             apart = self.compiled and self.config.activation != "silu"
@@ -175,6 +175,7 @@ class Model:
             experts=experts,
             after_attention_norm=block.after_attention_norm,
             after_mlp_norm=block.after_mlp_norm,
+            sinks=None if block.sinks is None else block.sinks.float(),
         )
 
     def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:

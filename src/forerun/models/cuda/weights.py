@@ -110,10 +110,21 @@ class ExpertWeights:
     down: Weight  # [E D, I]
     shared_gate_up: Weight | None  # [2S, D]
     shared_down: Weight | None  # [D, S]
+    biases: ExpertBiases | None = None
 
 
-def stack_experts(experts: Experts, config: MoeConfig, kind: WeightKind) -> ExpertWeights:
-    """From the layout of a checkpoint, whose own tensors stay as they are."""
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Biases of one layer, fp32; that of attention's output is added where rows enter the experts and leave them."""
+
+    before: Tensor  # [D]
+    router: Tensor  # [E]
+    gate_up: Tensor  # [E 2I] gate and up in turn
+    down: Tensor  # [E D]
+
+
+def stack_experts(experts: Experts, config: MoeConfig, kind: WeightKind, before: Tensor | None = None) -> ExpertWeights:
+    """From the layout of a checkpoint, whose own tensors stay as they are; `before`: the bias of attention's output."""
     gate_up, down = torch.empty_like(experts.gate_up), experts.down
     for expert in range(config.experts):
         gate_up[expert] = interleaved(experts.gate_up[expert])
@@ -126,6 +137,22 @@ def stack_experts(experts: Experts, config: MoeConfig, kind: WeightKind) -> Expe
         down=pack(down.flatten(0, 1), kind),
         shared_gate_up=None if shared is None else pack(interleaved(shared.gate_up), kind),
         shared_down=None if shared is None else pack(shared.down, kind),
+        biases=_stack_biases(experts, before) if config.biases else None,
+    )
+
+
+def _stack_biases(experts: Experts, before: Tensor | None) -> ExpertBiases:
+    router, gate_up, down = experts.router_bias, experts.gate_up_bias, experts.down_bias
+    assert router is not None
+    assert gate_up is not None
+    assert down is not None
+    in_turn = gate_up.float().view(len(gate_up), 2, -1).transpose(1, 2)
+    none = torch.zeros(down.shape[1], device=down.device)
+    return ExpertBiases(
+        before=none if before is None else before.float(),
+        router=router.float(),
+        gate_up=in_turn.flatten().contiguous(),
+        down=down.float().flatten().contiguous(),
     )
 
 

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forerun.core.checks import shown
 from forerun.core.errors import InvalidInput, brief
+from forerun.core.thinking import HARMONY, marks_of
 
 _TOOL_ROLE = re.compile(r"""(['"])tool\1""")  # a template that names the role writes what a tool returned itself
 _USUAL = ("system", "user", "assistant")  # the roles that every template knows
@@ -90,6 +91,10 @@ def _render_whole(source: str, messages: Sequence[Mapping[str, Any]], variables:
     except Exception as error:  # a template that cannot be compiled may fail in any way too
         raise _refused(error) from None
     tools = variables.get("tools")
+    if marks_of(source) is HARMONY:
+        messages = [_for_harmony(message) for message in messages]
+        described = [{**tool, "function": {"description": "", **_inner(tool)}} for tool in tools or ()]
+        variables = {**variables, "tools": described or None}  # the template wants a description of each
     if not writes_tools and not _TOOL_ROLE.search(source):
         messages = as_plain_messages(messages)
     if writes_tools or not tools:
@@ -106,6 +111,36 @@ def _render_whole(source: str, messages: Sequence[Mapping[str, Any]], variables:
                 return text
     _render(template, messages, variables)  # what it has against the messages themselves
     raise InvalidInput("the model's chat template has no place for tools; describe them in a message")
+
+
+def _for_harmony(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of the OpenAI API's shape as gpt-oss's template reads it.
+
+    The template looks into contents, reads `thinking`, and writes arguments as JSON itself."""
+    found = dict(message)
+    if found.get("content", "") is None:
+        found["content"] = ""
+    calls = found.get("tool_calls")
+    if not calls:
+        found.pop("tool_calls", None)  # the template asks whether the key is there
+    elif isinstance(calls, list):
+        found["tool_calls"] = [_with_objects(call) for call in calls]
+    thought = found.get("reasoning_content")
+    if isinstance(thought, str) and thought and not (calls and found.get("content")):  # it takes one of the two
+        found.setdefault("thinking", thought)
+    return found
+
+
+def _with_objects(call: Any) -> Any:
+    """A call whose arguments are JSON in a text, with what the text says."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+    except ValueError:
+        said = f"the arguments of a call of {shown(function.get('name'))} are no JSON; give an object"
+        raise InvalidInput(said) from None
 
 
 def _render(template: Template, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

@@ -44,7 +44,6 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "attn_sinks": "self_attn.sinks",
 }
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _QWEN_MOE = {
@@ -209,6 +208,7 @@ def _names_of(family: Family, file: GgufFile) -> dict[str, str]:
     """The file's names of a layer's tensors, and Hugging Face's."""
     told = _OSS_NORMS if family.experts == "gpt_oss" else _NORMS
     norms = {ours: theirs for ours, theirs in zip(told, family.norms, strict=True) if theirs is not None}
+    norms |= {"attn_sinks": "self_attn.sinks"} if family.sinks else {}
     if family.experts is not None:
         return _ATTENTION | norms | (_MIXTRAL if family.experts == "mixtral" else _QWEN_MOE)
     return _ATTENTION | norms | (_DENSE if "blk.0.ffn_gate.weight" in file.tensors else _FUSED)

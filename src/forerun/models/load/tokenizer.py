@@ -220,7 +220,7 @@ class Tokenizer:
     def _turn_ends(self) -> set[int]:
         used = [token for token in _TURN_ENDS if self._template is not None and token in self._template]
         if self.thinking is HARMONY:  # one answer has several messages: <|end|> ends one of them alone
-            used = []
+            used = ["<|return|>", "<|call|>"]
         return {index for token in used if (index := self._backend.token_to_id(token)) is not None}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.models.config import DecoderConfig
+from forerun.models.load.quantized.unstacked import unstack
 from forerun.models.load.weights import LazyTensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,7 +75,8 @@ class SplitWeights(LazyTensors):
     """One rank's part of a checkpoint's weights, cut one at a time when they are asked for."""
 
     def __init__(self, whole: Mapping[str, Tensor], config: DecoderConfig, part: Part) -> None:
-        self._whole, self._part, self._config, self.names = whole, part, config, whole
+        self._whole = self.names = unstack(config.family, whole)
+        self._part, self._config = part, config
         group = config.heads // config.kv_heads * config.head_dim
         mine = part.of(config.kv_heads)
         self._queries = slice(mine.start * group, mine.stop * group)

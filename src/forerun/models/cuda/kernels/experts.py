@@ -14,13 +14,18 @@ import triton.language as tl
 
 
 @triton.jit
-def route(x, norm, router, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_UP: tl.constexpr, WIDTH: tl.constexpr,
-          UP: tl.constexpr, EB: tl.constexpr):  # fmt: skip
-    """The norm of one row, and EB of the router's outputs for it."""
+def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_UP: tl.constexpr,
+          WIDTH: tl.constexpr, UP: tl.constexpr, EB: tl.constexpr, BIASES: tl.constexpr):  # fmt: skip
+    """The norm of one row, and EB of the router's outputs for it.
+
+    BIASES: `before` is what attention adds to every row, which `combine` writes into the residual stream.
+    """
     m, first = tl.program_id(0), tl.program_id(1) * EB
     n, e = tl.arange(0, UP), first + tl.arange(0, EB)
     inside = n < WIDTH
     row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0)
+    if BIASES:
+        row += tl.load(before + n, mask=inside, other=0.0)
     scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
     weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     given = (row * scale * weight).to(normed.dtype.element_ty)
@@ -29,6 +34,8 @@ def route(x, norm, router, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_U
     there = (e < OUTPUTS)[:, None] & inside[None, :]
     weights = tl.load(router + e[:, None] * WIDTH + n[None, :], mask=there, other=0.0).to(tl.float32)
     found = tl.sum(weights * given.to(tl.float32)[None, :], 1)
+    if BIASES:
+        found += tl.load(bias + e, mask=e < OUTPUTS, other=0.0)
     tl.store(logits + m * OUTPUTS_UP + e, found, mask=e < OUTPUTS)
 
 
@@ -75,11 +82,13 @@ def sort_pairs(picked, order, starts, ends, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def grouped(rows, w, scales, order, starts, ends, out, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr, MT: tl.constexpr, EACH: tl.constexpr, GATED: tl.constexpr, W8: tl.constexpr):  # fmt: skip
+def grouped(rows, w, scales, bias, order, starts, ends, out, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, MT: tl.constexpr, EACH: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+            ALPHA: tl.constexpr, W8: tl.constexpr, BIASES: tl.constexpr):  # fmt: skip
     """A tile of one expert's outputs for a block of its pairs; pair p reads row p // EACH and writes row p.
 
-    GATED: outputs are gate and up in turn, and leave as silu(gate) * up.
+    GATED: outputs are gate and up in turn, and leave as silu(gate) * up; with a LIMIT as gate * sigmoid(ALPHA * gate) *
+    (up + 1), both limited first. What is not a number stays so.
     """
     block, tile, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end = tl.load(starts + expert) + block * MT, tl.load(ends + expert)
@@ -98,10 +107,17 @@ def grouped(rows, w, scales, order, starts, ends, out, N: tl.constexpr, K: tl.co
             acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
         if W8:
             acc = acc * tl.load(scales + expert * N + tile * BN + n)[:, None]
+        if BIASES:
+            acc = acc + tl.load(bias + expert * N + tile * BN + n)[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 2, 2, MT)), (0, 2, 1)))
             half = tile * (BN // 2) + tl.arange(0, BN // 2)
-            inner = gate / (1.0 + tl.exp(-gate)) * up
+            if LIMIT > 0:
+                gate = tl.where(gate > LIMIT, LIMIT, gate)
+                up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+                inner = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+            else:
+                inner = gate / (1.0 + tl.exp(-gate)) * up
             into = out + pair[None, :] * (N // 2) + half[:, None]
             tl.store(into, inner.to(out.dtype.element_ty), mask=live[None, :])
         else:
@@ -109,9 +125,9 @@ def grouped(rows, w, scales, order, starts, ends, out, N: tl.constexpr, K: tl.co
 
 
 @triton.jit
-def combine(found, weights, shared, gates, slots, x, out, squares, inverses, norm, eps, WIDTH: tl.constexpr,
-            UP: tl.constexpr, BN: tl.constexpr, TILES_UP: tl.constexpr, EACH: tl.constexpr,
-            SHARED: tl.constexpr):  # fmt: skip
+def combine(found, weights, shared, gates, before, slots, x, out, squares, inverses, norm, eps, WIDTH: tl.constexpr,
+            UP: tl.constexpr, BN: tl.constexpr, TILES_UP: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr,
+            BIASES: tl.constexpr):  # fmt: skip
     """Add one row's experts to the residual stream, and leave what the next norm needs, in both ways."""
     m, n = tl.program_id(0), tl.arange(0, UP)
     inside = n < WIDTH
@@ -123,6 +139,8 @@ def combine(found, weights, shared, gates, slots, x, out, squares, inverses, nor
     if SHARED:
         total += tl.load(gates + m) * tl.load(shared + m * WIDTH + n, mask=live, other=0.0)
     row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0)
+    if BIASES:  # in the order of `route`: attention's, then what the experts found
+        row += tl.load(before + n, mask=live, other=0.0)
     tl.debug_barrier()  # threads share the columns of a narrow row: all must have read them before one writes
     row += tl.where(live, total, 0.0)
     tl.store(x + m * WIDTH + n, row, mask=inside)

@@ -126,9 +126,12 @@ class ExpertBuffers:
         """Route all rows, sort them by expert, and run gate and up of every expert that was picked."""
         rows, moe, up = run.size.rows, self.moe, power_of_two(self.width)
         together = max(1, min(ROUTER_NUMBERS // up, self.columns))
+        biases, none = experts.biases, self.gates
         kernels_experts.route[(rows, -(-self.outputs // together))](
-            x, norm, experts.router, self.normed, self.logits, eps, OUTPUTS=self.outputs, OUTPUTS_UP=self.columns,
-            WIDTH=self.width, UP=up, EB=together, num_warps=8, enable_fp_fusion=False,
+            x, norm, experts.router, none if biases is None else biases.before,
+            none if biases is None else biases.router, self.normed, self.logits, eps, OUTPUTS=self.outputs,
+            OUTPUTS_UP=self.columns, WIDTH=self.width, UP=up, EB=together, BIASES=biases is not None, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
         kernels_experts.pick[(rows,)](
             self.logits, run.slots, self.picked, self.weights, self.gates, E=moe.experts,
@@ -140,21 +143,24 @@ class ExpertBuffers:
         kernels_experts.sort_pairs[(moe.experts,)](
             self.picked, self.order, self.starts[layer], self.ends[layer], pairs, BLOCK=1024, num_warps=4
         )
-        self._product(rows, self.normed, experts.gate_up, self.inner, layer, gated=True, each=moe.per_token)
+        bias = None if biases is None else biases.gate_up
+        self._product(rows, self.normed, experts.gate_up, self.inner, layer, bias, gated=True, each=moe.per_token)
 
     def leave(
         self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, left: Left, layer: int
     ) -> None:
         """The outputs of every pair and of the shared expert, added to the residual stream."""
-        rows = run.size.rows
-        self._product(rows, self.inner, experts.down, self.found, layer, gated=False, each=1)
+        rows, biases = run.size.rows, experts.biases
+        bias = None if biases is None else biases.down
+        self._product(rows, self.inner, experts.down, self.found, layer, bias, gated=False, each=1)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             self._product(rows, self.normed, experts.shared_gate_up, self.inner, layer, gated=True, each=0)
             self._product(rows, self.inner, experts.shared_down, self.shared, layer, gated=False, each=0)
         kernels_experts.combine[(rows,)](
-            self.found, self.weights, self.shared, self.gates, run.slots, x, left.rows, left.squares, left.inverses,
-            norm, eps, WIDTH=self.width, UP=power_of_two(self.width), BN=left.tile, TILES_UP=left.squares.shape[1],
-            EACH=self.moe.per_token, SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
+            self.found, self.weights, self.shared, self.gates, self.gates if biases is None else biases.before,
+            run.slots, x, left.rows, left.squares, left.inverses, norm, eps, WIDTH=self.width,
+            UP=power_of_two(self.width), BN=left.tile, TILES_UP=left.squares.shape[1], EACH=self.moe.per_token,
+            SHARED=experts.shared_down is not None, BIASES=biases is not None, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
     def active_experts(self) -> list[int]:
@@ -163,7 +169,16 @@ class ExpertBuffers:
         return found
 
     def _product(
-        self, rows: int, given: Tensor, weight: Weight, out: Tensor, layer: int, *, gated: bool, each: int
+        self,
+        rows: int,
+        given: Tensor,
+        weight: Weight,
+        out: Tensor,
+        layer: int,
+        bias: Tensor | None = None,
+        *,
+        gated: bool,
+        each: int,
     ) -> None:
         """Pairs by expert: pair p reads row p // each. `each` 0 = the shared expert, which every row goes through."""
         count = self.moe.experts if each else 1
@@ -178,7 +193,9 @@ class ExpertBuffers:
             order, starts, ends = self.every, self.first, self.counts[rows : rows + 1]
         stage = tile.depth * (data.element_size() * tile.outputs + 2 * block)  # bytes
         settings: dict[str, Any] = {"num_warps": 4, "num_stages": max(2, min(4, SHARED // stage))}
+        limit, alpha = self.moe.clamp or (0.0, 1.0)
         kernels_experts.grouped[grid](
-            given, data, scales, order, starts, ends, out, N=outputs, K=depth, BN=tile.outputs, BK=tile.depth,
-            MT=block, EACH=max(1, each), GATED=gated, W8=data is not weight, enable_fp_fusion=False, **settings,
+            given, data, scales, self.gates if bias is None else bias, order, starts, ends, out, N=outputs, K=depth,
+            BN=tile.outputs, BK=tile.depth, MT=block, EACH=max(1, each), GATED=gated, LIMIT=limit, ALPHA=alpha,
+            W8=data is not weight, BIASES=bias is not None, enable_fp_fusion=False, **settings,
         )  # fmt: skip

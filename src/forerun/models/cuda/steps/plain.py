@@ -14,7 +14,7 @@ from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
-from forerun.models.layers import activate, by_expert, route, softcap_
+from forerun.models.layers import activate, by_expert, clamped_gate, route, softcap_
 from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
@@ -231,6 +231,8 @@ class PlainExpertSteps(PlainSteps):
             super().leave_mlp(run, layer)
             return
         live = (run.slots >= 0).nonzero().flatten()  # padding would only activate experts
+        if weights.experts.biases is not None:
+            self.buffers.x[live] += weights.experts.biases.before
         rows = self._normed(run, weights.mlp_norm)[live]
         self.buffers.x[live] += self._mix(rows, weights.experts, layer)
 
@@ -238,12 +240,20 @@ class PlainExpertSteps(PlainSteps):
         moe = self.model.config.moe
         assert moe is not None
         count = moe.experts
-        weights, picked = route(rows, experts.router[:count], moe)
+        biases = experts.biases
+        router_bias = None if biases is None else biases.router.to(rows.dtype)
+        weights, picked = route(rows, experts.router[:count], moe, router_bias)
         out = torch.zeros(rows.shape, device=rows.device)
         self._active_experts[layer] = len(set(picked.flatten().tolist()))
         for expert, places, ranks in by_expert(picked, count):
             gate_up, down = part_of(experts.gate_up, expert, count), part_of(experts.down, expert, count)
-            found = _feed_forward(rows[places], gate_up, down)
+            if biases is None:
+                found = _feed_forward(rows[places], gate_up, down)
+            else:
+                assert moe.clamp is not None
+                both = times(rows[places], gate_up) + biases.gate_up.view(count, -1)[expert].to(rows.dtype)
+                opened = clamped_gate(torch.cat((both[:, ::2], both[:, 1::2]), 1), *moe.clamp)
+                found = times(opened, down).float() + biases.down.view(count, -1)[expert]
             out[places] += found * weights[places, ranks, None].float()
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             opened = times(rows, experts.router[count:]).float().sigmoid()

@@ -94,6 +94,8 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization:
     method = given.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise _unsupported(f"quant_method={method!r:.60}")
+    if method == "mxfp4" and config.get("model_type", "gpt_oss") != "gpt_oss":
+        raise _unsupported("quant_method='mxfp4' in another family than gpt_oss")
     try:
         return _METHODS[method](given)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
@@ -165,7 +167,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantization:
 
 
 def _mxfp4(given: Mapping[str, Any]) -> Quantization:
-    """Of gpt-oss's experts, which forerun.models.load.unstacked reads."""
+    """Of gpt-oss's experts, which forerun.models.load.quantized.unstacked reads."""
     return Quantization("mxfp4", ((("Linear",), Scheme("mxfp4", 4, (1, 32), floats=True)),))
 
 
