@@ -14,7 +14,7 @@ from forerun.cli import app
 from forerun.core.errors import InvalidInput
 from forerun.measure.memory import resident
 from forerun.measure.peers.transformers import load_transformers_model
-from forerun.measure.quality import cut, laws_of, load_mode, measure_quality, read_text
+from forerun.measure.quality import cut, laws_of, load_mode, measure_kv, measure_quality, read_text
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.catalog import known_models
 from forerun.models.native import library as native_library
@@ -49,6 +49,17 @@ def test_other_formats_move_the_law_a_little_and_say_why_they_cannot() -> None:
     for name in names:
         assert 0.0 < found[name]["kl"] < 0.05, name
         assert 0.5 < found[name]["agreement"] <= 1.0, name
+
+
+@pytest.mark.skipif(not native_library.available(), reason="torch has no KV cache in 8 bits")
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_a_kv_cache_in_eight_bits_is_measured_against_the_usual_one() -> None:
+    found = measure_kv("tiny", ["int8", "fp8"], TEXT, window=50)
+    assert (found["auto"]["kl"], found["auto"]["agreement"]) == (0.0, 1.0)
+    assert 0.0 < found["int8"]["kl"] < 0.01
+    assert found["int8"]["bytes_per_token"] < 0.5 * found["auto"]["bytes_per_token"]
+    assert "not there on a CPU" in found["fp8"]["why_not"]
+    assert measure_kv("tiny", [], TEXT) == {}
 
 
 @pytest.mark.usefixtures("tiny_checkpoint")

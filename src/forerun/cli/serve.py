@@ -103,14 +103,12 @@ def serve(
     """Serve a model over HTTP, as the OpenAI API has it."""
     model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     settings = ServerSettings(
-        tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
-        deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
-        restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
-        record=record, heads=heads, adapters=_adapters(lora), admin_key=admin_key,
-    )  # fmt: skip
-    engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "kv_dtype": kv_dtype,
-              "threads": threads, "adapter_memory": lora_memory,
+        tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit, deadline=deadline,
+        drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds, restart=restart,
+        log_prompts=log_prompts, share_prefixes=share_prefixes, record=record, heads=heads, adapters=_adapters(lora),
+        admin_key=admin_key)  # fmt: skip
+    engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs, "threads": threads,
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "adapter_memory": lora_memory,
               "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters) or None}  # fmt: skip
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip

@@ -5,8 +5,9 @@ cost: whether or not a guess was proposed, the committed token shows whether it 
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
 one longer. A target that runs plain passes ahead stops where a match is worth drafting (`MatchNeeds`).
 
-The text is kept as a string with a character per token: to search it takes less time than to keep an index of it,
-above all where look-ups are rare. Of an encoder-decoder the source comes first, behind a start token of its own: so
+A look-up takes hardly longer in a text of 128,000 tokens than in a short one (places.py): beyond the last few thousand
+tokens it looks at the most recent places of the last four tokens, and at the match of the look-up before, which may go
+on. Of an encoder-decoder the source comes first, behind a start token of its own: so
 drafting begins with the source's first tokens, and goes on wherever the output agrees with the source (aggressive
 decoding, Ge et al. 2022).
 """
@@ -20,6 +21,7 @@ from forerun.core.offer import FREE, Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.heads.growth import TreeBuilder, best_count, least_step
+from forerun.drafters.lookup.places import FAR, Text
 
 WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
 # tokens that a native call writes at most: a match that is refused grows with each that it says right
@@ -107,8 +109,7 @@ class HitRates:
 class _Sequence:
     rates: HitRates
     source: int = 0  # tokens in front of the sequence's own: a start token, and what the encoder reads
-    tokens: list[int] = field(default_factory=list)  # these and its own, in a list that is quick to read
-    text: str = ""  # the same, a character for each
+    text: Text = field(default_factory=Text)  # these and its own
     looked: int = -1  # length of the sequence when matches were last looked up
     found: list[tuple[int, int]] = field(default_factory=list)  # then: length and end of each, the best first
     is_wide: bool = False  # are there several?
@@ -175,8 +176,8 @@ class NgramDrafter(LookupDrafter):
         state = self._sequences.get(seq.id)
         if state is not None:
             length += state.source
-            state.tokens, state.text, state.looked = state.tokens[:length], state.text[:length], -1
-            state.guess = []
+            state.text.cut(length)
+            state.looked, state.found, state.guess = -1, [], []
 
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         """What follows the longest match: tokens, and how likely each is accepted if those before it are."""
@@ -197,15 +198,14 @@ class NgramDrafter(LookupDrafter):
         state = self._sequences.get(seq.id)
         if state is None:
             before = [seq.tokens[0], *seq.source] if seq.source else []
-            state = _Sequence(HitRates.empty(self.longest), len(before), before, "".join(map(chr, before)))
+            state = _Sequence(HitRates.empty(self.longest), len(before), Text(before))
             self._sequences[seq.id] = state
         if state.looked != state.source + len(seq.tokens) or (wide and not state.is_wide):
-            fresh = seq.tokens[len(state.tokens) - state.source :]
-            state.tokens += fresh
-            state.text += "".join(map(chr, fresh))
+            tokens = state.text.tokens
+            state.text.extend(seq.tokens[len(tokens) - state.source :])
             state.found, state.is_wide = self._matches(state, wide), wide
-            state.guess = _copy(state.tokens, state.found[0][1], AT_HAND, seq.stop_ids) if state.found else []
-            state.looked = len(state.tokens)
+            state.guess = _copy(tokens, state.found[0][1], AT_HAND, seq.stop_ids) if state.found else []
+            state.looked = len(tokens)
             if state.guess:
                 self._looked_up.add(seq.id)
         return state
@@ -215,7 +215,7 @@ class NgramDrafter(LookupDrafter):
             return seq.tokens[-1:], _ROOT
         state = self._look_up(seq)
         if not state.found:
-            return state.tokens[-1:], _ROOT
+            return seq.tokens[-1:], _ROOT
         self._matches_needed.take(state.found[0][0])
         least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
         # a second branch is right only where the first is not: often that is too seldom to look for one
@@ -225,24 +225,24 @@ class NgramDrafter(LookupDrafter):
                 return self._branches(state, budget, seq.stop_ids, least)
         depth, guess = min(budget.nodes, budget.depth), state.guess
         if depth > AT_HAND:
-            guess = _copy(state.tokens, state.found[0][1], depth, seq.stop_ids)
+            guess = _copy(state.text.tokens, state.found[0][1], depth, seq.stop_ids)
         if depth and budget.price is not None:
             survivals = state.rates.survivals(state.found[0][0], min(depth, len(guess)), self._all)
             depth = best_count(survivals, budget.price)
-        tokens = [state.tokens[-1], *guess[:depth]]
+        tokens = [seq.tokens[-1], *guess[:depth]]
         return tokens, range(-1, len(tokens) - 1)
 
     def _branches(
         self, state: _Sequence, budget: Budget, stop_ids: frozenset[int], least: float
     ) -> tuple[list[int], Sequence[int]]:
         """A tree of several continuations; nodes of lower survivals than `least` would be cut off again."""
-        builder = TreeBuilder(state.tokens[-1])
+        builder = TreeBuilder(state.text.tokens[-1])
         left = 1.0  # probability at the root that the better branches leave
         for match, end in state.found[: budget.width]:
             if left < least:
                 break
             node = 0
-            for i, token in enumerate(_copy(state.tokens, end, budget.depth, stop_ids)):
+            for i, token in enumerate(_copy(state.text.tokens, end, budget.depth, stop_ids)):
                 rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
                 node = builder.add(node, token, rate)
                 if builder.survivals[node] < least:
@@ -255,32 +255,47 @@ class NgramDrafter(LookupDrafter):
 
         Those have other next tokens; the best come first.
         """
-        tokens, text = state.tokens, state.text
-        for n in KEYS:
-            last = len(text) - 1  # a match ends before the last token: else it would be the end itself
-            at = text.rfind(text[-n:], 0, last) if n <= last else -1
-            if at < 0:
-                continue
-            if wide:
-                return self._several(tokens, text, n)
-            end = at + n
-            length = self._length(tokens, end, n)
-            while length < self.longest and (at := text.rfind(text[-length - 1 :], 0, end - 1)) >= 0:
-                end = at + length + 1
-                length = self._length(tokens, end, length + 1)
-            return [(length, end)] if length >= self.shortest else []
-        return []
+        text, tokens = state.text, state.text.tokens
+        if wide:
+            return self._several(text)
+        length, end = self._near(text)
+        if length < self.longest and text.is_long:
+            goes_on = state.found[0][1] + len(tokens) - state.looked if state.found else 0
+            for place in (*text.far_ends(CANDIDATES), goes_on if goes_on < len(tokens) else 0):
+                found = self._length(tokens, place, 0)
+                if found > max(length, FAR - 1):
+                    length, end = found, place
+                if length >= self.longest:
+                    break
+        return [(length, end)] if length >= max(1, self.shortest) else []
 
-    def _several(self, tokens: list[int], text: str, n: int) -> list[tuple[int, int]]:
+    def _near(self, text: Text) -> tuple[int, int]:
+        """The longest match among the last tokens; (0, 0) = none."""
+        tokens, last = text.tokens, len(text.tokens) - 1  # a match ends before the last token: else it is the end
+        for n in KEYS:
+            if (end := text.last_before(n, last)) < 0:
+                continue
+            length = self._length(tokens, end, n)
+            while length < self.longest and (at := text.last_before(length + 1, end - 1)) >= 0:
+                end = at
+                length = self._length(tokens, end, length + 1)
+            return length, end
+        return 0, 0
+
+    def _several(self, text: Text) -> list[tuple[int, int]]:
         """The same, of the last places where the last n tokens came before."""
-        found, last, pattern = list[tuple[int, int]](), len(text) - 1, text[-n:]
-        while len(found) < CANDIDATES and (at := text.rfind(pattern, 0, last)) >= 0:
-            found.append((self._length(tokens, at + n, n), at + n))
-            last = at + n - 1
-        found.sort(reverse=True)
+        tokens, found = text.tokens, dict[int, int]()  # lengths by end
+        for n in KEYS:
+            last = len(tokens) - 1
+            while len(found) < CANDIDATES and (end := text.last_before(n, last)) >= 0:
+                found[end], last = self._length(tokens, end, n), end - 1
+            if n == FAR and len(found) < CANDIDATES:
+                found |= {end: self._length(tokens, end, 0) for end in text.far_ends(CANDIDATES)}
+            if found:
+                break
         nexts: dict[int, tuple[int, int]] = {}
-        for match, end in found:
-            if match >= self.shortest:
+        for match, end in sorted([(match, end) for end, match in found.items()], reverse=True):
+            if match >= max(1, self.shortest):
                 nexts.setdefault(tokens[end], (match, end))
         return list(nexts.values())
 

@@ -42,7 +42,8 @@ class _Place(NamedTuple):
 
 def unstack(family: str, weights: Named) -> Named | UnstackedExperts:
     """The same weights, with experts one by one where the family's files stack them gpt-oss's way."""
-    if FAMILIES[family].experts != "gpt_oss" or not any(map(_STACK.fullmatch, weights)):
+    described = FAMILIES.get(family)
+    if described is None or described.experts != "gpt_oss" or not any(map(_STACK.fullmatch, weights)):
         return weights
     return UnstackedExperts(weights)
 
