@@ -7,6 +7,6 @@ serve.run(app({"model": "smollm2", "replicas": 2}), route_prefix="/")
 """
 
 from forerun.server.cluster.run import app, config_of
-from forerun.server.cluster.settings import ClusterSettings
+from forerun.server.settings import ClusterSettings
 
 __all__ = ["ClusterSettings", "app", "config_of"]

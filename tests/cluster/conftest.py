@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from forerun.server.cluster.settings import ClusterSettings
+from forerun.server.settings import ClusterSettings
 
 SETTINGS = ClusterSettings(
     load={"max_batch": 4, "max_length": 1024, "threads": 1}, server={"port": 0, "drain_seconds": 20.0}

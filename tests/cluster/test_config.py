@@ -12,8 +12,7 @@ from forerun.cli.serve import cluster_settings
 from forerun.core.errors import InvalidInput, UnknownName
 from forerun.heads import BOX
 from forerun.server.cluster.run import app, config_of, write_config
-from forerun.server.cluster.settings import ClusterSettings
-from forerun.server.settings import ServerSettings
+from forerun.server.settings import ClusterSettings, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ClusterSettings(

@@ -18,8 +18,7 @@ from forerun.core.errors import ForerunError, InvalidInput
 from forerun.train.data.corpus import Text, write_shard
 from forerun.train.data.make import write_answers, write_prompts
 from forerun.train.data.prompts import Prompt, Renderer, as_messages
-from forerun.train.data.wordings import CODE_SHARES, SHARES
-from forerun.train.data.wrap import LEAST, Passage, Wrapper, read_passages
+from forerun.train.data.wrap import CODE_SHARES, LEAST, SHARES, Passage, Wrapper, read_passages
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
 

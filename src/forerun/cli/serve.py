@@ -16,8 +16,7 @@ import typer
 from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
 from forerun.core.errors import InvalidInput
 from forerun.heads import HeadVersions
-from forerun.server.cluster.settings import ClusterSettings
-from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys
+from forerun.server.settings import LOG_FORMAT, LOOPBACK, ClusterSettings, Front, ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend

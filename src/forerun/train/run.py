@@ -41,9 +41,8 @@ from forerun.train.network import require_separate_matrices
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.block import BlockRecipe, block_config
-from forerun.train.recipes.draft_model import DraftModelRecipe
+from forerun.train.recipes.draft_model import DraftModelRecipe, EarlyExitRecipe
 from forerun.train.recipes.eagle import EagleRecipe, MtpRecipe, eagle_config
-from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes, unfold
 from forerun.train.recipes.specdec import SpecDecRecipe

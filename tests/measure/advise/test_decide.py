@@ -14,8 +14,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.control.cost import CostModel
-from forerun.measure.advise.answer import Setup, document, in_words
-from forerun.measure.advise.decide import Verdict, decide, judge
+from forerun.measure.advise.answer import Setup, Verdict, decide, document, in_words, judge
 from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, conclude_from, prospects
 from forerun.measure.advise.predict import Text
 from forerun.measure.bench.alternate import Run

@@ -1,7 +1,7 @@
 """Run each peer in a process of its own, so that one that crashes is left out and the benchmark continues.
 
 A library that was built for another processor ends its process with an illegal instruction, which nothing can catch.
-So every engine that we compare with runs beside us (peers/worker.py), one process for each. It takes its own time, so
+So every engine that we compare with runs beside us (`main` here), one process for each. It takes its own time, so
 the pipe's cost is in no figure; while it does not write, it waits.
 """
 

@@ -14,7 +14,7 @@ from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server.app import create_app
 from forerun.server.cluster.backend import ClusterBackend, session_of_request
 from forerun.server.cluster.loads import ReplicaGauges
-from forerun.server.cluster.settings import ClusterSettings
+from forerun.server.settings import ClusterSettings
 
 SESSION = "x-session-id"  # requests with the same value go to the same replica where that costs nothing
 

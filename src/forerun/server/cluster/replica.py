@@ -14,7 +14,7 @@ from forerun.core.errors import ForerunError, InvalidInput
 from forerun.core.types import Event
 from forerun.server.backends.thread import LocalBackend
 from forerun.server.cluster.loads import Report
-from forerun.server.cluster.settings import ClusterSettings
+from forerun.server.settings import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from forerun.build.load import drafting_of
 from forerun.core import registry
 from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.models.kv_budget import usual_batch
-from forerun.server.cluster.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
+from forerun.server.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
 
 log = logging.getLogger(__name__)
 

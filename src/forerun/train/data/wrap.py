@@ -24,10 +24,132 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.core.errors import InvalidInput
-from forerun.train.data import wordings
 from forerun.train.data.corpus import read_shard
 from forerun.train.data.folder import shards_of
 from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, as_messages
+
+# A drafter sees every wording many times, so they differ in length, place (before or after the text) and manner.
+SHARES: Mapping[str, float] = {  # of the prompts that are made from passages of prose
+    "summarise": 0.24,
+    "retrieve": 0.24,
+    "turns": 0.16,
+    "translate": 0.10,
+    "sentence": 0.06,
+    "rework": 0.08,
+    "point": 0.04,
+    "extract": 0.08,
+}
+CODE_SHARES: Mapping[str, float] = {  # of those made from passages that hold code
+    "edit": 0.60,
+    "turns": 0.20,
+    "retrieve": 0.08,
+    "rework": 0.06,
+    "point": 0.06,
+}
+LANGUAGES: Sequence[str] = ("German", "French", "Spanish", "Chinese")
+
+SUMMARISE: Sequence[str] = (
+    "Summarize the following article in three sentences:\n\n{text}",
+    "{text}\n\nSummarize the text above in a few sentences.",
+    "Please write a short summary of this text.\n\n{text}",
+    "Summarize: {text}",
+    "Here is a text:\n\n{text}\n\nWhat does it say, in at most fifty words?",
+    "Read this and give me the key facts as a bulleted list.\n\n{text}",
+    "{text}\n\nTL;DR",
+    "Article:\n{text}\n\nSummary:",
+    "I have no time to read all of this. Can you condense it into one paragraph?\n\n{text}",
+    "Write a headline and a two-sentence abstract for the text below.\n\n{text}",
+)
+SUMMARISE_SEVERAL: Sequence[str] = (
+    "Summarize each of the following texts in one or two sentences.\n\n{text}",
+    "{text}\n\nGive a short summary of every text above, in the same order.",
+    "Below are some notes from my reading. Write a summary of them that I can use for revision.\n\n{text}",
+    "Here are several short articles:\n\n{text}\n\nWrite a digest: a title and one sentence for each.",
+)
+RETRIEVE: Sequence[str] = (
+    "Answer the question using the passages below.\n\n{text}\n\nQuestion: {question}",
+    "Question: {question}\n\nUse these documents to answer it:\n\n{text}",
+    "{text}\n\nWith the help of what is written above, answer this: {question}",
+    "You are given some search results. Some may not help.\n\n{text}\n\nNow reply to the user: {question}",
+    "Context:\n{text}\n\nUser: {question}\n\nReply briefly and rely on the context only.",
+    "{question}\n\nHere is some background for your reply:\n\n{text}",
+    "Find the part of the text that deals with the request, then answer.\n\n{text}\n\nRequest: {question}",
+)
+LABELS: Sequence[str] = ("Passage {n}: {text}", "[{n}] {text}", "Document {n}\n{text}", "({n}) {text}")
+TRANSLATE: Sequence[str] = (
+    "Translate the following text into {language}:\n\n{text}",
+    "{text}\n\nTranslate this into {language}.",
+    "Please give me a {language} version of this text. Keep the layout.\n\n{text}",
+    "How would you say this in {language}?\n\n{text}",
+    "English text:\n{text}\n\n{language} translation:",
+    "You are a translator. Put this into natural {language}, and add nothing of your own.\n\n{text}",
+)
+SENTENCE: Sequence[str] = (
+    "Translate this sentence into {language}: {text}",
+    "Translate English to {language}: {text}",
+    "What is the {language} for: {text}",
+    '"{text}" How do I say that in {language}?',
+    "{text}\n\nTranslate the sentence above to {language}.",
+    "Give the {language} translation, nothing else.\n{text}",
+)
+REWORK: Sequence[str] = (
+    "Rewrite the text below in simpler words.\n\n{text}",
+    "{text}\n\nContinue this text with one more paragraph.",
+    "Explain the following to somebody who knows nothing about it:\n\n{text}",
+    "Improve the style of this text, but keep its meaning:\n\n{text}",
+    "Rewrite this as a friendly e-mail to a colleague.\n\n{text}",
+    "{text}\n\nCorrect any mistakes in the text above and print it again.",
+    "Turn the following into a dialogue between a teacher and a student.\n\n{text}",
+    "Make this half as long without losing anything important:\n\n{text}",
+)
+POINT: Sequence[str] = (
+    "What is the main point of this text?\n\n{text}",
+    "{text}\n\nWhat is this about? Answer in one sentence.",
+    "Write three questions that this text answers, each with its answer.\n\n{text}",
+    "Which words of this text matter most, and why?\n\n{text}",
+    "Do you agree with what is said here? Give your reasons.\n\n{text}",
+    "Read the text and suggest a good title for it.\n\n{text}",
+)
+FOLLOW_UPS: Sequence[str] = (
+    "Can you make it shorter?",
+    "Give an example.",
+    "Explain it to a child.",
+    "Thanks. Now put it in a bulleted list.",
+    "Why is that?",
+    "Can you say that again in other words?",
+    "Please go into more detail on the last part.",
+    "What are the arguments against this?",
+    "Could you write it in a more formal tone?",
+    "Translate your answer into {language}.",
+    "Summarize what you just said in one sentence.",
+    "Are you sure? Check your answer step by step.",
+    "What should I read or try next?",
+    "Now write it as a short poem.",
+)
+EXTRACT: Sequence[str] = (
+    "List what this text says as a JSON object. Reply with JSON alone.\n\n{text}",
+    "{text}\n\nConvert the information above to JSON.",
+    "Turn this into a JSON array with one object per item, each with a name and a description.\n\n{text}",
+    "Which names, numbers and dates are in the text? Answer as JSON with three lists.\n\n{text}",
+    "{text}\n\nMake a Markdown table of this.",
+    "Write the content of this text as YAML:\n\n{text}",
+)
+EDIT: Sequence[str] = (  # {name} is a function or class of the code
+    "Add a comment or docstring to every function. Print the complete code again.\n\n{code}",
+    "{code}\n\nPut in type hints where they are missing and show me the full result.",
+    "I do not like the name `{name}`. Call it `run_{name}` and give me the new version of everything.\n\n{code}",
+    "{code}\n\nWhat if an argument is empty or missing? Handle that in `{name}`, leave the rest alone, print it all.",
+    "Find the mistake in this code, if there is one, and reply with the corrected program.\n\n{code}",
+    "Can you clean this up? Same behaviour, same names, whole program please.\n\n{code}",
+    "{code}\n\nLog one line at the beginning of `{name}`. Code only, no explanation.",
+    "Give `{name}` one more optional parameter, `verbose`, which prints what happens. Show the entire code.\n\n{code}",
+    "{code}\n\nRepeat this code without its comments and blank lines.",
+    "Write unit tests for this code.\n\n{code}",
+    "Explain this code step by step, quoting the lines that you talk about.\n\n{code}",
+    "{code}\n\nMake it faster if that is possible, and say what you changed.",
+    "Rewrite the code below as a class with methods. Keep the logic.\n\n{code}",
+    "Port this to another programming language of your choice:\n\n{code}",
+)
 
 LEAST = 60  # tokens of a passage
 _FENCED = re.compile(r"```[\w+#-]*\n.*?\n```", re.DOTALL)
@@ -160,11 +282,11 @@ class Wrapper:
             "summarise": self._summarise,
             "retrieve": self._retrieve,
             "turns": self._turns,
-            "translate": lambda passage, room: self._about(wordings.TRANSLATE, passage, room),
+            "translate": lambda passage, room: self._about(TRANSLATE, passage, room),
             "sentence": self._sentence,
-            "rework": lambda passage, room: self._about(wordings.REWORK, passage, room),
-            "point": lambda passage, room: self._about(wordings.POINT, passage, room),
-            "extract": lambda passage, room: self._about(wordings.EXTRACT, passage, room),
+            "rework": lambda passage, room: self._about(REWORK, passage, room),
+            "point": lambda passage, room: self._about(POINT, passage, room),
+            "extract": lambda passage, room: self._about(EXTRACT, passage, room),
             "edit": self._edit,
         }
 
@@ -176,9 +298,9 @@ class Wrapper:
         prose, code = Counter[str](), Counter[str]()  # how many were made of either
         novelty = {kind: Novelty() for kind in self._makers}
         short = 0
-        for _ in wordings.SHARES:
+        for _ in SHARES:
             for passage in self._random.sample(self.passages, len(self.passages)):
-                made, shares = (prose, wordings.SHARES) if passage.code() is None else (code, wordings.CODE_SHARES)
+                made, shares = (prose, SHARES) if passage.code() is None else (code, CODE_SHARES)
                 total = made.total() + 1
                 lacking = {kind: made[kind] - share * total for kind, share in shares.items()}
                 goal = self._goal(short < _SHORT_SHARE * (prose.total() + code.total() + 1))
@@ -217,18 +339,18 @@ class Wrapper:
     def _summarise(self, passage: Passage, room: int) -> Prompt | None:
         found = self._gather(passage, room, most=3)
         if len(found) == 1:
-            return self._about(wordings.SUMMARISE, passage, room)
-        return self._random.choice(wordings.SUMMARISE_SEVERAL).format(text=self._numbered(found))
+            return self._about(SUMMARISE, passage, room)
+        return self._random.choice(SUMMARISE_SEVERAL).format(text=self._numbered(found))
 
     def _retrieve(self, passage: Passage, room: int) -> Prompt | None:
         if passage.question is None:
             return None
         found = self._gather(passage, room, most=4)
         text = self._numbered(self._random.sample(found, len(found)))
-        return self._random.choice(wordings.RETRIEVE).format(text=text, question=passage.question)
+        return self._random.choice(RETRIEVE).format(text=text, question=passage.question)
 
     def _numbered(self, found: Sequence[Passage]) -> str:
-        label = self._random.choice(wordings.LABELS)
+        label = self._random.choice(LABELS)
         return "\n\n".join(label.format(n=n, text=one.text) for n, one in enumerate(found, start=1))
 
     def _turns(self, passage: Passage, room: int) -> Prompt | None:
@@ -237,14 +359,14 @@ class Wrapper:
         messages = list[dict[str, str]]()
         for said in (*earlier, passage):
             messages += [*said.asked, {"role": "assistant", "content": said.text}]
-        words = self._random.choice(wordings.FOLLOW_UPS).format(language=self._language())
+        words = self._random.choice(FOLLOW_UPS).format(language=self._language())
         return [*messages, {"role": "user", "content": words}]
 
     def _sentence(self, passage: Passage, room: int) -> Prompt | None:
         sentences = passage.sentences()
         if not sentences:
             return None
-        words, text = self._random.choice(wordings.SENTENCE), self._random.choice(sentences)
+        words, text = self._random.choice(SENTENCE), self._random.choice(sentences)
         return words.format(text=text, language=self._language())
 
     def _edit(self, passage: Passage, room: int) -> Prompt | None:
@@ -253,7 +375,7 @@ class Wrapper:
         if code is None:
             return None
         names = _NAMED.findall(code)
-        fitting = [words for words in wordings.EDIT if names or "{name}" not in words]
+        fitting = [words for words in EDIT if names or "{name}" not in words]
         name = self._random.choice(names) if names else ""
         return self._random.choice(fitting).replace("{name}", name).replace("{code}", code)
 
@@ -262,7 +384,7 @@ class Wrapper:
         return self._random.choice(words).format(text=text, language=self._language())
 
     def _language(self) -> str:
-        return self._random.choice(wordings.LANGUAGES)
+        return self._random.choice(LANGUAGES)
 
 
 def _words(prompt: Prompt) -> str:
