@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from forerun.drafters.lookup.suffix_table import Successors
 
 from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
+from forerun.drafters.lookup.suffix_table import Successors
 from forerun.measure.advise import run as advise
 from forerun.measure.advise.answer import Setup, document, in_words
 from forerun.measure.advise.evidence import BATCHES, Evidence, gather, prospects
