@@ -34,7 +34,6 @@ COMMANDS = {
     "gpu": ("lab.gpu.command", "t(n), rounds and texts in batches of 1 to 128 (make bench-gpu)"),
     "spec": ("lab.spec.command", "every drafter on Spec-Bench's tasks, one table (make bench-spec)"),
     "serve": ("lab.serve.command", "a server under load, speculation off, fixed, adaptive (make bench-serve)"),
-    "attention": ("lab.gpu.attention", "passes and prompts behind long contexts; attention alone in every way"),
     "adapters": ("lab.gpu.adapters", "a batch of many LoRA adapters beside the same batch of the base, on a GPU"),
     "moe": ("lab.moe.command", "a mixture of experts beside its dense twin"),
     "translate": ("lab.translate", "an encoder-decoder against transformers"),

@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, plan_pass, split_start
-from forerun.models.cuda.steps.tiles import Sharing, programs_for, sharing_for
+from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
+from forerun.models.cuda.steps.tiles import Sharing, programs_for
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from tests.gpu.tiny import where_kernels_run
@@ -25,21 +25,17 @@ HEADS, KV_HEADS, PAGE, SLOTS = 8, 2, 64, 2048
 
 def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
     assert programs_for(Size(1, 1, 256), 8, 132) == 256
-    assert programs_for(Size(64, 64, 8), 8, 132) == 8
+    assert programs_for(Size(64, 64, 8), 8, 132) == 8  # a tree of 59 nodes
     assert programs_for(Size(64, 64, 32), 8, 132) == 8
     assert programs_for(Size(256, 512, 8), 8, 132) == 4
     assert programs_for(Size(4, 512, 1), 8, 132) == 1  # never more than there are splits
-    assert programs_for(Size(64, 66, 32, branches=True), 8, 132) == 32  # single nodes have none
+    assert programs_for(Size(64, 64, 32, trees=1, lone=60), 8, 132) == 32  # lone nodes have one each
+    assert programs_for(Size(64, 64, 8, trees=1, lone=64), 8, 132) == 8
 
 
-@pytest.mark.parametrize(
-    ("size", "rows"),
-    [(Size(1, 1, 32), 16), (Size(1, 1, 8), 64), (Size(16, 1, 32), 64), (Size(64, 2, 32), 128),
-     (Size(64, 66, 96, True), 128), (Size(64, 64, 8), 64), (Size(1024, 128, 256), 128), (Size(16, 18, 32, True), 64)],
-)  # fmt: skip
-def test_programs_have_as_many_rows_as_groups_have_queries(size: Size, rows: int) -> None:
-    assert sharing_for(size, 4, 8, 128, 132).rows == rows
-    assert sharing_for(size, 4, 8, 256, 132).rows == min(rows, 64)
+def test_two_lone_nodes_share_a_program() -> None:
+    assert Size(64, 64, 8).attending(programs=4) == 64 * 4
+    assert Size(64, 26, 8, trees=2, lone=11).attending(programs=4) == 4 * 4 + 2 * 6
 
 
 @pytest.mark.gpu
@@ -76,71 +72,30 @@ def test_scores_have_caps_and_heads_have_sinks(window: int, cap: float, sinks: b
     _must_agree(attend(plan, queries, kv, window, walked, extra=extra)[: plan.rows], found)
 
 
-TREES = [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015), (64, 4095)]
-# paths cross from one block, tile or split to the next, or begin with one
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 70])
-@pytest.mark.parametrize("lengths", TREES)
-def test_nodes_of_trees_find_what_they_find_alone(lengths: tuple[int, ...], window: int) -> None:
-    """In groups of any size, beside other trees, and as the last node of a chain, alone in its pass."""
-    rng, spans = random.Random(5), list[Span]()
-    for i, length in enumerate(lengths):
-        nodes = 21 if i == 0 else 9
-        parents = (-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, nodes - 2)), 0, 0)
-        pages = [*range(1 + 70 * i, 2 + 70 * i + (length + nodes) // PAGE)]
-        spans.append(Span([*range(nodes)], topology_of(parents), pages, length))
-    queries, kv = random_numbers(32, slots=300 * PAGE)
-    plan = plan_pass(spans, 32)
-    found = attend(plan, queries, kv, window, how=4)[: plan.rows]
-    torch.testing.assert_close(found.float(), found_by_hand(spans, queries, kv, window), atol=2e-2, rtol=2e-2)
-    for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE)):
-        _must_agree(attend(plan_pass(spans, nodes), queries, kv, window, how)[: plan.rows], found)
-    for row in (0, 5, 18, 20):
-        _must_agree(_found_alone(spans[0], row, queries, kv, window), found[row])
+@pytest.mark.parametrize("nodes", [21, 16])  # an odd number leaves one without another
+@pytest.mark.parametrize(
+    "lengths", [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015)]
+)  # paths cross from one block, tile or split to the next, or begin with one
+def test_lone_nodes_that_share_a_program_find_the_same(lengths: tuple[int, ...], nodes: int, window: int) -> None:
+    plan, exact = _lone_nodes(lengths, nodes, reach=5)
+    queries, kv = random_numbers(32)
+    wanted = attend(plan, queries, kv, window, how=4)
+    for programs in (1, 3, plan.size.splits):
+        found = attend(plan, queries, kv, window, programs, exact)
+        _must_agree(found[: plan.rows], wanted[: plan.rows])
 
 
 @pytest.mark.gpu
-def test_a_tree_deeper_than_a_tile_finds_what_its_nodes_find_alone() -> None:
-    parents = (-1, *range(139), 3, 0)
-    span = Span([*range(142)], topology_of(parents), [*range(1, 9)], 250)
-    queries, kv = random_numbers(32)
-    plan = plan_pass([span], 32)
-    found = attend(plan, queries, kv, 0, how=LARGE)
-    torch.testing.assert_close(found[:142].float(), found_by_hand([span], queries, kv, 0), atol=2e-2, rtol=2e-2)
-    for row in (70, 139, 140, 141):
-        _must_agree(_found_alone(span, row, queries, kv, 0), found[row])
-
-
-@pytest.mark.gpu
-def test_another_order_of_sums_would_show() -> None:
-    """A node of a tree whose committed tokens were one fewer has other splits and tiles: other bits."""
-    queries, kv = random_numbers(32)
-    kv[:, :, :PAGE] = kv[:, :, 1].unsqueeze(2)  # any position holds the same
-    found = [attend(plan_pass([Span([1], chain_of(1), [0] * 12, length)], 32), queries, kv, 0, how=4)[0]
-             for length in (640, 639)]  # fmt: skip
-    torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=2e-2)
-    spans = [Span([1, 2, 3], topology_of((-1, 0, 0)), [*range(1, 12)], 430)]
-    plan = plan_pass(spans, 32)
-    wanted = attend(plan, queries, kv, 0, how=4)[:3]
-    assert not torch.equal(wanted.float(), found_by_hand(spans, queries, kv, 0).to(wanted.dtype).float())
-
-
-SMALL = Sharing(3, walked=0, stages=1, rows=16)
-LARGE = Sharing(2, walked=0, stages=2, rows=128, warps=8, narrow=True)
-
-
-def _found_alone(span: Span, node: int, queries: Tensor, kv: Tensor, window: int) -> Tensor:
-    """What a node finds behind its ancestors as behind committed tokens, in a pass of its own."""
-    slots = slots_of(span.pages, 0, span.length + len(span.tokens))
-    path = span.shape.paths[node]
-    length = span.length + len(path) - 1
-    seen = [*slots[: span.length], *(slots[span.length + at] for at in path)]
-    copied = kv.clone()
-    copied[:, :, PAGE : PAGE + len(seen)] = kv[:, :, seen]  # from page 1 on, in a row
-    alone = Span([0], chain_of(1), [*range(1, 2 + length // PAGE)], length)
-    return attend(plan_pass([alone], 1), queries[node:], copied, window, how=Sharing(2, 0, 1, rows=16))[0]
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("length", [431, 447, 511])  # the last position of a block, a tile, a split
+def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int, dim: int) -> None:
+    plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
+    assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
+    queries, kv = random_numbers(dim)
+    wanted = attend(plan, queries, kv, 0, how=4)
+    _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 
 def _must_agree(found: Tensor, wanted: Tensor) -> None:
@@ -149,6 +104,19 @@ def _must_agree(found: Tensor, wanted: Tensor) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     else:
         assert torch.equal(found, wanted)
+
+
+def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan, Size]:
+    """Trees of so many nodes, whose last two are leaves of the root; and a size that says which groups are lone."""
+    rng, spans = random.Random(5), list[Span]()
+    for i, length in enumerate(lengths):
+        parents = (-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, nodes - 2)), 0, 0)
+        pages = [*range(1 + 20 * i, 2 + 20 * i + (length + nodes) // PAGE)]
+        spans.append(Span([*range(nodes)], topology_of(parents), pages, length))
+    plan, (shared,) = plan_pass(spans, 16), {-(-nodes // 16) if split_of(length) else 0 for length in lengths}
+    exact = replace(plan.size, groups=(shared + nodes) * len(spans), trees=len(spans), lone=nodes)
+    assert sum(map(bool, Run.of(plan.size, _ints(plan)).groups[:, 3])) == exact.groups
+    return plan, exact
 
 
 def random_numbers(dim: int, slots: int = 2 * SLOTS) -> tuple[Tensor, Tensor]:
@@ -181,8 +149,16 @@ class Extra:
 NOTHING = Extra()
 
 
-def attend(plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, extra: Extra = NOTHING) -> Tensor:
-    """`how` many programs share the splits of a group."""
+def attend(
+    plan: Plan,
+    queries: Tensor,
+    kv: Tensor,
+    window: int,
+    how: int | Sharing,
+    exact: Size | None = None,
+    extra: Extra = NOTHING,
+) -> Tensor:
+    """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
     from forerun.models.cuda.steps.attention import Attention
 
     device, reach = queries.device, split_start(plan.size.splits) - MAX_ROWS - 1
@@ -199,7 +175,7 @@ def attend(plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Shar
         numbers.fill_(math.nan)  # what nobody wrote shows
     run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)
     how = Sharing(how, walked=0, stages=1) if isinstance(how, int) else how
-    attention.attend(run, queries, kv, out, window, extra.sinks, how)
+    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, extra.sinks, how)
     return out
 
 

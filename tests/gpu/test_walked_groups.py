@@ -14,19 +14,20 @@ from torch import Tensor
 
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
-from forerun.models.cuda.steps.tiles import Sharing, sharing_for
+from forerun.models.cuda.steps.tiles import Sharing, shared_out, sharing_for
 from forerun.testing import random_tree
 from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, attend, found_by_hand, random_numbers
 from tests.gpu.tiny import where_kernels_run
 
 ALL = Sharing(programs=1, walked=256, stages=3, narrow=True)
 NONE = Sharing(programs=2, walked=0, stages=1)
-HOPPER = 4, 8, 128, 132  # queries to a key-value head, such heads, their width, multiprocessors
+HOPPER = 8, 128, 132  # key-value heads, their width, multiprocessors
 
 
 def test_programs_walk_whole_groups_where_there_are_many() -> None:
     few, prompts = Size(8, 8, 8), Size(1024, 128, 8)
-    assert sharing_for(few, *HOPPER).walked == 0
+    assert sharing_for(few, *HOPPER) == shared_out(few, *HOPPER)
+    assert shared_out(prompts, *HOPPER).walked == 0
     for size in (prompts, replace(prompts, splits=256), Size(256, 32, 8)):
         how = sharing_for(size, *HOPPER)
         assert (how.programs, how.walked) == (1, size.splits)
@@ -38,9 +39,9 @@ def test_programs_walk_whole_groups_where_there_are_many() -> None:
 
 def test_other_gpus_and_wide_heads_have_no_such_programs() -> None:
     prompts = Size(1024, 128, 32)
-    assert sharing_for(prompts, *HOPPER, hopper=False).walked == 0
-    wide = sharing_for(prompts, 4, 8, 256, 132)
-    assert (wide.walked, wide.stages) == (0, 1)  # more would not fit the shared memory of some
+    assert sharing_for(prompts, *HOPPER, hopper=False) == shared_out(prompts, *HOPPER)
+    assert sharing_for(prompts, 8, 256, 132) == shared_out(prompts, 8, 256, 132)
+    assert shared_out(prompts, 8, 256, 132).stages == 1  # more would not fit the shared memory of some
 
 
 def test_a_long_context_among_short_ones_is_shared_out() -> None:
@@ -51,8 +52,20 @@ def test_a_long_context_among_short_ones_is_shared_out() -> None:
 
 
 def test_trees_that_branch_are_shared_out() -> None:
-    for size in (Size(512, 512 + 64, 8, True), Size(64, 128, 8, True)):
-        assert sharing_for(size, *HOPPER).walked == 0
+    grown, from_host, beside_prompts = Size(512, 64 * 9, 8, 64, 8), Size(64, 128, 8), Size(512, 512, 8)
+    for size in (grown, from_host, beside_prompts):
+        assert sharing_for(size, *HOPPER) == shared_out(size, *HOPPER)
+
+
+@pytest.mark.gpu
+def test_chains_of_one_form_are_walked_tree_by_tree() -> None:
+    """Such passes say how many trees they have: read as groups of each, programs took groups that are none."""
+    spans = _on_pages([(chain_of(4), length) for length in (90, 140, 200, 310)])
+    plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
+    queries, kv = random_numbers(32, slots=256 * PAGE)
+    wanted = attend(plan, queries, kv, 0, NONE)[: plan.rows]
+    trees = replace(plan.size, groups=4, trees=4)
+    assert torch.equal(attend(plan, queries, kv, 0, ALL, trees)[: plan.rows], wanted)
 
 
 @pytest.mark.gpu
@@ -93,7 +106,7 @@ def test_rows_of_trees_are_found_by_adding_up_parts_alone(monkeypatch: pytest.Mo
     where_kernels_run()
     from forerun.models.cuda.steps.attention import Attention
 
-    monkeypatch.setattr(Attention, "_combine_trees", lambda *given: None)
+    monkeypatch.setattr(Attention, "_combine", lambda *given: None)
     spans = _beside_trees()
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     found = attend(plan, *random_numbers(32), 0, ALL)[: plan.rows]
@@ -105,10 +118,10 @@ def _rows_without_numbers(found: Tensor) -> list[int]:
 
 
 def _rows_of(plan: Plan, spans: list[Span], branching: bool) -> list[int]:
-    """Of trees that branch, or of the others."""
+    """Of trees that start behind the first split: the others' nodes have groups with all of their splits."""
     rows, found = 0, list[int]()
     for span in spans:
-        if (not span.shape.is_chain) == branching:
+        if (not span.shape.is_chain and split_of(span.length) > 0) == branching:
             found += range(rows, rows + len(span.tokens))
         rows += len(span.tokens)
     assert rows == plan.rows

@@ -299,13 +299,17 @@ def _levels(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor
     places = torch.arange(count * width, dtype=torch.int32, device=ints.device)
     slots = sent.slots(ints, ends[:, None] + places).view(-1, count, width)
     levels[:, 2 * rows : 2 * rows + size.rows].view(count, -1, width).copy_(slots.transpose(0, 1))
-    groups = levels[:, 3 * rows :].view(count, size.groups, FIELDS)
-    parts = groups[:, : size.shared], groups[:, size.shared :]
-    shared, lone = (part.view(count, form.sequences, part.shape[1] // form.sequences, FIELDS) for part in parts)
-    shared[..., 1] = splits_at(ends + (form.shape.depth if width == 1 else 0))[:, None] + 1
-    for part in (shared, lone):
-        part[..., 5] = ends[:, None]
-        part[..., 7] = sent.starts[:, None]
+    groups = levels[:, 3 * rows :].view(count, form.sequences, -1, FIELDS)
+    start, behind = splits_at(ends)[:, None], splits_at(ends + form.shape.depth)[:, None] + 1
+    shared = -(-width // form.group_nodes)
+    if width == 1:  # nodes of a chain share everything
+        groups[..., 1] = behind
+    else:  # committed tokens are shared; from the split in which the tree starts, every node attends alone
+        groups[:, :, :shared, 1] = start
+        groups[:, :, shared:, 0] = start
+        groups[:, :, shared:, 1] = behind
+    groups[..., 5] = ends[:, None]
+    groups[..., 7] = sent.starts[:, None]
 
 
 def _fields(which: Sequence[int], values: Sequence[Tensor]) -> Tensor:
@@ -322,14 +326,14 @@ def _same_of_levels(form: DraftForm, device: torch.device) -> Tensor:
     width, size = form.shape.width, form.level
     ints = np.zeros((form.shape.depth - 1, extent_of(size)), dtype=np.int32)
     for level, row in enumerate(ints):
-        groups = row[3 * aligned(size.rows) :].reshape(-1, FIELDS)
-        shared, lone = groups[: size.shared], groups[size.shared :]
-        low, nodes = range(0, width, form.group_nodes), np.arange(len(lone))
-        shared[:, 2] = [b * width + node for b in range(form.sequences) for node in low]
-        shared[:, 3] = form.sequences * [min(form.group_nodes, width - node) for node in low]
-        shared[:, 4] = size.branches
-        lone[:, 2], lone[:, 3] = nodes, 1
-        lone[:, 6] = MAX_ROWS + form.ancestors_at(level) + nodes * (level + 1)
+        groups = row[3 * aligned(size.rows) :].reshape(form.sequences, -1, FIELDS)
+        for b in range(form.sequences):
+            low = range(0, width, form.group_nodes)
+            alone = range(width) if width > 1 else ()
+            groups[b, :, 2] = [b * width + node for node in (*low, *alone)]
+            groups[b, :, 3] = [*(min(form.group_nodes, width - node) for node in low), *[1] * len(alone)]
+            first = MAX_ROWS + form.ancestors_at(level)
+            groups[b, len(low) :, 6] = [first + (b * width + node) * (level + 1) for node in alone]
     with torch.inference_mode(False):
         return torch.from_numpy(ints).to(device)
 

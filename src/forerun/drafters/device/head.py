@@ -34,7 +34,7 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
-from forerun.models.cuda.plan import LONGEST, MAX_ROWS, nodes_per_group
+from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.plain import PlainSteps
 from forerun.models.cuda.target import CudaDecoder
@@ -340,7 +340,7 @@ class HeadNet:
         config = model.config
         self.model, self.buffers = model, Buffers(model)
         self.attends = len(model.layers) > 1  # do rows attend that are read for keys and values alone?
-        self.group_nodes = nodes_per_group(config.heads, config.kv_heads, config.head_dim)
+        self.group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.pool = PagePool(pages_for(kv_slots))  # nobody shares a head's pages: only hidden rows are shared
         with torch.inference_mode(False):
             shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim

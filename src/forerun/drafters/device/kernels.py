@@ -282,13 +282,13 @@ def plan(ints, accepted, path, first_at, sent_at, last_at, level_at, level_size,
         _catch_up(ints, b, sent, unread, path + tree * STEPS + skipped, follows, first, fresh, pages, ints + first_at,
                   ints + last_at, unread_rows, last_rows, B, BEHIND, ROOM, BEHIND_UP)  # fmt: skip
         end, g = first + fresh, tl.arange(0, BEHIND_UP)  # unread rows of one sequence share what they see
-        write_group(ints + caught_at + (b * caught + g) * FIELDS, split_at(end - 1) + 1, b * BEHIND + g * GROUP,
-                    tl.minimum(GROUP, BEHIND - g * GROUP), 0, end, 0, pages, g < caught)  # fmt: skip
+        write_group(ints + caught_at + (b * caught + g) * FIELDS, 0, split_at(end - 1) + 1, b * BEHIND + g * GROUP,
+                    tl.minimum(GROUP, BEHIND - g * GROUP), end, 0, pages, g < caught)  # fmt: skip
     else:
         level = part - 1
         ways = ancestors_at + level_rows * (level * (level + 1) // 2)
-        _level(ints, b, level, first + fresh, pages, ints + level_at + level * level_size, ways, level_rows, B,
-               WIDTH, DEPTH, GROUP, WIDTH_UP)  # fmt: skip
+        _level(ints, b, level, first + fresh, pages, ints + level_at + level * level_size, ways, level_rows, WIDTH,
+               DEPTH, GROUP, WIDTH_UP)  # fmt: skip
 
 
 @triton.jit
@@ -312,11 +312,11 @@ def _catch_up(ints, b, sent, unread, path, follows, first, fresh, pages, rows, l
     tl.store(lasts + last_rows + b, b * BEHIND + fresh - 1)
     tl.store(lasts + 2 * last_rows + b, end - 1)
     group = lasts + 3 * last_rows + b * FIELDS
-    write_group(group, split_at(end - 1) + 1, b, 1, 0, end, 0, pages, None)
+    write_group(group, 0, split_at(end - 1) + 1, b, 1, end, 0, pages, None)
 
 
 @triton.jit
-def _level(ints, b, level, end, pages, own, ways, level_rows, B, WIDTH, DEPTH, GROUP, WIDTH_UP: tl.constexpr):
+def _level(ints, b, level, end, pages, own, ways, level_rows, WIDTH, DEPTH, GROUP, WIDTH_UP: tl.constexpr):
     """[tokens | positions | slots | groups] of a level that starts behind `end` rows; tokens come later."""
     n = tl.arange(0, WIDTH_UP)
     here, node, place = n < WIDTH, b * WIDTH + n, end + level * WIDTH + n
@@ -324,11 +324,13 @@ def _level(ints, b, level, end, pages, own, ways, level_rows, B, WIDTH, DEPTH, G
     tl.store(own + node, 0, mask=here)
     tl.store(own + level_rows + node, end + level, mask=here)
     tl.store(own + 2 * level_rows + node, slot, mask=here)
+    start, behind = split_at(end), split_at(end + DEPTH) + 1
     shared, branches = (WIDTH + GROUP - 1) // GROUP, WIDTH > 1
-    high, groups = split_at(end + tl.where(branches, 0, DEPTH)) + 1, own + 3 * level_rows
-    write_group(groups + (b * shared + n) * FIELDS, high, b * WIDTH + n * GROUP, tl.minimum(GROUP, WIDTH - n * GROUP),
-                branches.to(tl.int32), end, 0, pages, n < shared)  # fmt: skip
-    write_group(groups + (B * shared + node) * FIELDS, 0, node, 1, 0, end, ways + node * (level + 1), pages,
+    each = shared + tl.where(branches, WIDTH, 0)
+    groups = own + 3 * level_rows + (b * each + n) * FIELDS
+    write_group(groups, 0, tl.where(branches, start, behind), b * WIDTH + n * GROUP,
+                tl.minimum(GROUP, WIDTH - n * GROUP), end, 0, pages, n < shared)  # fmt: skip
+    write_group(groups + shared * FIELDS, start, behind, node, 1, end, ways + node * (level + 1), pages,
                 here & branches)  # fmt: skip
 
 
@@ -363,7 +365,7 @@ def begin(ints, accepted, path, roots, lanes, tokens_at, sent, rows, groups_at, 
         tl.store(ints + tokens_at + row, tl.minimum(tl.maximum(token, 0), vocab - 1))
         tl.store(ints + tokens_at + rows + row, at)
         tl.store(ints + tokens_at + 2 * rows + row, _place(ints, at, start, real))
-        write_group(ints + groups_at + row * FIELDS, real * (split_at(at) + 1), real * row, real, 0, real * at, 0,
+        write_group(ints + groups_at + row * FIELDS, 0, real * (split_at(at) + 1), real * row, real, real * at, 0,
                     real * start, True)  # fmt: skip
     tl.store(lanes + b, root_at * (start > 0).to(tl.int32))
     tl.store(lanes + MOST + b, start)
@@ -400,7 +402,7 @@ def choose(ints, highs, spots, lanes, drafted, tokens, now, wide, B, MOST, C: tl
     tl.store(tokens + b, token)
     tl.store(now + b, at)
     tl.store(now + wide + b, _place(ints, at, start, real))
-    write_group(now + 2 * wide + b * FIELDS, real * (split_at(at) + 1), real * b, real, 0, real * at, 0, real * start,
+    write_group(now + 2 * wide + b * FIELDS, 0, real * (split_at(at) + 1), real * b, real, real * at, 0, real * start,
                 True)  # fmt: skip
     tl.store(lanes + 2 * MOST + b, count + 1)
 

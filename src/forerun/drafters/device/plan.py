@@ -24,6 +24,7 @@ from forerun.core.offer import Form
 from forerun.core.types import TreeForm
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import DEEPEST as LONE_LEVELS
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, SPLIT_SIZES, Size, round_up, split_start, splits_to
 from forerun.models.paged import Ints
 from forerun.models.pages import TREE_MARGIN
@@ -93,8 +94,10 @@ class DraftForm:
     def level(self) -> Size:
         """The pass over a level."""
         width = self.trees.width
-        rows, groups = self.sequences * width, self.sequences * -(-width // self.group_nodes)
-        return Size(rows, groups + rows * (width > 1), self.splits, width > 1)
+        single = width if width > 1 else 0
+        groups = self.sequences * (-(-width // self.group_nodes) + single)
+        lone = single if self.trees.depth <= LONE_LEVELS else 0
+        return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
     def sources_at(self) -> int:

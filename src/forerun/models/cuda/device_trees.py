@@ -56,12 +56,12 @@ def plan_grown(
     chunks, real = Rows(form.rows), len(places)
     for span in prompts:
         chunks.add(span, group_nodes)
-    own = form.trees * -(-form.nodes // group_nodes)
+    own = form.trees * groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
     ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
     farthest = max(farthest, 0, *ends) + form.depth
-    need = Need(rows, groups, max(farthest, 0, *chunks.positions), not form.chain)
-    size = size_for(need) if prompts else need.exactly()
+    need = Need(rows, groups, max(farthest, 0, *chunks.positions))
+    size = size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
     at = Places.of(size, form)
     ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
     ints[2 * size.rows : 3 * size.rows] = -1
@@ -76,6 +76,11 @@ def plan_grown(
         chunks.write_chains(ints, size, own, at.pages + starts[-1])
     tables = [page for pages, _, _ in places for page in pages] + chunks.pages
     return Plan(size, rows, np.concatenate((ints, np.array(tables, dtype=np.int32))))
+
+
+def groups_per_tree(form: TreeForm, group_nodes: int) -> int:
+    """Groups of nodes that share what they attend to; and, in trees that branch, one of each node's own."""
+    return -(-form.nodes // group_nodes) + (0 if form.chain else form.nodes)
 
 
 class GrownBuffers:
@@ -119,7 +124,7 @@ class GrownBuffers:
             tree_kernels.place[(form.trees, form.nodes)](
                 self.tree_ints, ints, self.last.accepted, MAX_ROWS, places.positions, places.slots, places.groups,
                 places.ancestors, places.lengths, self.tree_ints.stride(0), form.trees, form.nodes, form.depth,
-                self.group_nodes, size.shared, int(form.chain), num_warps=1,
+                self.group_nodes, groups_per_tree(form, self.group_nodes), int(form.chain), num_warps=1,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
@@ -133,26 +138,28 @@ class GrownBuffers:
         ints[places.positions : places.positions + form.rows].copy_((lengths[:, None] + depths).flatten())
         ints[places.slots : places.slots + form.rows].copy_(torch.where(real, slots, -1).flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
-        shared, lone = self._groups(form, lengths, starts, places)
-        for first, groups in ((0, shared), (size.shared, lone)):
-            fields = torch.where(real[..., None], groups, 0).flatten()
-            ints[places.groups + FIELDS * first :][: len(fields)].copy_(fields)
+        groups = torch.where(real[..., None], self._groups(form, lengths, starts, places), 0).flatten()
+        ints[places.groups : places.groups + len(groups)].copy_(groups)
 
-    def _groups(self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Two of [B, groups, FIELDS]: nodes that attend together; single nodes where a tree branches, else none."""
+    def _groups(self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places) -> Tensor:
+        """[B, groups, FIELDS] committed tokens are shared; where a tree branches, every node attends alone from the
+        split on in which the tree starts. Fields: models/cuda/plan.py.
+        """
         trees, nodes = torch.arange(form.trees, device=lengths.device), form.nodes
+        own, shared = splits_at(lengths), -(-nodes // self.group_nodes)
+        behind = splits_at(lengths + form.depth) + 1
+        groups = lengths.new_zeros(form.trees, groups_per_tree(form, self.group_nodes), FIELDS)
         first = torch.arange(0, nodes, self.group_nodes, device=lengths.device)
-        shared = lengths.new_zeros(form.trees, len(first), FIELDS)
-        shared[..., 1] = splits_at(lengths + (form.depth if form.chain else 0))[:, None] + 1
-        shared[..., 2] = (trees[:, None] * nodes + first).int()
-        shared[..., 3] = (nodes - first).clamp(max=self.group_nodes).int()
-        shared[..., 4] = int(not form.chain)
-        lone = lengths.new_zeros(form.trees, 0 if form.chain else nodes, FIELDS)
-        rows = (trees[:, None] * nodes + torch.arange(lone.shape[1], device=lengths.device)).int()
-        lone[..., 2], lone[..., 3], lone[..., 6] = rows, 1, places.ancestors + rows * (form.depth + 1)
-        for groups in (shared, lone):
-            groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
-        return shared, lone
+        groups[:, :shared, 1] = (behind if form.chain else own)[:, None]
+        groups[:, :shared, 2] = (trees[:, None] * nodes + first).int()
+        groups[:, :shared, 3] = (nodes - first).clamp(max=self.group_nodes).int()
+        if not form.chain:
+            rows = (trees[:, None] * nodes + torch.arange(nodes, device=lengths.device)).int()
+            groups[:, shared:, 0], groups[:, shared:, 1] = own[:, None], behind[:, None]
+            groups[:, shared:, 2], groups[:, shared:, 3] = rows, 1
+            groups[:, shared:, 6] = places.ancestors + rows * (form.depth + 1)
+        groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
+        return groups
 
     def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself.

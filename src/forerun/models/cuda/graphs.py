@@ -82,7 +82,7 @@ class Passes:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
-        jobs = [job for job in menu(max_length, self.grown.group_nodes) if not (prompts_only and job[1])]
+        jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
         for adapted in self.kinds():
             for i, (size, scored) in enumerate(jobs):
                 progress.info("capturing passes%s: %d of %d", " of adapters" * adapted, i + 1, len(jobs))
@@ -104,7 +104,7 @@ class Passes:
         some = one_of_each_kind(self.model.layers)
 
         def launch() -> None:
-            for size, scored in menu(max_length, self.grown.group_nodes):
+            for size, scored in menu(max_length):
                 if not (prompts_only and scored):
                     self.buffers.send(padding(size))
                     for adapted in self.kinds():
@@ -216,25 +216,21 @@ class Passes:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
 
-def menu(max_length: int, group_nodes: int = 16) -> Iterator[Job]:
-    """Sizes to capture, where so many nodes of a sequence attend together.
+def menu(max_length: int) -> Iterator[Job]:
+    """Sizes to capture.
 
-    Rows of different sequences attend in groups of their own: lone roots need a group each, a tree or a chunk of a
-    prompt few. How many there are decides how attention works on them, so passes have a size with few and one with
-    many; where trees branch too, of which there are few to a large pass.
+    Rows of different sequences attend in groups of their own: lone roots need a group each, nodes of a tree that
+    branches one each and some more, chunks of prompts few. Empty groups cost time where there are many, so larger
+    passes have a size with few and one with many.
     """
     reaches = dict.fromkeys(splits_to(min(length, max_length)) for length in (1, 1024, 16_000, max_length))
     for splits in reaches:
         for rows in ROW_SIZES:
             many = 1 << (rows - 1).bit_length()
-            few = -(-rows // group_nodes) if rows <= NARROW else max(NARROW, many // 4)
-            sizes = [Size(rows, groups, splits) for groups in (few, many)]
-            if rows > 2:
-                sizes += [Size(rows, rows + few, splits, True)]
-                sizes += [Size(rows, rows + many, splits, True)] if rows <= NARROW else []
-            for size in dict.fromkeys(sizes):
+            few = many if rows <= NARROW else max(NARROW, many // 4)
+            for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
                 for scored in scored_rows(rows):
-                    yield size, scored
+                    yield Size(rows, groups, splits), scored
         for rows in PROMPT_ROWS:
             yield Size(rows, max(16, rows // 8), splits), 0
 

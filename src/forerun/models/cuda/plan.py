@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -26,47 +26,38 @@ from forerun.models.pages import PAGE
 from forerun.models.slots import Piece
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
-# ints per group: low split, high split, first row, rows, is it of a tree that branches?, length, ancestors, pages
-FIELDS = 8
+FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
 # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
-QUERIES = 128  # rows that one program of attention has at most: nodes times heads per key-value head
-LONGEST = 245_760  # positions; 256 splits cover more
+TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it
+LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
 
 def split_of(position: int) -> int:
-    """Which split of the context a position lies in: 128 wide to 1024, 256 to 4096, 1024 to 32768, then 2048."""
-    if position < 4096:
-        return position // 128 if position < 1024 else 8 + (position - 1024) // 256
-    return 20 + (position - 4096) // 1024 if position < 32_768 else 48 + (position - 32_768) // 2048
+    """Which split of the context a position lies in: 128 wide to 1024, 256 to 4096, then 1024."""
+    if position < 1024:
+        return position // 128
+    return 8 + (position - 1024) // 256 if position < 4096 else 20 + (position - 4096) // 1024
 
 
 def splits_of(positions: Ints) -> Ints:
-    far = np.where(positions < 32_768, 20 + ((positions - 4096) >> 10), 48 + ((positions - 32_768) >> 11))
-    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), far)
+    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
     return np.where(positions < 1024, positions >> 7, far)
 
 
 def splits_at(positions: Tensor) -> Tensor:
     """`split_of` of many positions on a device."""
-    far = torch.where(positions < 32_768, 20 + ((positions - 4096) >> 10), 48 + ((positions - 32_768) >> 11))
-    far = torch.where(positions < 4096, 8 + ((positions - 1024) >> 8), far)
+    far = torch.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
     return torch.where(positions < 1024, positions >> 7, far)
 
 
 def split_start(split: int) -> int:
-    if split < 20:
-        return split * 128 if split < 8 else 1024 + (split - 8) * 256
-    return 4096 + (split - 20) * 1024 if split < 48 else 32_768 + (split - 48) * 2048
-
-
-def nodes_per_group(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Nodes that share what one program of attention reads; rows of wide heads take twice the registers."""
-    rows = QUERIES if head_dim <= 128 else QUERIES // 2
-    return max(1, rows // (1 << (heads // kv_heads - 1).bit_length()))
+    if split < 8:
+        return split * 128
+    return 1024 + (split - 8) * 256 if split < 20 else 4096 + (split - 20) * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +82,17 @@ class Size:
     rows: int
     groups: int
     splits: int
-    branches: bool = False  # trees branch: the last groups, one for each row, say where its ancestors are
+    trees: int = 1  # of one form, whose groups lie tree by tree
+    lone: int = 0  # the last groups of each tree are its single nodes, which attend to one split or to two
 
     @property
     def shared(self) -> int:
-        """Groups of nodes that attend together."""
-        return self.groups - self.rows * self.branches
+        """Groups that may attend to any number of splits."""
+        return self.groups - self.trees * self.lone
+
+    def attending(self, programs: int) -> int:
+        """Programs of attention to a key-value head, where a group that is not lone has `programs`."""
+        return self.shared * programs + self.trees * -(-self.lone // TOGETHER)
 
 
 def splits_to(farthest: int) -> int:
@@ -111,24 +107,19 @@ class Need:
     rows: int
     groups: int
     farthest: int  # position
-    branches: bool = False
 
     def fits(self, size: Size) -> bool:
-        if self.branches != size.branches:
-            return False
-        return self.rows <= size.rows and self.groups <= size.shared and splits_to(self.farthest) <= size.splits
+        return self.rows <= size.rows and self.groups <= size.groups and splits_to(self.farthest) <= size.splits
 
     def rounded(self) -> Size:
         """The next of a few sizes."""
-        return self._sized(1 << max(0, self.groups - 1).bit_length())
+        groups = 1 << max(0, self.groups - 1).bit_length()
+        return Size(round_up(self.rows, ROW_SIZES), groups, splits_to(self.farthest))
 
-    def exactly(self) -> Size:
-        """Of nothing but trees of one form: no empty groups."""
-        return self._sized(self.groups)
-
-    def _sized(self, groups: int) -> Size:
-        rows = round_up(self.rows, ROW_SIZES)
-        return Size(rows, groups + rows * self.branches, splits_to(self.farthest), self.branches)
+    def exactly(self, trees: int, lone: int, levels: int) -> Size:
+        """Of nothing but trees of one form: no empty groups, and of the lone ones it is known that they are."""
+        lone = lone if levels <= DEEPEST else 0
+        return replace(self.rounded(), groups=self.groups, trees=trees, lone=lone)
 
 
 SizeFor = Callable[[Need], Size]
@@ -175,7 +166,6 @@ class Rows:
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     groups: list[tuple[int, ...]] = field(default_factory=list)
-    lone: list[tuple[int, ...]] = field(default_factory=list)  # nodes of trees that branch
     ancestors: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of all sequences, end to end
 
@@ -189,19 +179,7 @@ class Rows:
             self.groups += _chain_groups(span, first, count, group_nodes, table)
         else:
             self.positions += [span.length + depth for depth in span.shape.depths]
-            self._add_tree(span, first, group_nodes, table)
-
-    def _add_tree(self, span: Span, first: int, group_nodes: int, table: int) -> None:
-        """Nodes share the committed tokens up to the tile in which the tree starts; from there on each is alone.
-
-        The last two fields say where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
-        """
-        high, nodes = split_of(span.length) + 1, len(span.tokens)
-        for low in range(0, nodes, group_nodes):
-            self.groups.append((0, high, first + low, min(group_nodes, nodes - low), 1, span.length, 0, table))
-        for node, path in enumerate(span.shape.paths):
-            self.lone.append((0, 0, first + node, 1, 0, span.length, len(self.ancestors) + 1, table))
-            self.ancestors += path
+            self.groups += _tree_groups(span, first, group_nodes, table, self.ancestors)
 
     def write_chains(self, ints: Ints, size: Size, groups: int, pages: int) -> None:
         """Write chains behind the rows and the groups that come before them; their pages lie at `pages`."""
@@ -236,7 +214,7 @@ def plan_pass(
     for span in spans:
         rows.add(span, group_nodes)
     count = first + len(rows.tokens)
-    size = size_for(Need(count, first + len(rows.groups), max((*rows.positions, farthest)), bool(rows.lone)))
+    size = size_for(Need(count, first + len(rows.groups), max((*rows.positions, farthest))))
     return Plan(size, count, _pack(size, rows, lone))
 
 
@@ -247,6 +225,24 @@ def _chain_groups(span: Span, first: int, count: int, group_nodes: int, table: i
         rows = min(group_nodes, count - low)
         high = split_of(span.length + low + rows - 1) + 1
         groups.append((0, high, first + low, rows, 0, span.length, 0, table))
+    return groups
+
+
+def _tree_groups(span: Span, first: int, group_nodes: int, table: int, ancestors: list[int]) -> list[tuple[int, ...]]:
+    """Committed tokens are shared; from the split in which the tree starts, every node attends alone.
+
+    The last two fields say where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
+    """
+    depths, paths, shared = span.shape.depths, span.shape.paths, split_of(span.length)
+    groups: list[tuple[int, ...]] = []
+    if shared:
+        for low in range(0, len(depths), group_nodes):
+            rows = min(group_nodes, len(depths) - low)
+            groups.append((0, shared, first + low, rows, 0, span.length, 0, table))
+    for node, depth in enumerate(depths):
+        high = split_of(span.length + depth) + 1
+        groups.append((shared, high, first + node, 1, 0, span.length, len(ancestors) + 1, table))
+        ancestors += paths[node]
     return groups
 
 
@@ -263,9 +259,6 @@ def _pack(size: Size, rows: Rows, lone: Roots | None = None) -> Ints:
         for part, values in enumerate((rows.tokens, rows.positions, rows.slots)):
             ints[part * size.rows + first : part * size.rows + count] = values
         table[first : first + len(rows.groups)] = rows.groups
-    if rows.lone:
-        single = np.array(rows.lone, dtype=np.int32)
-        table[size.shared + single[:, 2]] = single
     for field_, start in ((6, behind), (7, end)):
         table[:, field_] = np.where(table[:, field_] > 0, table[:, field_] - 1 + MAX_ROWS + start, 0)
     ints[behind:end] = rows.ancestors

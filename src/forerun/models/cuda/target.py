@@ -49,7 +49,6 @@ from forerun.models.cuda.plan import (
     chunks_of,
     joined,
     least_rows,
-    nodes_per_group,
     padding,
     plan_pass,
     round_up,
@@ -66,6 +65,7 @@ from forerun.models.slots import SlotTarget
 log = logging.getLogger(__name__)
 
 CHUNK = MAX_ROWS  # rows of prompts per pass
+_QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
 
 
 class CudaDecoder(SlotTarget):
@@ -95,7 +95,7 @@ class CudaDecoder(SlotTarget):
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.max_length = self.model.max_length
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
-        self._group_nodes = nodes_per_group(config.heads, config.kv_heads, config.head_dim)
+        self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)

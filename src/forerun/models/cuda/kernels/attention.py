@@ -1,19 +1,19 @@
 """Triton: tree attention that reads positions in order, so that a node's bits do not depend on its neighbours.
 
 Keys are read by absolute position: first the committed tokens, then the node's own ancestors by depth, found
-through a table of nodes. A tile of 64 positions is a page of the KV cache, found through the sequence's table of pages.
-Positions are cut into splits at fixed places (short ones near the start, longer ones further out), each is read tile by
-tile, and a node's splits are added up in order: a split gives the highest score, the sum of the weights against it, and
-the values by these weights. Programs leave them in memory for `combine`, or add them up themselves: the same operations
-in the same order, so the same bits. Which programs do that work depends on the batch (steps/tiles.py); the order of
-every sum depends on the node's position.
+through a table of nodes. A tile of positions is a page of the KV cache, found through the sequence's table of pages;
+a sequence without one has its slots in a row. Positions are cut into splits at fixed places (short ones near the
+start, longer ones further out), each is read in tiles of 64 positions, and a node's splits are added up in order: a
+split gives the highest score, the sum of the weights against it, and the values by these weights. Programs leave them
+in memory for `combine`, or add them up themselves: the same operations in the same order, so the same bits. Which
+programs do that work depends on the batch (steps/attention.py); the order of every sum depends on the node's position.
 
-A program of `attend` takes a *group*: nodes of one sequence that share every tile they read. Those of a chain read
-all that each of them sees. Those of a tree that branches read the committed tokens up to the tile in which the tree
-starts, and leave what they found there; `combine` goes on from it, node by node, with the tiles that hold ancestors.
-
-A row's scores do not depend on other rows of its tile; its weights are added up in whole numbers, in which order does
-not matter; products with the values are added up by blocks of 16 positions, in order, by tensor cores of any shape.
+A program takes a *group*: nodes of one sequence of which each is an ancestor of the next (a chain), or any
+nodes where the split lies wholly in committed tokens, or one node. Or it takes a few single nodes of a tree together:
+they share the committed tokens of a tile but for its last block of 16 positions, and from there on every node has
+columns of its own. That changes no bit. A row's scores and their maximum do not depend on other columns; its
+weights are added up in whole numbers, in which order does not matter; and products with the values are added up
+by blocks of 16 positions, in order, where blocks of other nodes have a weight of zero.
 """
 
 # mypy: ignore-errors
@@ -24,104 +24,164 @@ import triton.language as tl
 
 from forerun.models.cuda.kernels.linear import put_rows
 
+ROWS = tl.constexpr(64)  # queries of the largest group: nodes times heads
 TILE = tl.constexpr(64)  # positions per step, and slots of a page
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
-FEWEST = tl.constexpr(16)  # rows of the smallest product of tensor cores
+BLOCK = tl.constexpr(16)  # positions that are added up in one step of the tensor cores
+TOGETHER = tl.constexpr(2)  # lone nodes of a tree that a program takes; plan.py: TOGETHER
+OWN = tl.constexpr(32)  # columns of each: two blocks, in which all of its ancestors lie (plan.py: DEEPEST)
+TWO = tl.constexpr(0x40000000)  # 2.0 as an integer
 PART = tl.constexpr(2.0**-22)  # the last place of numbers from 2 to 4
 LOG2_E = tl.constexpr(1.4426950408889634)  # scores are exponents of 2
 
 
 @triton.jit
-def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """Add what rows find in a tile to what they found before it; CAP > 0: scores are CAP times a tangent at most.
-
-    Weights from 0 to 1 are added up as whole numbers of 2 ** -22: in these the order does not matter. As an integer
-    2.0 is 2 ** 30, so that those of 64 columns are a multiple of 2 ** 32, which is nothing.
-    """
-    scores = tl.dot(q, tl.trans(k))
-    if CAP > 0:  # cap * tanh; `scale` is divided by the cap
-        scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * scale * (2 * LOG2_E)))
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    if CAP > 0:
-        top, safe, shrink = rise(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - safe[:, None])
-    else:
-        top, safe, shrink = rise(top, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, scale, -safe[:, None]))
-    total = total * shrink + tl.sum((weights + 2.0).to(tl.int32, bitcast=True), 1).to(tl.float32) * PART
-    return top, total, tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+def _slots(p, there, ints, base, length, ancestors, pages):
+    """Where positions lie of which some are behind the committed tokens: those are found among the ancestors."""
+    own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
+    written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
+    page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
+    return tl.where(pages > 0, page * TILE + written % TILE, base + written)
 
 
 @triton.jit
-def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
-          scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, WALKS: tl.constexpr,
-          STAGES: tl.constexpr):  # fmt: skip
-    """Attend to the positions from start to end, in order; MASKED: some rows may not see all of them.
+def _read(rows, slot, there, D: tl.constexpr):
+    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(rows + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr, CAP: tl.constexpr):
+    """Of columns that lie at positions p; minus infinity where a row is not one of `those` or sees no such position.
+
+    CAP > 0: CAP times the hyperbolic tangent of the product; `scale` is divided by the cap then.
+    """
+    seen = those & (p[None, :] <= at[:, None])
+    if WINDOW > 0:
+        seen = seen & (p[None, :] > at[:, None] - WINDOW)
+    scores = tl.dot(q, tl.trans(k)) * scale
+    if CAP > 0:
+        scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _whole(weights):
+    """Weights from 0 to 1 as whole numbers of 2 ** -22: in these the order of a sum does not matter."""
+    return (weights + 2.0).to(tl.int32, bitcast=True) - TWO
+
+
+@triton.jit
+def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
+          length, ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+          TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
 
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
-    t = tl.arange(0, TILE)
-    page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's
-    for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED else STAGES):
-        p, seen = p0 + t, True
-        place = (page * TILE + t).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-        if MASKED:
-            there = (p <= last)[:, None]
-            k = tl.load(keys + place, mask=there, other=0.0, cache_modifier=".cg")
-            v = tl.load(values + place, mask=there, other=0.0, cache_modifier=".cg")
-            seen = p[None, :] <= at[:, None]
+    d, t = tl.arange(0, D), tl.arange(0, TILE)
+    page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's; without pages: any number
+    for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else STAGES):
+        p = p0 + t
+        if TABLE:
+            slot = _slots(p, p <= last, ints, base, length, ancestors, pages)
+            k, v = _read(keys, slot, p <= last, D), _read(values, slot, p <= last, D)
         else:
+            slot = tl.where(pages > 0, page * TILE, base + p0) + t
+            place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
-        page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
-        if WINDOW > 0:
-            seen = seen & (p[None, :] > at[:, None] - WINDOW)
+            page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
+        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW, CAP)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             top = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)  # total and acc shrink to nothing
-        top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0)
+        top, safe, shrink = rise(top, tl.max(found, 1))
+        weights = tl.exp2(found - safe[:, None])
+        total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
     return top, total, acc, all_top, all_total, all_acc
 
 
 @triton.jit
+def _own_slots(owner, group, count, positions, first, ints, base, length, pages):
+    """Where the columns of single nodes lie, OWN to each from position `first` on, and which of them there are."""
+    p = first + tl.arange(0, TILE) % OWN
+    there = (owner < count) & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
+    ancestors = tl.load(group + owner * FIELDS + 6, mask=owner < count, other=0)
+    return _slots(p, there, ints, base, length, ancestors, pages), there
+
+
+@triton.jit
+def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, base, length, pages, own, is_own, scale,
+               D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
+    t = tl.arange(0, TILE)
+    first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
+    for p0 in range(start, end, TILE):
+        p, mine, there = p0 + t, first + t % OWN, p0 + t < first
+        slot = _slots(p, there, ints, base, length, 0, pages)
+        here = is_own & (mine >= p0) & (mine < p0 + TILE)
+        k, more_k = _read(keys, slot, there, D), _read(keys, own, here, D)
+        v, more_v = _read(values, slot, there, D), _read(values, own, here, D)
+        found = _scores(q, k, p, at, there[None, :], scale, WINDOW, CAP)
+        theirs = here[None, :] & ((t // OWN)[None, :] == member[:, None])
+        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW, CAP)
+        top, safe, shrink = rise(top, tl.maximum(tl.max(found, 1), tl.max(more, 1)))
+        weights, more = tl.exp2(found - safe[:, None]), tl.exp2(more - safe[:, None])
+        total = total * shrink + tl.sum(_whole(weights) + _whole(more), 1).to(tl.float32) * PART
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(more.to(v.dtype), more_v, acc)
+    return top, total, acc
+
+
+@triton.jit
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
-            split_stride, h, low, high, rank, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+            split_stride, h, low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
             D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-            WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Every n-th split of some nodes, each by itself.
+            TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
+            ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Every n-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
 
     `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
     """
-    branches, length, pages = tl.load(group + 4), tl.load(group + 5), tl.load(group + 7)
+    base, length = tl.load(group + 4), tl.load(group + 5)
+    ancestors, pages = tl.load(group + 6), tl.load(group + 7)
     r, d = tl.arange(0, SIZE), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
     at = tl.load(positions + first + r // EACH, mask=real, other=-1)
+    if TREE:
+        own, is_own = _own_slots(tl.arange(0, TILE) // OWN, group, count, positions + first, (length // BLOCK) * BLOCK,
+                                 ints, base, length, pages)  # fmt: skip
     row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
-    last, least = tl.max(at, 0), tl.min(tl.where(real, at, 1 << 30), 0)
-    behind = tl.where(branches > 0, (length // TILE) * TILE, last + 1)
-    clear = tl.minimum(((least + 1) // TILE) * TILE, behind)  # up to here all rows see all positions
+    last = tl.max(at, 0)
+    known = length  # positions that are found without looking for ancestors: all of a chain
+    if not TREE:
+        known = tl.where(ancestors == 0, last + 1, length)
     near = last * 0
     if WINDOW > 0:  # tiles that no node of the group sees are passed over
-        near = tl.maximum(((least - WINDOW + 1) // TILE) * TILE, 0)
+        near = tl.maximum(((tl.min(tl.where(real, at, last), 0) - WINDOW + 1) // TILE) * TILE, 0)
     if PDL:  # the plan is there before any kernel of the pass
         tl.extra.cuda.gdc_wait()
     q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
-    for i in range(rank, high - low, step):
-        s = high - 1 - i  # the last ones are the longest: they start first
-        start, end = tl.maximum(split_start(s), near), tl.minimum(split_start(s + 1), behind)
+    for s in range(low, split_of(last) + 1 if TREE else high, step):
+        start, end = tl.maximum(split_start(s), near), tl.minimum(split_start(s + 1), last + 1)
         if WALKS:
-            start, end = tl.where(whole, near, start), tl.where(whole, behind, end)
+            start, end = tl.where(whole, near, start), tl.where(whole, last + 1, end)
         top, total, acc = nothing_found(SIZE, D)
         all_top, all_total, all_acc = nothing_found(SIZE, D)
-        middle = tl.maximum(start, tl.minimum(end, clear))
+        middle = tl.maximum(start, tl.minimum(end, (known // TILE) * TILE))
         top, total, acc, all_top, all_total, all_acc = _walk(
-            q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
-            scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
-        top, total, acc, all_top, all_total, all_acc = _walk(
-            q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
-            scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
+            q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
+            length, ancestors, pages, scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
+        if TREE:
+            top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
+                                         length, pages, own, is_own, scale, D, WINDOW, CAP)  # fmt: skip
+        else:
+            top, total, acc, all_top, all_total, all_acc = _walk(
+                q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
+                length, ancestors, pages, scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             place = row[:, None] * D + d[None, :]
@@ -135,41 +195,51 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
             tl.store(sums + part, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["PROGRAMS", "WALKED"])
+@triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
-           split_stride, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
-           D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
+           split_stride, EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
+           D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
+           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+           ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
-    Each group has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
-    program takes all of them and writes what was found to `out`. A group of more than SIZE queries is read in parts.
+    Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
+    takes TOGETHER; the others have PROGRAMS each. WALKS: all groups are counted as those of one tree; where a group has
+    all splits of its nodes, and no more than WALKED, one program takes all of them and writes what was found to `out`.
     NARROW: small groups have programs of few rows; unused rows cost no reading, but registers.
     """
-    # groups of one split are neighbours, and find each other's tiles in the cache; the last are of
-    # prompts, and take longest; programs that find nothing to do start last
-    g, h, rank, whole = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2), False
-    group = groups + g * FIELDS
+    h, tree, alone, whole = tl.program_id(1), 0, False, False
+    if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
+        g, rank = EACH_TREE - 1 - tl.program_id(0), tl.program_id(2)
+    else:
+        shared = EACH_TREE - LONE
+        units, wide = shared * PROGRAMS + (LONE + TOGETHER - 1) // TOGETHER, tl.maximum(shared, 1)
+        tree, unit = tl.program_id(0) // units, tl.program_id(0) % units
+        alone = unit >= shared * PROGRAMS
+        g, rank = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide), unit // wide
+    group = groups + (tree * EACH_TREE + g) * FIELDS
     low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-    FEW: tl.constexpr = 2 * EACH if 2 * EACH > FEWEST else FEWEST
+    FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
     if WALKS:
         end = tl.load(positions + first + tl.maximum(count - 1, 0))
-        whole = (tl.load(group + 4) == 0) & (low == 0) & (high <= WALKED) & (high > split_of(end))
+        whole = (low == 0) & (high <= WALKED) & (high > split_of(end))
     step = tl.where(whole, high, PROGRAMS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if low + rank < tl.where(whole, 1, high):
+    if TREES and alone & (low < high):
+        _attend(queries, mine, theirs, ints, group, first, tl.minimum(TOGETHER, EACH_TREE - g), positions, out, parts,
+                tops, sums, sinks, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, WINDOW, CAP, SINKS,
+                FEW, True, False, STAGES, ROOM, PDL)  # fmt: skip
+    elif (alone == False) & (low + rank < tl.where(whole, 1, high)):  # noqa: E712
         if NARROW and count * EACH <= FEW:
-            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
-                    split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
-                    STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
+            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW,
+                    False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
         else:
-            for done in range(0, count, SIZE // EACH):
-                _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, SIZE // EACH),
-                        positions, out, parts, tops, sums, sinks, scale, split_stride, h, low, high, rank, step, whole,
-                        H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, STAGES, ROOM, PDL)  # fmt: skip
+            _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, ROWS,
+                    False, WALKS, STAGES, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -180,20 +250,18 @@ FINISHED = tl.constexpr(-1.0)  # in the place of a node's first sum of weights: 
 @triton.jit
 def split_start(s):
     """Where split s starts; plan.py has the inverse."""
-    far = tl.where(s < 48, 4096 + (s - 20) * 1024, 32768 + (s - 48) * 2048)
-    return tl.where(s < 8, s * 128, tl.where(s < 20, 1024 + (s - 8) * 256, far))
+    return tl.where(s < 8, s * 128, tl.where(s < 20, 1024 + (s - 8) * 256, 4096 + (s - 20) * 1024))
 
 
 @triton.jit
 def split_width(p):
     """How wide the split is that p lies in; it starts at a multiple of that."""
-    return tl.where(p < 1024, 128, tl.where(p < 4096, 256, tl.where(p < 32768, 1024, 2048)))
+    return tl.where(p < 1024, 128, tl.where(p < 4096, 256, 1024))
 
 
 @triton.jit
 def split_of(p):
-    far = tl.where(p < 32768, 20 + (p - 4096) // 1024, 48 + (p - 32768) // 2048)
-    return tl.where(p < 1024, p // 128, tl.where(p < 4096, 8 + (p - 1024) // 256, far))
+    return tl.where(p < 1024, p // 128, tl.where(p < 4096, 8 + (p - 1024) // 256, 20 + (p - 4096) // 1024))
 
 
 @triton.jit
@@ -228,43 +296,34 @@ def add_sinks(total, top, sinks, head, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(row, real, low, behind, parts, tops, sums, split_stride, SIZE: tl.constexpr, D: tl.constexpr,
-               STEP: tl.constexpr):  # fmt: skip
-    """Add up the splits from low to behind; STEP are on their way at once, but are added one by one."""
+def _combine(out, m, position, parts, tops, sums, sinks, split_stride, H: tl.constexpr, D: tl.constexpr,
+             HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
+             ROOM: tl.constexpr):  # fmt: skip
+    """One row; STEP splits are on their way at once, but are added up one by one."""
+    last = split_of(position)
+    low = last * 0
+    if WINDOW > 0:
+        low = split_of(tl.maximum(position - WINDOW + 1, 0))
     d = tl.arange(0, D)
-    top, total, acc = nothing_found(SIZE, D)
-    for s0 in range(low, behind, STEP):
+    head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    top, total, acc = nothing_found(HEADS, D)
+    for s0 in range(low, last + 1, STEP):
         found, peak = (), top
         for i in tl.static_range(STEP):
-            part = row + (s0 + i) * split_stride
-            inside = real & (s0 + i < behind)
-            its_top = tl.load(tops + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            its_total = tl.load(sums + part, mask=inside, other=0.0, cache_modifier=".cg")
-            place = part.to(tl.int64)[:, None] * D + d[None, :]
-            its_acc = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-            found = found + ((its_top, its_total, its_acc),)  # noqa: RUF005
+            row = head + (s0 + i) * split_stride
+            inside = (head >= 0) & (s0 + i <= last)
+            its_top = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            its_total = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
+            place = row.to(tl.int64)[:, None] * D + d[None, :]
+            part = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            found = found + ((its_top, its_total, part),)  # noqa: RUF005
             peak = tl.maximum(peak, tl.maximum(its_top, its_total))
         for i in tl.static_range(STEP):
             # the same number; but now no load can be put behind what is computed from another
             its_top = tl.minimum(found[i][0], peak)
             top, total, acc = add_split(top, total, acc, its_top, found[i][1], found[i][2])
-    return top, total, acc
-
-
-@triton.jit
-def _combine(out, m, position, parts, tops, sums, sinks, split_stride, H: tl.constexpr, D: tl.constexpr,
-             HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
-             ROOM: tl.constexpr):  # fmt: skip
-    """One row."""
-    low = position * 0
-    if WINDOW > 0:
-        low = split_of(tl.maximum(position - WINDOW + 1, 0))
-    head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    top, total, acc = _add_parts(head, head >= 0, low, split_of(position) + 1, parts, tops, sums, split_stride, HEADS,
-                                 D, STEP)  # fmt: skip
     total = add_sinks(total, top, sinks, head % H, SINKS)
-    place = head[:, None] * D + tl.arange(0, D)[None, :]
-    put_rows(out, place, acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
+    put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -291,88 +350,3 @@ def combine(out, positions, parts, tops, sums, sinks, split_stride, rows, H: tl.
     else:
         _combine(out, i, position, parts, tops, sums, sinks, split_stride, H, D, HEADS, WINDOW, SINKS, STEP,
                  ROOM)  # fmt: skip
-
-
-@triton.jit
-def _slots(p, there, ints, length, ancestors, pages):
-    """Where positions lie of which some are behind the committed tokens: those are found among the ancestors."""
-    own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
-    written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
-    return tl.load(ints + pages + written // TILE, mask=there, other=0) * TILE + written % TILE
-
-
-@triton.jit
-def _repeated(values, TIMES: tl.constexpr):
-    """Each row so many times."""
-    if len(values.shape) == 1:
-        return tl.reshape(tl.broadcast_to(values[:, None], (values.shape[0], TIMES)), (values.shape[0] * TIMES,))
-    else:  # noqa: RET505  (without it Triton would compile both)
-        wide = tl.broadcast_to(values[:, None, :], (values.shape[0], TIMES, values.shape[1]))
-        return tl.reshape(wide, (values.shape[0] * TIMES, values.shape[1]))
-
-
-@triton.jit
-def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops, sums, sinks, scale, head_stride,
-                  split_stride, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-                  WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
-                  SKIPS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The same of one row and one key-value head, in passes over trees that branch.
-
-    A node of a tree finds what its group left of the split in which the tree starts, and goes on with its ancestors.
-    Tensor cores take 16 queries at least: where there are fewer, each is there several times.
-    """
-    TIMES: tl.constexpr = 1 if EACH > FEWEST else FEWEST // EACH
-    m, h = tl.program_id(0), tl.program_id(1)
-    r, d, t = tl.arange(0, EACH * TIMES) // TIMES, tl.arange(0, D), tl.arange(0, TILE)
-    head, first = tl.arange(0, EACH), m * H + h * (H // HKV)
-    own = lone + m * FIELDS
-    length, ancestors, pages = tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
-    position = tl.load(positions + m)
-    mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-    branches, low, end = ancestors > 0, position * 0, position + 1
-    if WINDOW > 0:
-        low = split_of(tl.maximum(position - WINDOW + 1, 0))
-    start = tl.where(branches, (length // TILE) * TILE, end)
-    behind = tl.where(branches, split_of(length), split_of(position) + 1)
-    slot = _slots(start + t, start + t < end, ints, length, ancestors, pages)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    finished = False
-    if SKIPS:
-        finished = tl.load(sums + m * H, cache_modifier=".cg") == FINISHED
-    if finished == False:  # noqa: E712
-        real, place = (r < H // HKV)[:, None], (first + r)[:, None] * D + d[None, :]
-        q = tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg")
-        k, v = _read(mine, theirs, slot, start + t < end, D)
-        part = (behind * split_stride + first + r).to(tl.int64)
-        top = tl.load(tops + part, mask=(r < H // HKV) & branches, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(sums + part, mask=(r < H // HKV) & branches, other=0.0, cache_modifier=".cg")
-        acc = tl.load(parts + part[:, None] * D + d[None, :], mask=real & branches, other=0.0, cache_modifier=".cg")
-        all_top, all_total, all_acc = _add_parts(first + head, head < H // HKV, low, behind, parts, tops, sums,
-                                                 split_stride, EACH, D, STEP)  # fmt: skip
-        all_top, all_total, all_acc = _repeated(all_top, TIMES), _repeated(all_total, TIMES), _repeated(all_acc, TIMES)
-        for p0 in tl.range(start, end, TILE, num_stages=1):
-            p = p0 + t
-            seen = (p < end)[None, :] & real
-            if WINDOW > 0:
-                seen = seen & (p > position - WINDOW)[None, :]
-            if (p0 > start) & (p0 % split_width(p0) == 0):
-                all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-                top, total, acc = nothing_found(EACH * TIMES, D)
-            top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True)
-            if p0 + TILE < end:
-                slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
-                k, v = _read(mine, theirs, slot, p + TILE < end, D)
-        if branches:
-            all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-        all_total = add_sinks(all_total, all_top, sinks, (first + r) % H, SINKS)
-        once = real & (tl.arange(0, EACH * TIMES) % TIMES == 0)[:, None]
-        put_rows(out, place, all_acc / all_total[:, None], once, ROOM * H * D)
-
-
-@triton.jit
-def _read(keys, values, slot, there, D: tl.constexpr):
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    return k, tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")

@@ -18,19 +18,18 @@ FIELDS = tl.constexpr(8)  # of a group; models/cuda/plan.py
 @triton.jit
 def split_at(position):
     """models/cuda/plan.py: split_of."""
-    far = tl.where(position < 32768, 20 + ((position - 4096) >> 10), 48 + ((position - 32768) >> 11))
-    far = tl.where(position < 4096, 8 + ((position - 1024) >> 8), far)
+    far = tl.where(position < 4096, 8 + ((position - 1024) >> 8), 20 + ((position - 4096) >> 10))
     return tl.where(position < 1024, position >> 7, far)
 
 
 @triton.jit
-def write_group(group, high, row, count, branches, length, ancestors, pages, mask):
+def write_group(group, low, high, row, count, length, ancestors, pages, mask):
     """One group, or one per element; fields: models/cuda/plan.py."""
-    tl.store(group, 0, mask=mask)
+    tl.store(group, low, mask=mask)
     tl.store(group + 1, high, mask=mask)
     tl.store(group + 2, row, mask=mask)
     tl.store(group + 3, count, mask=mask)
-    tl.store(group + 4, branches, mask=mask)
+    tl.store(group + 4, 0, mask=mask)
     tl.store(group + 5, length, mask=mask)
     tl.store(group + 6, ancestors, mask=mask)
     tl.store(group + 7, pages, mask=mask)
@@ -39,11 +38,11 @@ def write_group(group, high, row, count, branches, length, ancestors, pages, mas
 @triton.jit(
     do_not_specialize=[
         "positions_at", "slots_at", "groups_at", "ancestors_at", "lengths_at",
-        "B", "N", "DEPTH", "GROUP", "SHARED", "CHAIN",
+        "B", "N", "DEPTH", "GROUP", "GROUPS", "CHAIN",
     ]
 )  # fmt: skip
 def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_at, ancestors_at, lengths_at, stride,
-          B, N, DEPTH, GROUP, SHARED, CHAIN):  # fmt: skip
+          B, N, DEPTH, GROUP, GROUPS, CHAIN):  # fmt: skip
     """One node: its token, position and slot, the nodes from the root down to itself, and its groups."""
     b, i = tl.program_id(0), tl.program_id(1)
     row = b * N + i
@@ -69,12 +68,14 @@ def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_a
         inside = j <= depth
         tl.store(ancestors + tl.where(inside, depth - j, j), tl.where(inside, node, i))
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
-    high, each = split_at(length + tl.where(CHAIN > 0, DEPTH, 0)) + 1, (N + GROUP - 1) // GROUP
-    groups, branches = ints + groups_at, (CHAIN == 0).to(tl.int32)
-    count = tl.minimum(GROUP, N - i * GROUP)  # the node's number stands for one of the groups that attend together
-    write_group(groups + (b * each + i) * FIELDS, real * high, real * (b * N + i * GROUP), real * count,
-                real * branches, real * length, 0, pages, i < each)  # fmt: skip
-    write_group(groups + (SHARED + row) * FIELDS, 0, real * row, real, 0, real * length,
+    own, behind = split_at(length), split_at(length + DEPTH) + 1
+    shared = (N + GROUP - 1) // GROUP
+    groups = ints + groups_at + b * GROUPS * FIELDS
+    high = tl.where(CHAIN > 0, behind, own)  # of shared groups: the node's number stands for one of them
+    count = tl.minimum(GROUP, N - i * GROUP)
+    write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count, real * length, 0,
+                pages, i < shared)  # fmt: skip
+    write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real, real * length,
                 real * (ancestors_at + row * (DEPTH + 1)), pages, CHAIN == 0)  # fmt: skip
 
 

@@ -17,11 +17,6 @@ from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for
 COMBINING = 1024  # programs that look for parts to add up, at most
 
 
-def _step(splits: int) -> int:
-    """Splits that are read at once, to be added up one by one."""
-    return 4 if splits <= 8 else 8 if splits <= 32 else 16
-
-
 class Attention:
     """The attention of one model on its device."""
 
@@ -51,44 +46,22 @@ class Attention:
         cap = config.attention_softcap or 0.0
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
         each = power_of_two(config.heads // config.kv_heads)
-        how = how or sharing_for(size, each, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
-        kernels_attention.attend[size.shared, config.kv_heads, how.programs](
+        grid, each_tree = (size.attending(how.programs), config.kv_heads, 1), size.groups // size.trees
+        if how.walked:  # one group after another, whichever tree they are of
+            assert not size.lone, "no program has all splits of a tree's single nodes"
+            grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
+        kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
-            self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride,
+            self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, each_tree, size.lone,
             how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
-            WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, SIZE=how.rows, WALKS=how.walked > 0,
-            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=how.warps,
+            WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, TREES=size.lone > 0, WALKS=how.walked > 0,
+            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=4,
             num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        if size.branches:
-            self._combine_trees(run, queries, kv, out, window, sinks, how.walked > 0, settings)
-        else:
-            self._combine(run, out, window, sinks, how.walked > 0, settings)
-
-    def _combine_trees(
-        self,
-        run: Run,
-        queries: Tensor,
-        kv: Tensor,
-        out: Tensor,
-        window: int,
-        sinks: Tensor | None,
-        skips: bool,
-        settings: dict[str, Any],
-    ) -> None:
-        """Add up what programs left, and what nodes of trees find among their ancestors."""
-        config, size = self.config, run.size
-        cap = config.attention_softcap or 0.0
-        kernels_attention.combine_trees[size.rows, config.kv_heads](
-            out, queries, kv[0], kv[1], run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
-            self.sums, self.tops if sinks is None else sinks, config.attention_scale / (cap or math.log(2)),
-            kv.stride(1), self.split_stride, H=config.heads, HKV=config.kv_heads,
-            EACH=power_of_two(config.heads // config.kv_heads), D=config.head_dim, WINDOW=window,
-            CAP=cap / math.log(2), SINKS=sinks is not None, STEP=min(8, _step(size.splits)), SKIPS=skips,
-            ROOM=self.room, PDL=self.pdl, num_warps=4 if config.head_dim <= 128 else 8, **settings,
-        )  # fmt: skip
+        self._combine(run, out, window, sinks, how.walked > 0, settings)
 
     def _combine(
         self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, settings: dict[str, Any]
@@ -100,6 +73,6 @@ class Attention:
         kernels_attention.combine[programs, config.heads // heads](
             out, run.positions, self.parts, self.tops, self.sums,
             self.tops if sinks is None else sinks, self.split_stride, rows, H=config.heads, D=config.head_dim,
-            HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=_step(run.size.splits), SKIPS=skips,
+            HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
             MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

@@ -187,18 +187,14 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
     longest = int(positions.max()) + 1
     table = np.zeros((run.size.rows, longest), dtype=np.int64)
     seen = np.zeros((run.size.rows, longest), dtype=np.bool_)
-    for low, high, first, count, branches, length, ancestors, pages in run.groups.tolist():
+    for low, high, first, count, base, length, ancestors, pages in run.groups.tolist():
         own, start = positions[first : first + count, None], split_start(low)
         end = min(split_start(high), int(own.max(initial=-1)) + 1)
-        if ancestors:  # a single node, from the tile on in which its tree starts
-            start, end = length // PAGE * PAGE, int(own.max(initial=-1)) + 1
-        elif branches:
-            end = min(end, length // PAGE * PAGE)
         if end <= start:
             continue
         at = np.arange(start, end)
         written = np.where(at < length, at, length + ints[ancestors + np.maximum(at - length, 0)])
-        slots = ints[pages + written // PAGE] * PAGE + written % PAGE
+        slots = ints[pages + written // PAGE] * PAGE + written % PAGE if pages else base + written
         part, there = np.s_[first : first + count, start:end], at <= own
         table[part] = np.where(there, slots, table[part])
         seen[part] |= there & (at > own - window) if window else there

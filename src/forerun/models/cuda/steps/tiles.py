@@ -10,10 +10,10 @@ program takes all splits of a group and adds them up itself, in the same order: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forerun.models.cuda.network import Model
-from forerun.models.cuda.plan import QUERIES, Size
+from forerun.models.cuda.plan import Size
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 ALL_SHARED = 192 << 10  # where there is one to each, on GPUs that have so much
@@ -22,8 +22,8 @@ MANY = 90  # programs that keep the memory busy, where each has a multiprocessor
 LEAST = 512  # of the depth: of a split, where there would be few programs
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
-FULL_NODES = 16  # of a group of a prompt, at least
-LEAST_ROWS = 16  # of a program of attention
+FULL_NODES = 16  # of a group of a prompt, mostly
+MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
@@ -100,61 +100,46 @@ def power_of_two(value: int) -> int:
 class Sharing:
     """How many programs there are, which groups have just one, and how those are compiled."""
 
-    programs: int  # to a group and a key-value head
+    programs: int  # to a group that is not lone and a key-value head
     # a group with all splits of its nodes, and no more than this number, has one program; 0: none has
     walked: int
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
-    rows: int = 64  # queries of a program; groups of more are read in parts
-    warps: int = 4
 
 
-def sharing_for(
-    size: Size, each: int, heads: int, head_dim: int, processors: int, hopper: bool = True, queries: int = QUERIES
-) -> Sharing:
-    """For passes of this size over `heads` key-value heads of `each` queries. Only Hopper's GPUs were measured."""
-    rows = _rows_for(size, each, head_dim, queries)
+def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
+    """For passes of this size over `heads` key-value heads. Other GPUs than Hopper's were not measured."""
     few = 2 * size.shared * heads < 3 * processors  # so few groups that a program each would leave some idle
-    if few or head_dim > WIDEST or not hopper or size.branches:
-        return shared_out(size, heads, head_dim, processors, rows)
+    if few or head_dim > WIDEST or not hopper or _may_branch(size):
+        return shared_out(size, heads, head_dim, processors)
     if size.rows < 8 * size.groups:
         return Sharing(min(FEWEST, programs_for(size, heads, processors)), SHORT_SPLITS, stages=2, narrow=True)
-    # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
-    how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=_warps_for(rows, head_dim))
+    # no other passes than those over prompts have so few groups: two programs to a multiprocessor, however long
     if size.splits <= SHORT_SPLITS or size.rows * heads >= 2 * FULL_NODES * processors:
-        return how
-    return replace(how, programs=programs_for(size, heads, processors), walked=SHORT_SPLITS)
+        return Sharing(1, size.splits, stages=3, narrow=True)
+    return Sharing(programs_for(size, heads, processors), SHORT_SPLITS, stages=3, narrow=True)
 
 
-def _rows_for(size: Size, each: int, head_dim: int, queries: int) -> int:
-    """Queries of a program: those of a group, mostly; few where the pass has few. Groups of prompts are full."""
-    nodes = -(-size.rows // max(1, size.shared))
-    most = queries if head_dim <= WIDEST else queries // 2
-    if each * size.rows <= LEAST_ROWS and size.splits > SHORT_SPLITS:
-        return LEAST_ROWS
-    return most if each * nodes > 64 or (nodes >= 8 and each * size.rows > 64 and not size.branches) else 64
+def _may_branch(size: Size) -> bool:
+    """Is this a size of passes over trees that branch, mostly? Few of their groups have all splits of their nodes."""
+    return size.lone > 0 or size.groups >= (1 if size.rows > MOST_ROOTS else 2) * size.rows
 
 
-def _warps_for(rows: int, head_dim: int) -> int:
-    return 8 if rows == QUERIES or rows * head_dim >= 1 << 14 else 4
-
-
-def shared_out(size: Size, heads: int, head_dim: int, processors: int, rows: int = 64) -> Sharing:
+def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
     """No program takes a whole group: for few groups."""
-    programs, warps = programs_for(size, heads, processors), _warps_for(rows, head_dim)
+    programs, narrow = programs_for(size, heads, processors), not size.lone
     if head_dim > WIDEST:
-        return Sharing(programs, 0, stages=1, rows=rows, warps=warps)
+        return Sharing(programs, 0, stages=1)
     if size.splits > SHORT_SPLITS:
-        return Sharing(programs, 0, stages=4 if rows == LEAST_ROWS else 3, rows=rows, warps=warps)
-    many = size.shared * programs * heads > 2 * processors and warps == 4
+        return Sharing(programs, 0, stages=3)
+    many = size.attending(programs) * heads > 2 * processors
     # a program has few steps, and prefetching gains nothing; but three programs fit a multiprocessor
-    narrow = rows == 64 and size.shared > 1  # one node is faster among 64 rows
-    return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow, rows=rows, warps=warps)
+    return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow)
 
 
 def programs_for(size: Size, heads: int, processors: int) -> int:
-    """Programs of attention to a group and a key-value head: they take its splits in turn.
+    """Programs of attention to a group that is not lone and a key-value head: they take its splits in turn.
 
     One for each split, but fewer where there are many groups: programs that find nothing to do take time to start too.
     """
