@@ -303,12 +303,13 @@ def context_slopes(target: Target, curve: Mapping[int, float], text: Sequence[in
 
     Passes of two sizes are timed again behind a longer context, which nobody reads: it is as long as it takes to show.
     """
-    small, large = (
-        min(curve),
-        max(size for size in curve if size <= (NODES_OF_ONE if target.can.captures else RUN_ROWS)),
-    )
+    small, large = min(curve), max(size for size in curve if size <= RUN_ROWS)
     slopes = 0.0, 0.0
     if small == large or not isinstance(target, HoldsUnread) or isinstance(target, ServedByProcesses):
+        return slopes
+    if (
+        target.can.captures
+    ):  # on an H200 this found 2.5 times the true slope of a row: there rounds alone correct prices
         return slopes
     for more in LONGER:
         length = CONTEXT + more
