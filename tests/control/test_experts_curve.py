@@ -8,10 +8,10 @@ from forerun.control.cost import CostModel
 from forerun.core.types import Budget
 from forerun.drafters.device.plan import FORMS
 from lab.moe.passes import chance
+from lab.simulate.speeds import SimulatedMenu
 from tests.control.simulate.menu import MenuSimulation, Trace
 from tests.control.simulate.predictable import Make, Simulation, TextKind
 from tests.control.test_following import EVEN, best_fixed
-from tests.simulate.device import SimulatedMenu
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -13,10 +13,10 @@ from forerun.control.cost import CostModel
 from forerun.core.offer import Offer
 from forerun.core.types import Round
 from forerun.testing import FakeSeq
+from lab.simulate.speeds import SimulatedMenu
 from tests.control.record_traces import DEPTH, FILE
 from tests.control.simulate.menu import MenuSimulation
 from tests.control.test_forms import FLAT, FORMS, HOST, LEAPS, LEAST
-from tests.simulate.device import SimulatedMenu
 
 GPU = CostModel({1: 4.4, 32: 4.8, 64: 5.0, 128: 5.4, 256: 7.0, 512: 12.0, 1024: 24.0})
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})

@@ -11,11 +11,11 @@ from forerun.control.cost import CostModel
 from forerun.control.overlap import Overlap, level_rate
 from forerun.control.times import RoundOverhead
 from forerun.core.offer import Form
+from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.simulate.follow import FollowHistory, FollowSimulation, Host
 from tests.control.simulate.history import Text
 from tests.control.test_forms import FORMS
-from tests.simulate.device import SimulatedMenu
 
 SMALL = CostModel({1: 1.56e-3, 16: 1.8e-3, 32: 1.9e-3, 64: 2.4e-3, 128: 3.2e-3})  # 1.5B on an H200
 LARGE = CostModel({1: 4.4e-3, 32: 4.9e-3, 64: 5.3e-3, 128: 7.2e-3})  # 8B

@@ -15,7 +15,7 @@ from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, PlainSeq, Round, Seq
-from forerun.drafters.heads.growth import best_count, pays_to_deepen
+from forerun.drafters.heads.growth import best_count, worth_deepening
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class _Tree:
             if self.make.stops and budget.price is not None:
                 survivals = [self.claims[node] for node in frontier]
                 drafted = len(self._cut(budget))
-                if not pays_to_deepen(survivals, drafted, budget.price, budget.level):
+                if not worth_deepening(survivals, drafted, budget.price, budget.level):
                     break
         kept = self._cut(budget)
         depth = max((self.depths[node] for node in kept), default=0)
