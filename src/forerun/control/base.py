@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer, RoundPlan
@@ -102,3 +103,17 @@ class FixedController:
 
     def forget(self, seq: Seq) -> None:
         pass
+
+
+def plans_ahead(controller: Controller) -> TypeGuard[PlansAhead]:
+    return _is_kind(type(controller), PlansAhead)
+
+
+def sees_prompts(controller: Controller) -> TypeGuard[SeesPrompts]:
+    return _is_kind(type(controller), SeesPrompts)
+
+
+@cache
+def _is_kind(kind: type, protocol: type) -> bool:
+    """Asked once: to compare a class with a protocol takes as long as a look-up."""
+    return issubclass(kind, protocol)

@@ -20,10 +20,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import TypeGuard
 
-from forerun.control.base import Controller, PlansAhead, SeesPrompts
+from forerun.control.base import Controller, plans_ahead, sees_prompts
 from forerun.core.noise import fresh_seed
 from forerun.core.offer import RoundPlan
 from forerun.core.request import TokenLogprob
@@ -311,7 +309,7 @@ class Engine:
         if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
             planned = [seq for seq in seqs if seq.request.budget is None]
         whole = len(planned) == len(seqs)
-        if not _plans_ahead(controller) or (grown and not planned):  # a request's own budget always holds
+        if not plans_ahead(controller) or (grown and not planned):  # a request's own budget always holds
             stands = plan.repeats > 0 and (grown or (whole and plan.kind == "plain"))
             return plan.again() if stands else None
         if grown:
@@ -464,7 +462,7 @@ class Engine:
             waiting = self.scheduler.waiting_prompts(rows)
         if waiting is not self._waiting_prompts:  # else none wait, as before
             self._waiting_prompts = waiting
-            if _sees_prompts(self.controller):
+            if sees_prompts(self.controller):
                 self.controller.note_waiting(waiting)
         return rows
 
@@ -590,17 +588,3 @@ class Engine:
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)
-
-
-def _plans_ahead(controller: Controller) -> TypeGuard[PlansAhead]:
-    return _is_kind(type(controller), PlansAhead)
-
-
-def _sees_prompts(controller: Controller) -> TypeGuard[SeesPrompts]:
-    return _is_kind(type(controller), SeesPrompts)
-
-
-@cache
-def _is_kind(kind: type, protocol: type) -> bool:
-    """Asked once: to compare a class with a protocol takes as long as a look-up."""
-    return issubclass(kind, protocol)
