@@ -32,7 +32,7 @@ def _put_squares(row, m, squares, stride, WIDTH: tl.constexpr, UP: tl.constexpr,
 
 @triton.jit
 def embed(tokens, table, x, out, squares, inverses, norm, eps, scale, WIDTH: tl.constexpr, UP: tl.constexpr,
-          BN: tl.constexpr, TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+          BN: tl.constexpr, TILES_UP: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Start the residual stream of one row, and leave what the first norm needs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -42,7 +42,8 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, scale, WIDTH: tl.
     inside = n < WIDTH
     token = tl.load(tokens + m).to(tl.int64)
     row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
-    row = (row * scale).to(table.dtype.element_ty).to(tl.float32)  # in the table's type, as in transformers
+    if SCALED:
+        row = (row * scale).to(table.dtype.element_ty).to(tl.float32)  # in the table's type, as in transformers
     tl.store(x + m * WIDTH + n, row, mask=inside)
     scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)

@@ -123,8 +123,9 @@ class FusedSteps:
         kernels_rows.embed[(run.size.rows,)](
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
             self.model.layers[0].attention_norm, self.model.config.norm_eps, self.embedding_scale, WIDTH=self.width,
-            UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8,
-            enable_fp_fusion=False, launch_pdl=self.pdl,
+            UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns,
+            SCALED=self.embedding_scale != 1.0, PDL=self.pdl, num_warps=8, enable_fp_fusion=False,
+            launch_pdl=self.pdl,
         )  # fmt: skip
 
     def qkv(self, run: Run, layer: int) -> None:
