@@ -9,20 +9,18 @@ SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 # Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, and what
 # callers pass (prompts as arrays, streamers).
 NOT_OURS = {
-    "api/dropin/run.py": 1,
-    "api/dropin/wrapped.py": 1,
+    "api/dropin/wrapped.py": 2,
     "api/prompts.py": 3,
     "build/memory_limit.py": 1,
     "cli/doctor.py": 1,
     "core/params.py": 1,
-    "models/hf/check.py": 3,
-    "models/hf/target.py": 6,
+    "models/hf/target.py": 9,
     "models/load/gguf.py": 1,
     "models/native/library.py": 1,
     "referee/suite.py": 1,
     "referee/targets.py": 3,
     "server/limits.py": 2,
-    "train/provenance.py": 1,
+    "train/checkpoint.py": 1,
     "train/recipes/eagle.py": 2,
 }
 

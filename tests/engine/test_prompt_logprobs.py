@@ -19,6 +19,7 @@ from tests.engine.test_prefix import KINDS, VOCAB, llama, make_target, text
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, prompt_logprobs=3, logprobs=0)
 PROMPTS = [text(1, 2 * SCORED_ROWS + 40), text(2, SCORED_ROWS + 1), [5], [5, 6], text(1, 80)]
+EXACT = [kind for kind in KINDS if "int8" not in str(kind)]  # a cache of 8 bits has a law of its own
 
 
 def engine_of(target: Any, drafter: str = "ngram", max_batch: int = 4) -> Engine:
@@ -57,7 +58,7 @@ def check(seq: SequenceState, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_prompts_of_a_batch_against_transformers(kind: str, drafter: str, tmp_path: Path) -> None:
     """In several passes, beside others that do not ask, and behind prompts that the prefix cache knows."""
     engine = engine_of(make_target(kind, tmp_path), drafter)
@@ -72,7 +73,7 @@ def test_prompts_of_a_batch_against_transformers(kind: str, drafter: str, tmp_pa
         check(seq, prompt)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXACT)
 def test_a_full_cache_sends_them_back_and_they_are_read_again(kind: str, tmp_path: Path) -> None:
     target = make_target(kind, tmp_path, kv_slots=1400 if kind == "cuda" else 1024)
     engine = engine_of(target, "none", max_batch=8)

@@ -64,6 +64,8 @@ class Letters:
 class HeldWeights(dict[str, torch.Tensor]):
     """Weights in memory that say their shapes, as a checkpoint's do."""
 
+    quantization = None
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self[name].shape)
 

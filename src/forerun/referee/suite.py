@@ -233,6 +233,7 @@ class Court:
 
 def chosen_checks(only: Sequence[str] = ()) -> list[Check]:
     """Those whose names begin with one of these words; all if none is given."""
+    import forerun.referee.law_checks  # noqa: F401
 
     for word in only:
         if not any(name.startswith(word) for name in CHECKS):
