@@ -9,7 +9,7 @@ read. `forerun.models.config` makes a `DecoderConfig` of a description and a fil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 Slides = Callable[[Mapping[str, Any], int], bool]
@@ -117,6 +117,15 @@ _DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
+    norm_offset=True,
+    qk_norm="head",
+    experts="qwen",
+    recurrent="delta_net",
+    gated_attention=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, gguf="llama", gguf_interleaves=True),
@@ -311,32 +320,11 @@ FAMILIES: dict[str, Family] = {
             ("mlp.down_proj.", "feed_forward.w2."),
         ),
     ),
-    "qwen3_next": Family(
-        "Qwen3NextForCausalLM",
-        {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
-        norm_offset=True,
-        qk_norm="head",
-        experts="qwen",
-        recurrent="delta_net",
-        gated_attention=True,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT, class_name="Qwen3_5ForCausalLM", settings={**_DELTA_NET, "num_key_value_heads": 4}, experts=None
     ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        {**_DELTA_NET, "num_key_value_heads": 4},
-        norm_offset=True,
-        qk_norm="head",
-        recurrent="delta_net",
-        gated_attention=True,
-    ),
-    "qwen3_5_moe_text": Family(
-        "Qwen3_5MoeForCausalLM",
-        {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
-        norm_offset=True,
-        qk_norm="head",
-        experts="qwen",
-        recurrent="delta_net",
-        gated_attention=True,
-    ),
+    "qwen3_5_moe_text": replace(_QWEN3_NEXT, class_name="Qwen3_5MoeForCausalLM"),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         {
