@@ -37,6 +37,7 @@ class Offline:
 
     def __init__(self) -> None:
         self.launched, self.compiled = list[int](), Counter[str]()
+        self.from_disk = 0  # of those that were compiled: a process had done it
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY},
             load_binary=lambda *given: (1, 1, 0, 0, 1024),
@@ -56,6 +57,7 @@ class Offline:
 
     def note(self, *, cache_hit: bool, **given: Any) -> None:
         self.compiled[threading.current_thread().name.partition("_")[0]] += 1
+        self.from_disk += cache_hit
 
     def launch(self, width: int = 64, programs: int = 1, up: int | None = None) -> None:
         from forerun.models.cuda.kernels.rows import normalise
@@ -132,6 +134,38 @@ def test_kernels_are_compiled_once_in_threads_and_found_by_launches(offline: Off
         offline.launch(width, programs=width)
     assert offline.compiled == {"compile": len(WIDTHS)}
     assert offline.launched == [*WIDTHS]
+
+
+def test_processes_compile_what_is_not_on_disk_yet(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.models.cuda.kernels.rows import normalise
+
+    def work() -> None:
+        for width in WIDTHS:
+            offline.launch(width)
+
+    compile_together(work)
+    assert offline.from_disk == len(WIDTHS)
+    started = list[int]()
+    monkeypatch.setattr(compiling, "Worker", lambda: started.append(1))
+    monkeypatch.setattr(normalise, "device_caches", defaultdict(normalise.create_binder))
+    compile_together(work)
+    assert offline.from_disk == 2 * len(WIDTHS)
+    assert started == []  # nothing was left for a process
+
+
+def test_kernels_are_compiled_where_a_process_dies(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = compiling.Worker()
+    worker._process.kill()
+    worker._process.wait()
+    monkeypatch.setattr(compiling, "Worker", lambda: worker)
+    monkeypatch.setattr(compiling, "MOST_THREADS", 1)
+    with caplog.at_level("WARNING"):
+        compile_together(lambda: offline.launch(64))
+    assert offline.compiled == {"compile": 1}
+    assert offline.from_disk == 0
+    assert "without a process of its own" in caplog.text
 
 
 def test_kernels_that_were_compiled_before_are_not_launched_either(offline: Offline) -> None:

@@ -4,8 +4,9 @@
 asks for its kernel, which is compiled in a thread. At the end all kernels are where launches look for them. Triton has
 most of this (`AsyncCompileMode` of Triton 3.6), but waits for a kernel as soon as it is launched.
 
-About a third of a compilation holds Python's global lock, so that threads help three times at most. To do without them,
-set MOST_THREADS to 0: kernels are then compiled when they are first launched.
+About a third of a compilation holds Python's global lock, so each thread has a process of its own (`compile_worker`),
+which compiles what is not on disk yet. To do without them, set MOST_THREADS to 0: kernels are then compiled when they
+are first launched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -23,10 +24,12 @@ from typing import Any
 
 import torch
 
+from forerun.models.cuda.steps.compile_worker import Worker, job_of
+
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
 
-MOST_THREADS = 8  # more would wait for Python's lock, and take memory; 0 = do not compile ahead
+MOST_THREADS = 16  # each has a process of about 300 MB while kernels are compiled; 0 = do not compile ahead
 
 _ASYNC = "triton.runtime._async_compile"
 _KNOWN = "3.6."  # versions of Triton; launches of 3.8 keep a kernel that failed, and never compile it again
@@ -42,7 +45,7 @@ def compile_together(work: Callable[[], None]) -> None:
     threads = _thread_count()
     if not threads:
         return
-    started, pool = perf_counter(), ThreadPoolExecutor(threads, "compile")
+    started, pool = perf_counter(), _Pool(threads)
     mode = import_module(_ASYNC).AsyncCompileMode(pool)
     try:
         with _alone, _launching_nothing(mode):
@@ -55,7 +58,39 @@ def compile_together(work: Callable[[], None]) -> None:
     except Exception as error:  # of another Triton, or one that a launch raises too
         log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
+
+
+class _Pool:
+    """An executor for Triton: threads that wait for processes of their own."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._own = ThreadPoolExecutor(threads, "compile"), threading.local()
+        self._workers = list[Worker]()
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        return self._threads.submit(self._compile, compile_kernel)
+
+    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+        """By the thread's process, and then from disk; without it where it fails."""
+        try:
+            if job := job_of(compile_kernel):
+                self._worker().compile(job)
+        except Exception as error:
+            log.warning("a kernel is compiled without a process of its own: %s: %s", type(error).__name__, error)
+        return compile_kernel()
+
+    def _worker(self) -> Worker:
+        if not hasattr(self._own, "worker"):
+            self._own.worker = Worker()
+            self._workers.append(self._own.worker)
+        worker: Worker = self._own.worker
+        return worker
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
 
 
 def _thread_count() -> int:
