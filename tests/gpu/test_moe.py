@@ -365,8 +365,8 @@ def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
     for _ in range(300):  # a late thread is rare: about one row in a thousand
         x.copy_(start)
         kernels.combine[(rows,)](
-            found, weights, found, inverses, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=up,
-            BN=tile, TILES_UP=32, EACH=each, SHARED=False, num_warps=8, enable_fp_fusion=False,
+            found, weights, found, inverses, norm, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=up,
+            BN=tile, TILES_UP=32, EACH=each, SHARED=False, BIASES=False, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         wanted = x.double().square().view(rows, -1, tile).sum(-1)
         wrong += ((squares[:, : width // tile] - wanted).abs() > 1e-9 * wanted).any(-1).sum()

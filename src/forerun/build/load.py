@@ -44,7 +44,7 @@ from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
-from forerun.models.base import Target
+from forerun.models.base import CompilesAhead, Target
 from forerun.models.load.tokenizer import opening_of
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
+    if isinstance(target, CompilesAhead):  # the first passes are timed
+        target.compile_ahead(settings.max_length or target.max_length)
     alone = replace(settings, tensor_parallel_size=1)  # a draft model is small: rank 0 runs it
     drafts = [drafting(load_target(small, alone), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())

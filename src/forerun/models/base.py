@@ -240,6 +240,13 @@ class HoldsUnread(Protocol):
 
 
 @runtime_checkable
+class CompilesAhead(Protocol):
+    """A target whose kernels are compiled on this machine: side by side, before the first pass needs one."""
+
+    def compile_ahead(self, max_length: int) -> None: ...
+
+
+@runtime_checkable
 class ServedByProcesses(Protocol):
     """A target that other processes compute a part of: they may end, and they are to be ended."""
 

@@ -150,11 +150,15 @@ class DeviceDraft(ABC):
         assert isinstance(target, CudaDecoder), "other targets have no graphs"
         now = target.can.clock
         started, jobs = now(), self.menu.jobs(max_batch, self._prepare(target, max_length))
+        self._compile([*dict.fromkeys((bucket, form) for bucket, form, _ in jobs)])
         for i, (bucket, form, farthest) in enumerate(jobs):
             progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
             self._rehearse(target, bucket, form, farthest)
         self.menu.complete_to = jobs[-1][0]
         log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), now() - started)
+
+    def _compile(self, jobs: Sequence[tuple[int, Form]]) -> None:  # noqa: B027 - captures compile them one by one
+        """Compile the kernels of drafts for so many sequences side by side, where that can be done without drafting."""
 
     def _rehearse(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self._capture(target, bucket, form, farthest)

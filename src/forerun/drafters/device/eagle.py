@@ -40,6 +40,7 @@ from forerun.models.base import Target
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
+from forerun.models.cuda.steps.compiling import compile_together
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import TREE_MARGIN
 
@@ -210,6 +211,24 @@ class HeadDraft(DeviceDraft):
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
         self.rows.rehearse_reading()
         return max_length
+
+    def _compile(self, jobs: Sequence[tuple[int, Form]]) -> None:
+        """Drafts whose kernels are not launched: integers are zero, and what would be chosen by others is not read."""
+        if not self.replays.capture or self.net.model.mix is not None:  # whose rows are chosen outside of kernels
+            return
+
+        def draft() -> None:
+            self.ints.all[MAX_ROWS:].zero_()
+            for bucket, form in jobs:
+                lanes = [self.rows.lane(None, 0)] * bucket
+                planned, _ = plan_draft(lanes, form, self.net.group_nodes, 0, self.net.attends)
+                self._draft(planned)
+            self.noise.is_on = True
+            self._draft(planned)
+
+        with torch.inference_mode():
+            compile_together(draft)
+        self.noise.is_on = False
 
     def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         lanes, self.noise.is_on = [self.rows.lane(None, 0)] * bucket, False

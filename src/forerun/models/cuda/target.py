@@ -243,6 +243,9 @@ class CudaDecoder(SlotTarget):
         )
         return Scores(logits, hidden, known), behind
 
+    def compile_ahead(self, max_length: int) -> None:
+        self.passes.compile(min(max_length, self.max_length))
+
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""

@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 class Job:
     module: str  # where the kernel is
     kernel: str
+    hash: str  # as Triton has it: where kernels refer to each other it depends on which was asked for first
     source: type[Any]  # Triton's class of sources: of its own language, or of Gluon's
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -33,6 +34,7 @@ class Job:
     def compile(self) -> None:
         """Into the cache; so is what launches the kernel, where that can be made."""
         kernel = getattr(import_module(self.module), self.kernel)
+        kernel.hash = self.hash
         source = self.source(kernel, self.signature, self.constants, self.attributes)
         compiler = import_module("triton.compiler.compiler")
         made = compiler.compile(source, target=self.target, options=self.options, _env_vars=self.environment)
@@ -58,8 +60,8 @@ def job_of(compile_kernel: Any) -> Job | None:
     except KeyError:
         return None
     job = Job(
-        kernel.module, kernel.fn.__qualname__, type(source), source.signature, source.constants, source.attrs,
-        target, dict(options.__dict__), environment,
+        kernel.module, kernel.fn.__qualname__, kernel.cache_key, type(source), source.signature, source.constants,
+        source.attrs, target, dict(options.__dict__), environment,
     )  # fmt: skip
     return None if job.is_cached(source) else job
 
