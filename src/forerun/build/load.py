@@ -128,7 +128,7 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
 
 
 def rehearse_verdicts(engine: Engine) -> None:
-    """Verify a looked-up chain above temperature 0 once: the device loads each operation when it is first used.
+    """Verify looked-up chains above temperature 0, rejected and accepted: the device loads operations at first use.
 
     Trees that a head grows on the device are decided there, by graphs; trees that the host has laid are decided by it.
     """
@@ -136,10 +136,12 @@ def rehearse_verdicts(engine: Engine) -> None:
     device = None if shared is None else shared.embed(torch.tensor([0])).device
     usual = SamplingParams(max_tokens=8, temperature=1.0, seed=0)
     for params in (usual, replace(usual, top_p=0.9), replace(usual, top_k=20)):
-        seq = engine.prepare(Request((0,), params, drafter="none"))
-        logits = torch.zeros(8, engine.target.vocab_size, device=device)
-        _, verdict = engine.verifiers.decide([seq], TreeBatch.chains([[0] * 8]), Scores(logits))
-        verdict.to_host()
+        for nodes, likely in ((8, 0.0), (8, 30.0), (24, 30.0)):
+            seq = engine.prepare(Request((0,), params, drafter="none"))
+            logits = torch.zeros(nodes, engine.target.vocab_size, device=device)
+            logits[:, 0] = likely
+            _, verdict = engine.verifiers.decide([seq], TreeBatch.chains([[0] * nodes]), Scores(logits))
+            verdict.to_host()
 
 
 def drafting_of(options: Mapping[str, Any]) -> SpeculativeConfig:
