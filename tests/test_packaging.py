@@ -80,7 +80,8 @@ def test_the_wheel_has_every_file_of_the_package_and_the_c_library(built: Path) 
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     wanted = {name.removeprefix("src/") for name in tracked() if name.startswith(PACKAGE)}
     sources = {name for name in wanted if name.endswith((".c", ".h"))}
-    assert {NATIVE, "forerun/build/engine.py", "forerun/py.typed"} <= names
+    headers = {f"forerun/models/native/c/{name}" for name in ("forerun.h", "linear/linear.h")}  # Python reads them
+    assert {NATIVE, "forerun/build/engine.py", "forerun/py.typed", *headers} <= names
     assert any(name.endswith(".safetensors") for name in names)
     assert any(name.startswith("forerun/server/page/") for name in names)
     assert sorted(wanted - sources - names) == []

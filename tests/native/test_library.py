@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forerun.models.native import library as native_library
+from forerun.models.native.header import functions
 from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
 from tests.native.packed_linear import apply
@@ -50,7 +51,7 @@ def test_a_library_of_another_version_is_warned_of_once(tmp_path: Path, lacks: i
     if compiler is None:
         pytest.skip("no C compiler")
     source, stale = tmp_path / "stale.c", tmp_path / "stale.so"
-    names = [*native_library._SIGNATURES][lacks:]  # an older build lacks what was added since
+    names = [name for name, _, _ in functions()][lacks:]  # an older build lacks what was added since
     source.write_text("".join(f"long {name}(void) {{ return 1; }}\n" for name in names))
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(stale)], check=True)
     code = "from forerun.models.native import library as n; n.available(); n.isa(); print(n.why_not())"

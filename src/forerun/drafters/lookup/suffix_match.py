@@ -352,7 +352,7 @@ class NativeLookup:
         if not text:
             raise MemoryError("no memory for a text to look up")
         weakref.finalize(self, library.fr_suffix_free, text)
-        self._text, self._ask, self._at = text, ask, ctypes.addressof(ask)
+        self._text, self._ask, self._at = text, ask, ctypes.byref(ask)
         self._read, self._grow = library.fr_suffix_read, library.fr_suffix_grow
         # views of what it found: to make one takes longer than to read it
         self._tokens, self._survivals, self._matches = ask.step_tokens, ask.step_survivals, ask.step_matches

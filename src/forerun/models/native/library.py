@@ -1,4 +1,4 @@
-"""The native library: found next to this file, loaded with ctypes, described in the same words as native/c/forerun.h.
+"""The native library: found next to this file, loaded with ctypes by the declarations of its header (header.py).
 
 It is built with the package where there is a C compiler; without it everything runs on torch. The environment
 variable FORERUN_NATIVE turns it off (0) or names another build of it (a path); FORERUN_ISA names the instructions to
@@ -12,19 +12,19 @@ import ctypes
 import logging
 import os
 import sys
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import Structure
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from forerun.core.errors import InvalidInput
+from forerun.models.native.header import functions, in_header, numbers
 
 log = logging.getLogger(__name__)
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
-_MOST_PARTS = 3
 ABI = 20  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
@@ -32,294 +32,93 @@ _BUILD_AGAIN = (
     "build it again, in its repository: pip install --no-deps -e ."
 )
 
-Fields = list[tuple[str, Any]]
 
-
+@in_header("fr_weight")
 class Weight(Structure):
-    """fr_weight: one matrix [outputs, inputs], packed or plain."""
-
-    _fields_: ClassVar[Fields] = [
-        ("kind", c_int32),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("data", c_void_p),
-        ("bias", c_void_p),
-    ]
+    """One matrix [outputs, inputs], packed or plain."""
 
 
+@in_header("fr_weights")
 class Weights(Structure):
-    """fr_weights: up to three matrices that share their input; their outputs lie side by side."""
-
-    _fields_: ClassVar[Fields] = [("count", c_int64), ("part", Weight * _MOST_PARTS)]
+    """Up to three matrices that share their input; their outputs lie side by side."""
 
 
+@in_header("fr_experts")
 class Experts(Structure):
-    """fr_experts: a router, the experts it picks from, and one that every row goes through."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner", "activation")],
-        ("limit", c_float),
-        ("alpha", c_float),
-        ("router", Weights),
-        ("gate_up", POINTER(Weights)),
-        ("down", POINTER(Weights)),
-        *[(name, Weights) for name in ("shared_gate_up", "shared_down", "shared_gate")],
-    ]
+    """A router, the experts it picks from, and one that every row goes through."""
 
 
+@in_header("fr_layer")
 class Layer(Structure):
-    """fr_layer."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")],
-        *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
-        ("window", c_int64),
-        ("rotate", c_int64),
-        ("experts", POINTER(Experts)),
-        ("after_attention", c_void_p),
-        ("after_mlp", c_void_p),
-        ("sinks", c_void_p),
-    ]
+    """One layer of a decoder."""
 
 
+@in_header("fr_table")
 class Table(Structure):
-    """fr_table: what tokens are looked up in."""
-
-    _fields_: ClassVar[Fields] = [("type", c_int64), ("row_bytes", c_int64), ("rows", c_void_p)]
+    """What tokens are looked up in."""
 
 
+@in_header("fr_decoder")
 class Model(Structure):
-    """fr_decoder."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("layers", "width", "heads", "kv_heads")],
-        *[(name, c_int64) for name in ("head_dim", "rotary", "inner", "vocab")],
-        ("eps", c_float),
-        ("attention_scale", c_float),
-        ("layer", POINTER(Layer)),
-        ("final_norm", c_void_p),
-        ("head", Weights),
-        ("embedding", Table),
-        ("activation", c_int64),
-        ("whole_norms", c_int64),
-        *[(name, c_float) for name in ("embedding_scale", "residual_scale", "logit_scale")],
-        *[(name, c_float) for name in ("attention_cap", "logit_cap")],
-    ]
+    """A decoder."""
 
 
+@in_header("fr_reach")
 class Reach(Structure):
-    """fr_reach: what each node sees."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_void_p) for name in ("first", "context", "tail", "tails")],
-        ("tail_stride", c_int64),
-        ("most", c_int64),
-        ("pages", c_void_p),
-    ]
+    """What each node sees."""
 
 
+@in_header("fr_change")
 class Change(Structure):
-    """fr_change: a low-rank change of one weight."""
-
-    _fields_: ClassVar[Fields] = [("rank", c_int64), ("down", c_void_p), ("up", c_void_p), ("scale", c_float)]
+    """A low-rank change of one weight."""
 
 
+@in_header("fr_adapter_layer")
 class AdapterLayer(Structure):
-    """fr_adapter_layer: the changes of a layer's q, k, v, output, gate, up and down projections."""
-
-    _fields_: ClassVar[Fields] = [("changes", Change * 7)]
+    """The changes of a layer's q, k, v, output, gate, up and down projections."""
 
 
+@in_header("fr_pass")
 class Pass(Structure):
-    """fr_pass: the rows of one pass and where everything goes."""
-
-    _fields_: ClassVar[Fields] = [
-        ("nodes", c_int64),
-        ("scored", c_int64),
-        ("keys_only", c_int64),
-        *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines")],
-        ("rope_stride", c_int64),
-        *[(name, c_void_p) for name in ("position", "write")],
-        ("reach", Reach),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("kind", c_int64),
-        ("layer_stride", c_int64),
-        ("head_stride", c_int64),
-        ("hidden_layers", c_void_p),
-        ("hidden", c_void_p),
-        ("hidden_count", c_int64),
-        ("kept", c_void_p),
-        ("normed", c_void_p),
-        ("logits", c_void_p),
-        ("tops", c_void_p),
-        ("active_experts", c_void_p),
-        ("adapters", c_void_p),
-    ]
+    """The rows of one pass and where everything goes."""
 
 
+@in_header("fr_run")
 class Run(Structure):
-    """fr_run: passes over one node each behind another pass."""
-
-    _fields_: ClassVar[Fields] = [
-        ("most", c_int64),
-        ("seconds", c_double),
-        ("stops", c_void_p),
-        *[(name, c_int64) for name in ("stop_count", "match")],
-        ("text", c_void_p),
-        ("length", c_int64),
-        ("logits", c_void_p),
-        ("tops", c_void_p),
-        ("hidden", c_void_p),
-        ("kept", c_int64),
-        ("count", c_int64),
-        ("own", c_double),
-    ]
+    """Passes over one node each behind another pass."""
 
 
+@in_header("fr_head_layer")
 class HeadLayer(Structure):
-    """fr_head_layer: one of its layers."""
-
-    _fields_: ClassVar[Fields] = [
-        ("input_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
-    ]
+    """One of its layers."""
 
 
+@in_header("fr_head")
 class Head(Structure):
-    """fr_head: the weights of an EAGLE head."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("width", "heads", "kv_heads", "head_dim", "inner", "features", "parts")],
-        *[(name, c_int64) for name in ("joins_token", "norm_before_residual", "norm_output", "depth")],
-        ("eps", c_float),
-        ("attention_scale", c_float),
-        *[(name, c_void_p) for name in ("token_norm", "feature_norm", "out_norm")],
-        *[(name, c_void_p) for name in ("input_norm", "part_norms")],
-        *[(name, Weights) for name in ("fc", "lm_head")],
-        ("layers", POINTER(HeadLayer)),
-        ("embedding", Table),
-    ]
+    """The weights of an EAGLE head."""
 
 
+@in_header("fr_head_pass")
 class HeadPass(Structure):
-    """fr_head_pass: the rows of one pass and where everything goes."""
-
-    _fields_: ClassVar[Fields] = [
-        ("rows", c_int64),
-        ("keys_only", c_int64),
-        *[(name, c_void_p) for name in ("tokens", "embedded", "features", "before", "parents", "out")],
-        *[(name, c_void_p) for name in ("cosines", "sines", "position", "write")],
-        ("reach", Reach),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("head_stride", c_int64),
-        ("layer_stride", c_int64),
-    ]
+    """The rows of one pass and where everything goes."""
 
 
+@in_header("fr_top")
 class Top(Structure):
-    """fr_top: rows of logits, how they are read, and their best entries."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("rows", "count", "k")],
-        *[(name, c_void_p) for name in ("x", "scale", "noise", "noise_row", "values", "indices", "totals")],
-    ]
+    """Rows of logits, how they are read, and their best entries."""
 
 
+@in_header("fr_draft")
 class Draft(Structure):
-    """fr_draft: a whole draft of one sequence, what it may be, and what it became."""
-
-    _fields_: ClassVar[Fields] = [
-        ("fresh", c_int64),
-        *[(name, c_void_p) for name in ("tokens", "features", "out")],
-        *[(name, c_int64) for name in ("base", "length", "nodes", "depth", "width", "frontier", "branch")],
-        ("price", c_void_p),
-        ("prices", c_int64),
-        *[(name, c_double) for name in ("level", "power", "shift")],
-        ("ids", c_void_p),
-        ("vocabulary", c_int64),
-        ("logits", c_void_p),
-        ("tree", c_void_p),
-        *[(name, c_int64) for name in ("count", "levels", "drafted")],
-        *[(name, c_double) for name in ("expected", "first", "further")],
-        ("scale", c_float),
-    ]
+    """A whole draft of one sequence, what it may be, and what it became."""
 
 
-MOST_NODES, MOST_STEPS = 256, 24  # of a look-up
-
-
+@in_header("fr_lookup")
 class Lookup(Structure):
-    """fr_lookup: what is asked about the end of a text, and what was found."""
-
-    _fields_: ClassVar[Fields] = [
-        *[(name, c_void_p) for name in ("own_hits", "own_tries", "all_hits", "all_tries")],
-        ("longest", c_int64),
-        ("shortest", c_int64),
-        ("shared_tries", c_double),
-        ("stops", c_void_p),
-        ("stop_count", c_int64),
-        ("table", c_void_p),
-        ("shares", c_void_p),
-        ("rows", c_int64),
-        ("kept", c_int64),
-        ("factors", c_double * 2),
-        ("most_steps", c_int64),
-        ("always", c_int64),
-        ("negligible", c_double),
-        *[(name, c_int64) for name in ("nodes", "depth", "width")],
-        ("least", c_double),
-        ("price", c_void_p),
-        ("prices", c_int64),
-        ("steps", c_int64),
-        *[(name, c_int32 * MOST_STEPS) for name in ("step_tokens", "step_kinds", "step_matches")],
-        ("step_seconds", c_int32 * MOST_STEPS),
-        ("step_rates", c_double * MOST_STEPS),
-        ("step_survivals", c_double * MOST_STEPS),
-        ("count", c_int64),
-        ("matched", c_int64),
-        *[(name, c_int32 * (MOST_NODES + 1)) for name in ("tokens", "parents", "depths")],
-        ("matches", c_int32 * MOST_STEPS),
-        ("survivals", c_double * MOST_NODES),
-        *[(name, c_int64) for name in ("best", "levels", "next_count")],
-        ("by_depth", c_double * MOST_NODES),
-        ("nexts", c_int32 * MOST_NODES),
-    ]
+    """What is asked about the end of a text, and what was found."""
 
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "fr_layout": (c_int64, []),
-    "fr_isa": (c_char_p, []),
-    "fr_variant": (c_char_p, [c_int]),
-    "fr_prefers_half": (c_int, []),
-    "fr_has": (c_int, [c_char_p]),
-    "fr_choose": (c_int, [c_char_p]),
-    "fr_threads": (c_int, []),
-    "fr_set_threads": (None, [c_int]),
-    "fr_use_huge_pages": (None, [c_void_p, c_int64]),
-    "fr_packed_kind": (c_int, [c_int]),
-    "fr_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
-    "fr_pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
-    "fr_unpack_rows": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
-    "fr_linear_rows": (c_int, [POINTER(Weights), c_void_p, c_void_p, c_int64]),
-    "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
-    "fr_decode_run": (c_int, [POINTER(Model), POINTER(Pass), POINTER(Run)]),
-    "fr_argmax_rows": (None, [c_void_p, c_int64, c_int64, c_void_p]),
-    "fr_head_layout": (c_int64, []),
-    "fr_head_run": (c_int, [POINTER(Head), POINTER(HeadPass)]),
-    "fr_head_rank": (c_int, [POINTER(Head), c_void_p, c_void_p, POINTER(Top)]),
-    "fr_top_rows": (c_int, [POINTER(Top)]),
-    "fr_log_noise": (None, [c_void_p, c_int64, c_uint32, c_uint32, c_void_p]),
-    "fr_draft_layout": (c_int64, []),
-    "fr_head_draft": (c_int, [POINTER(Head), POINTER(HeadPass), POINTER(Draft)]),
-    "fr_lookup_layout": (c_int64, []),
-    "fr_suffix_new": (c_void_p, []),
-    "fr_suffix_free": (None, [c_void_p]),
-    "fr_suffix_read": (c_int, [c_void_p, c_void_p, c_int64, c_void_p]),
-    "fr_suffix_grow": (None, [c_void_p, c_void_p]),
-}
+MOST_NODES, MOST_STEPS = numbers()["FR_LOOKUP_NODES"], numbers()["FR_LOOKUP_STEPS"]  # of a look-up
 
 
 def available() -> bool:
@@ -381,7 +180,7 @@ def _load() -> tuple[Any, str | None]:
         return None, "it was not built: install a C compiler and then forerun again"
     try:
         found = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, result, arguments in functions():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:  # a symbol is missing: an older build, as after `git pull`
