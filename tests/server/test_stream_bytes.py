@@ -101,7 +101,7 @@ def wanted(llm: LLM, **options: Any) -> str:
 def test_characters_that_rounds_split_arrive_whole(scripted: LLM, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With uvicorn's own parser of HTTP (`pure`) and with httptools, where that is installed."""
     if pure:
-        monkeypatch.setattr(limits, "_Protocol", H11Protocol)
+        monkeypatch.setattr(limits, "Connection", type("Connection", (limits.Watched, H11Protocol), {}))
     with serving(scripted) as url:
         before = scripted.engine.stats.rounds
         chunks, messages = split(ask(url, BODY))

@@ -1,6 +1,6 @@
 """Limits: the size of a request, API keys, requests a minute, and how long a connection may stay idle.
 
-`Guard` looks at every request first. `Gate` compares keys in constant time. A connection (`connection_class`) whose
+`Guard` looks at every request first. `Gate` compares keys in constant time. A connection (`Connection`) whose
 client takes nothing that was sent, or sends no request, is cut off. The framework stops writing chunks once 64 KiB wait
 for a client, behind the `KERNEL_BYTES` that the kernel holds; closing such a connection in the usual way would wait for
 the client to read the rest. Of the framework's parsers, h11 has a limit on the bytes of a path and headers;
@@ -176,91 +176,96 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 KERNEL_BYTES = 128 << 10
 READ_BYTES = 64 << 10  # taken from a connection at once: a body may come in chunks of one byte
+_Any: Any = object  # a mixin over one of the protocols of the framework, whose attributes are untyped
 _Protocol: Any = AutoHTTPProtocol
 
 
-def connection_class(patience: float) -> type[asyncio.Protocol]:
-    """What uvicorn makes one of for each connection; `patience` in seconds."""
+class Watched(_Any):  # type: ignore[misc]
+    """What our connections have that those of the framework have not."""
 
-    outbox, is_h11 = Outbox(), not hasattr(_Protocol, "on_headers_complete")
+    def __init__(self, patience: float, outbox: Outbox, **given: Any) -> None:
+        """`patience` in seconds; the connections of a server share an outbox."""
+        super().__init__(**given)
+        self.patience, self.outbox = patience, outbox
+        self._is_h11 = not hasattr(super(), "on_headers_complete")
+        self._check: asyncio.TimerHandle | None = None
+        self._vain = 0  # bytes since the last that ended a head, or were of a body
 
-    class Connection(_Protocol):  # type: ignore[misc]
-        _check: asyncio.TimerHandle | None = None
-        _vain = 0  # bytes since the last that ended a head, or were of a body
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        with suppress(AttributeError):  # uvloop has its own
+            transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+        super().connection_made(transport)
+        self._client = Attendance()
+        self.app_state: dict[str, Any] = {**self.app_state, CONNECTION: self}  # of each request's state
+        self._silence = asyncio.get_running_loop().call_later(self.patience, self._close_if_silent)
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            with suppress(AttributeError):  # uvloop has its own
-                transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
-            super().connection_made(transport)
-            self._client = Attendance()
-            self.app_state: dict[str, Any] = {**self.app_state, CONNECTION: self}  # of each request's state
-            self._silence = asyncio.get_running_loop().call_later(patience, self._close_if_silent)
+    def data_received(self, data: bytes) -> None:
+        self._vain += len(data)
+        super().data_received(data)
+        if self._vain > HEAD_BYTES and not self._is_h11 and not self.transport.is_closing():
+            self.send_refusal(head_too_large())
 
-        def data_received(self, data: bytes) -> None:
-            self._vain += len(data)
-            super().data_received(data)
-            if self._vain > HEAD_BYTES and not is_h11 and not self.transport.is_closing():
-                self.send_refusal(head_too_large())
+    def on_headers_complete(self) -> None:
+        self._vain = 0
+        super().on_headers_complete()
 
-        def on_headers_complete(self) -> None:
-            self._vain = 0
-            super().on_headers_complete()
+    def on_body(self, body: bytes) -> None:
+        self._vain = 0
+        super().on_body(body)
 
-        def on_body(self, body: bytes) -> None:
-            self._vain = 0
-            super().on_body(body)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_later()
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._look_later()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_looking()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_looking()
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop_looking()
+        self._silence.cancel()  # it would keep what has ended until then
+        self._client.end()
+        self.app_state = {}
 
-        def connection_lost(self, error: Exception | None) -> None:
-            super().connection_lost(error)
-            self._stop_looking()
-            self._silence.cancel()  # it would keep what has ended until then
-            self._client.end()
-            self.app_state = {}
+    def send_refusal(self, error: ApiError) -> None:
+        """Answer what is no request yet, and close."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = json.dumps(error.body()).encode()
+            head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
 
-        def send_refusal(self, error: ApiError) -> None:
-            """Answer what is no request yet, and close."""
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                body = json.dumps(error.body()).encode()
-                head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
-                self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    async def send_body(self, lines: AsyncGenerator[bytes]) -> None:
+        await self.outbox.send(lines, self.transport, self.flow)
+
+    async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
+        return await self._client.during(work)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:  # no request has come
             self.transport.close()
 
-        async def send_body(self, lines: AsyncGenerator[bytes]) -> None:
-            await outbox.send(lines, self.transport, self.flow)
+    def _look_later(self) -> None:
+        self._stop_looking()
+        self._check = asyncio.get_running_loop().call_later(self.patience, self._look, unread(self.transport))
 
-        async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
-            return await self._client.during(work)
+    def _look(self, before: int) -> None:
+        if unread(self.transport) < before:
+            self._look_later()
+            return
+        log.warning("a client read nothing for %g s: its connection was cut off", self.patience)
+        self.transport.abort()
 
-        def _close_if_silent(self) -> None:
-            if self.cycle is None:  # no request has come
-                self.transport.close()
+    def _stop_looking(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
 
-        def _look_later(self) -> None:
-            self._stop_looking()
-            self._check = asyncio.get_running_loop().call_later(patience, self._look, unread(self.transport))
 
-        def _look(self, before: int) -> None:
-            if unread(self.transport) < before:
-                self._look_later()
-                return
-            log.warning("a client read nothing for %g s: its connection was cut off", patience)
-            self.transport.abort()
-
-        def _stop_looking(self) -> None:
-            if self._check is not None:
-                self._check.cancel()
-                self._check = None
-
-    return Connection
+class Connection(Watched, _Protocol):  # type: ignore[misc]
+    """What uvicorn makes one of for each connection."""
 
 
 def unread(transport: asyncio.WriteTransport) -> int:

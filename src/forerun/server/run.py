@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -189,10 +190,11 @@ async def _answer_with(
 
 def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
     """How connections are kept, and the protocol class that cuts off clients that do not read."""
-    from forerun.server.limits import HEAD_BYTES, connection_class
+    from forerun.server.limits import HEAD_BYTES, Connection
+    from forerun.server.sse import Outbox
 
     return {
-        "http": connection_class(settings.client_seconds),
+        "http": partial(Connection, settings.client_seconds, Outbox()),
         "h11_max_incomplete_event_size": HEAD_BYTES,
         "log_level": "warning",
         "timeout_graceful_shutdown": 5,

@@ -1,6 +1,6 @@
 """Server-sent events, one JSON object a message with `[DONE]` last, and how a connection of ours writes them.
 
-Under load most of the front's time goes into messages of one token. Where the server is our own (`connection_class` in
+Under load most of the front's time goes into messages of one token. Where the server is our own (`Connection` in
 limits.py) messages go to the connection at once: the layers of the framework take three times as long. All messages
 that came for a connection within one turn of the event loop are one chunk of HTTP and one write. Work whose client has
 left is ended here, too.
