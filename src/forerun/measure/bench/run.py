@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -257,35 +258,17 @@ def _agree(folder: Path, settings: Settings) -> None:
 
 
 def _row(cell: Cell, run: Run) -> dict[str, Any]:
-    return {
-        "verifier": cell.verifier,
-        "temperature": cell.temperature,
-        "batch": cell.batch,
-        "contender": run.contender,
-        "prompt": run.prompt,
-        "task": run.task,
-        "repeat": run.repeat,
-        "texts": run.texts,
-        "seconds": run.seconds,
-        "rounds": run.rounds,
-        "decode_seconds": run.decode_seconds,
-        "passes": [{part: round(spent, 7) for part, spent in one.items()} for one in run.passes],
-        "drafts": run.drafts,
-    }
+    passes = [{part: round(spent, 7) for part, spent in one.items()} for one in run.passes]
+    row = {**asdict(cell), **asdict(run), "passes": passes}
+    del row["tokens"]  # counted
+    return row
 
 
 def _parse(row: dict[str, Any]) -> tuple[Cell, Run]:
-    drafts = tuple(tuple((n, depth, kept) for n, depth, kept in text) for text in row["drafts"])
-    run = Run(
-        row["contender"],
-        row["prompt"],
-        row["task"],
-        row["repeat"],
-        tuple(tuple(text) for text in row["texts"]),
-        row["seconds"],
-        row["rounds"],
-        row["decode_seconds"],
-        tuple(row["passes"]),
-        drafts,
-    )
-    return Cell(row["verifier"], row["temperature"], row["batch"]), run
+    cell = Cell(**{each.name: row.pop(each.name) for each in fields(Cell)})
+    texts, drafts = (tuple(tuple(map(_as_tuple, text)) for text in row[name]) for name in ("texts", "drafts"))
+    return cell, Run(**{**row, "texts": texts, "drafts": drafts, "passes": tuple(row["passes"])})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
