@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.models import pages as pages_module
 from forerun.models.pages import PAGE, Content, PagePool, digest_of, start_digest
 from forerun.testing.faults import Fault, count_points
 
@@ -178,3 +180,42 @@ def test_any_interrupt_leaves_a_sound_pool() -> None:
 def check_after(pool: PagePool) -> None:
     assert pool.available == pool.size - len({page for pages in pool.held.values() for page in pages})
     check(pool)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    st.lists(st.booleans(), min_size=12, max_size=12),
+    st.booleans(),
+)
+def test_the_longest_start_is_found_among_many(
+    texts: list[list[int]], asked: list[int], kept: list[bool], rows: bool
+) -> None:
+    """Of all pages at a place that have the hidden rows, as if each were compared."""
+    pool, layers = PagePool(20), [frozenset({3}) if has else frozenset() for has in kept]
+    for owner, text in enumerate(texts):
+        assert pool.take(owner, 1)
+        name_all(pool, owner, text, layers=layers[owner])
+    wanted = {3} if rows else set[int]()
+    there = [content.tokens for content in pool.contents.values() if wanted <= content.layers]
+    alike = [pages_module._alike(tokens, asked) for tokens in there]
+    found = pool.find(START, asked, wanted)
+    assert found.tokens == max(alike, default=0)
+    assert not found.part or pool.contents[found.source].tokens[: found.part] == tuple(asked[: found.part])
+    for owner in range(len(texts)):
+        pool.release(owner)
+    check(pool)
+
+
+def test_many_texts_at_one_place_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one template share the start of their first page: each request looked at every cached text."""
+    pool = PagePool(600)
+    for owner in range(500):
+        hold(pool, owner, [7, 7, 7, owner, 1])
+        pool.release(owner)
+    compared, alike = list[int](), pages_module._alike
+    monkeypatch.setattr(pages_module, "_alike", lambda *both: compared.append(1) or alike(*both))
+    assert pool.find(START, [7, 7, 7, 250, 2]).tokens == 4
+    assert pool.find(START, [7, 7, 7, 900, 2]).tokens == 3
+    assert len(compared) <= 8

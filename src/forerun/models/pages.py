@@ -11,11 +11,13 @@ and is derived anew after an interrupt: no page is lost, and none has two owners
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
+from operator import itemgetter
 
 import numpy as np
 
@@ -198,19 +200,23 @@ class PagePool:
 
     def _longest(self, before: bytes, tokens: Sequence[int], layers: frozenset[int]) -> tuple[int, int]:
         """Of the pages behind these: which shares the longest start with some tokens, and how long it is."""
-        best, length = -1, 0
-        for page in self._behind.get(before, ()):
-            content = self.contents[page]
-            if layers <= content.layers:
-                alike = _alike(content.tokens, tokens)
-                if alike > length:
+        key, behind = tuple(tokens), self._behind.get(before, [])
+        place, best, length = bisect_left(behind, key, key=_tokens), -1, 0
+        for near in (range(place, len(behind)), range(place - 1, -1, -1)):  # the further away, the less they share
+            for i in near:
+                alike, page = _alike(behind[i][0], key), behind[i][1]
+                if alike <= length:
+                    break
+                if layers <= self.contents[page].layers:
                     best, length = page, alike
+                    break
         return best, length
 
     def _twin(self, content: Content) -> int | None:
         """Another page with the same few tokens at the same place."""
-        behind = self._behind.get(content.before, ())
-        return next((page for page in behind if self.contents[page].tokens == content.tokens), None)
+        behind = self._behind.get(content.before, [])
+        place = bisect_left(behind, content.tokens, key=_tokens)
+        return behind[place][1] if place < len(behind) and behind[place][0] == content.tokens else None
 
     def _pick(self, wanted: int) -> int:
         """A page without a holder: the wanted one if it is free, else the first free one, else the oldest cached."""
@@ -243,7 +249,7 @@ class PagePool:
         heappush(self._heap, page)
 
     def _index(self, page: int, content: Content) -> None:
-        self._behind.setdefault(content.before, {})[page] = None
+        insort(self._behind.setdefault(content.before, []), (content.tokens, page))
         if len(content.tokens) == PAGE:
             self._whole[content.digest] = page
 
@@ -252,7 +258,9 @@ class PagePool:
         if content is None:
             return
         behind = self._behind[content.before]
-        behind.pop(page, None)
+        place = bisect_left(behind, (content.tokens, page))
+        if place < len(behind) and behind[place] == (content.tokens, page):
+            del behind[place]
         if not behind:
             del self._behind[content.before]
         if self._whole.get(content.digest) == page:
@@ -283,10 +291,14 @@ class PagePool:
         self._free = {page for page in range(self.size) if page not in holders and page not in self.contents}
         self._heap = sorted(self._free)
         self._whole: dict[bytes, int] = {}
-        self._behind: dict[bytes, dict[int, None]] = {}
+        # pages by all before them, sorted by their tokens: those that share most with others are neighbours
+        self._behind: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         for page, content in self.contents.items():
             self._index(page, content)
         self._is_sound = True
+
+
+_tokens = itemgetter(0)  # of an entry of `PagePool._behind`
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
