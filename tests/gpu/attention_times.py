@@ -141,7 +141,8 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
-    return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
+    ahead = ", ahead" if how.ahead else ""
+    return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}{ahead}"
 
 
 def _other(size: Size, usual: Sharing) -> list[Sharing]:
@@ -149,11 +150,11 @@ def _other(size: Size, usual: Sharing) -> list[Sharing]:
         small = replace(usual, rows=64, warps=4, narrow=False)
         return [replace(usual, stages=2), replace(usual, stages=4), small, replace(small, stages=2),
                 replace(usual, narrow=False)]  # fmt: skip
-    ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False)
-            for rows, warps in ((16, 4), (64, 4), (128, 8)) for stages in (2, 3, 4)
+    ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False, ahead=False)
+            for rows, warps in ((16, 4), (64, 4)) for stages in (2, 3, 4)
             if rows <= 4 * usual.rows and rows * 8 >= usual.rows]  # fmt: skip
-    ways += [replace(usual, rows=128, warps=8, stages=2, registers=128)] if usual.rows == 128 else []
-    ways += [replace(usual, rows=128, warps=4, stages=2, registers=None)] if usual.rows == 128 else []
+    if usual.rows == 128:
+        ways += [replace(usual, ahead=not usual.ahead), replace(usual, stages=2), replace(usual, stages=4)]
     return ways
 
 
