@@ -62,7 +62,7 @@ def main() -> None:
             _ways(config, length)
         return
     target = CudaDecoder(
-        config, weights, dtype=torch.bfloat16, kv_slots=max(lengths) + 2 * ROOM,
+        config, weights, dtype=torch.bfloat16, kv_slots=max(*lengths, 64 * 1024) + 2 * ROOM,
         greedy_walk=device_walk(torch.device("cuda")),
     )  # fmt: skip
     _passes(target, lengths, [int(word) for word in words(flags.prompts)])
@@ -141,8 +141,7 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
-    ahead = ", ahead" if how.ahead else ""
-    return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}{ahead}"
+    return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
 
 
 def _other(size: Size, usual: Sharing) -> list[Sharing]:
@@ -150,11 +149,11 @@ def _other(size: Size, usual: Sharing) -> list[Sharing]:
         small = replace(usual, rows=64, warps=4, narrow=False)
         return [replace(usual, stages=2), replace(usual, stages=4), small, replace(small, stages=2),
                 replace(usual, narrow=False)]  # fmt: skip
-    ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False, ahead=False)
+    ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False)
             for rows, warps in ((16, 4), (64, 4)) for stages in (2, 3, 4)
             if rows <= 4 * usual.rows and rows * 8 >= usual.rows]  # fmt: skip
     if usual.rows == 128:
-        ways += [replace(usual, ahead=not usual.ahead), replace(usual, stages=2), replace(usual, stages=4)]
+        ways += [replace(usual, stages=2), replace(usual, stages=4)]
     return ways
 
 

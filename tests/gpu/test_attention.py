@@ -102,7 +102,6 @@ TREES = [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015), (64, 4095)]
 # paths cross from one block, tile or split to the next, or begin with one
 SMALL = Sharing(3, walked=0, stages=1, rows=16)
 LARGE = Sharing(2, walked=0, stages=2, rows=128, warps=8, narrow=True)
-AHEAD = Sharing(2, walked=0, stages=3, rows=128, warps=8, ahead=True)
 WALKED = Sharing(1, walked=256, stages=2, rows=128, warps=8, narrow=True)
 
 
@@ -124,7 +123,7 @@ def test_tiled_passes_find_what_others_find(
     wanted = attend(other, queries, kv, window, how=4)[: other.rows]
     torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, kv, window), atol=2e-2, rtol=2e-2)
     monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
-    for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED), (32, AHEAD)):
+    for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED)):
         plan = plan_pass(spans, 16, tiled_nodes=nodes)
         assert plan.size.tiled
         _must_agree(attend(plan, queries, kv, window, how)[: plan.rows], wanted)

@@ -42,13 +42,7 @@ def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: 
     Weights from 0 to 1 are added up as whole numbers of 2 ** -22: in these the order does not matter. As an integer
     2.0 is 2 ** 30, so that those of 64 columns are a multiple of 2 ** 32, which is nothing.
     """
-    return _add_scores(tl.dot(q, tl.trans(k)), v, seen, top, total, acc, scale, CAP, MASKED)
-
-
-@triton.jit
-def _add_scores(scores, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """The same of a tile whose products with the keys are known."""
-    scores *= scale
+    scores = tl.dot(q, tl.trans(k)) * scale
     if CAP > 0:  # cap * tanh; `scale` is divided by the cap
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
     if MASKED:
@@ -92,35 +86,13 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
 
 
 @triton.jit
-def _walk_ahead(q, start, end, top, total, acc, keys, values, ints, pages, scale, D: tl.constexpr, CAP: tl.constexpr,
-                STAGES: tl.constexpr):  # fmt: skip
-    """Tiles of one split that all rows see: while one is added, products with the next one's keys are on their way."""
-    t, d = tl.arange(0, TILE), tl.arange(0, D)
-    page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)
-    place = (page * TILE + t).to(tl.int64)[:, None] * D + d[None, :]
-    scores = tl.dot(q, tl.trans(tl.load(keys + place, cache_modifier=".cg")))
-    for p0 in tl.range(start, end, TILE, num_stages=STAGES):
-        after = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
-        ahead = (after * TILE + t).to(tl.int64)[:, None] * D + d[None, :]
-        place = (page * TILE + t).to(tl.int64)[:, None] * D + d[None, :]
-        k = tl.load(keys + ahead, cache_modifier=".cg")
-        v = tl.load(values + place, cache_modifier=".cg")
-        then = tl.dot(q, tl.trans(k))
-        top, total, acc = _add_scores(scores, v, True, top, total, acc, scale, CAP, False)
-        scores, page = then, after
-    return top, total, acc
-
-
-@triton.jit
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
             split_stride, h, low, high, rank, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
             D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-            WALKS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
+            WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every n-th split of some nodes, each by itself.
 
-    `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`. AHEAD: see `_walk_ahead`;
-    programs that have all splits have no registers for it.
+    `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
     """
     branches, length, pages = tl.load(group + 4), tl.load(group + 5), tl.load(group + 7)
     r, d = tl.arange(0, SIZE), tl.arange(0, D)
@@ -144,13 +116,9 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
         top, total, acc = nothing_found(SIZE, D)
         all_top, all_total, all_acc = nothing_found(SIZE, D)
         middle = tl.maximum(start, tl.minimum(end, clear))
-        if AHEAD:
-            top, total, acc = _walk_ahead(q, start, middle, top, total, acc, keys, values, ints, pages, scale, D, CAP,
-                                          STAGES)  # fmt: skip
-        else:
-            top, total, acc, all_top, all_total, all_acc = _walk(
-                q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints,
-                pages, scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
+        top, total, acc, all_top, all_total, all_acc = _walk(
+            q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
+            scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
             scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
@@ -171,7 +139,7 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
            split_stride, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-           WALKS: tl.constexpr, NARROW: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
+           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
@@ -196,12 +164,12 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
         if NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
                     split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
-                    False, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
+                    STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
         else:
             for done in range(0, count, SIZE // EACH):
                 _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, SIZE // EACH),
                         positions, out, parts, tops, sums, sinks, scale, split_stride, h, low, high, rank, step, whole,
-                        H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, AHEAD, STAGES, ROOM, PDL)  # fmt: skip
+                        H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, STAGES, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -85,7 +85,7 @@ class Attention:
         kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
             scale, kv.stride(1), self.split_stride, how.programs, how.walked, SIZE=how.rows, WALKS=how.walked > 0,
-            NARROW=how.narrow, AHEAD=how.ahead and not window and not how.walked, STAGES=how.stages,
+            NARROW=how.narrow, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
         )  # fmt: skip
         if not size.lone:

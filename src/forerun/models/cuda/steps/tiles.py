@@ -109,7 +109,6 @@ class Sharing:
     narrow: bool = False  # are there programs of few rows for groups of few queries?
     rows: int = 64  # queries of a program of a tiled pass; groups of more are read in parts
     warps: int = 4
-    ahead: bool = False  # are products with the keys of a tile on their way while the tile before it is added?
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
@@ -149,9 +148,7 @@ def tiled_sharing(size: Size, each: int, heads: int, head_dim: int, processors: 
     few = 2 * size.shared * heads < 3 * processors
     if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
         stages = 1 if head_dim > WIDEST else 4 if rows == FEWEST_ROWS else 3
-        return Sharing(
-            programs_for(size, heads, processors), 0, stages, rows=rows, warps=warps, ahead=rows == TILED_QUERIES
-        )
+        return Sharing(programs_for(size, heads, processors), 0, stages, rows=rows, warps=warps)
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
     if size.rows * heads >= 2 * FULL_NODES * processors:
