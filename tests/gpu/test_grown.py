@@ -56,11 +56,11 @@ def test_the_device_completes_what_the_host_lays_out(
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
     places = [Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
-    nodes = {"group_nodes": 16, "tiled_nodes": group_nodes} if tiled else {"group_nodes": group_nodes}
-    plan = plan_grown(places, form, **nodes)
+    nodes, tiled_nodes = (16, group_nodes) if tiled else (group_nodes, 0)
+    plan = plan_grown(places, form, nodes, tiled_nodes=tiled_nodes)
     assert plan.size.tiled == tiled
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
-    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, **nodes)
+    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, nodes, tiled_nodes=tiled_nodes)
     buffers.take(_grown(trees, form, "cpu"), form)
     buffers.fill(ints, plan.size, form)
     buffers.fill(ints, plan.size, form)  # a replay: nothing may add up
