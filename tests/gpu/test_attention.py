@@ -15,7 +15,7 @@ from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
-from forerun.models.cuda.steps.tiles import Sharing, programs_for
+from forerun.models.cuda.steps.tiles import Sharing, programs_for, tiled_sharing
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from tests.gpu.tiny import where_kernels_run
@@ -96,6 +96,74 @@ def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: 
     queries, kv = random_numbers(dim)
     wanted = attend(plan, queries, kv, 0, how=4)
     _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
+
+
+TREES = [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015), (64, 4095)]
+# paths cross from one block, tile or split to the next, or begin with one
+SMALL = Sharing(3, walked=0, stages=1, rows=16)
+LARGE = Sharing(2, walked=0, stages=2, rows=128, warps=8, narrow=True)
+WALKED = Sharing(1, walked=256, stages=2, rows=128, warps=8, narrow=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("lengths", TREES)
+def test_tiled_passes_find_what_others_find(
+    lengths: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: in groups of any size, beside other trees and chains, by programs of any number of rows."""
+    rng, spans = random.Random(5), list[Span]()
+    for i, length in enumerate(lengths):
+        nodes = 21 if i == 0 else 9
+        parents = (-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, nodes - 2)), 0, 0)
+        pages = [*range(1 + 70 * i, 2 + 70 * i + (length + nodes) // PAGE)]
+        spans.append(Span([*range(nodes)], topology_of(parents) if i < 2 else chain_of(nodes), pages, length))
+    queries, kv = random_numbers(32, slots=300 * PAGE)
+    other = plan_pass(spans, 16)
+    wanted = attend(other, queries, kv, window, how=4)[: other.rows]
+    torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, kv, window), atol=2e-2, rtol=2e-2)
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED)):
+        plan = plan_pass(spans, 16, tiled_nodes=nodes)
+        assert plan.size.tiled
+        _must_agree(attend(plan, queries, kv, window, how)[: plan.rows], wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cap", "sinks"), [(1.5, False), (0.0, True), (2.0, True)])
+def test_tiled_passes_have_caps_and_sinks(cap: float, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(8)
+    spans = [_span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
+    queries, kv = random_numbers(64)
+    queries *= 3
+    extra = Extra(cap, torch.randn(HEADS, device=queries.device) * 3 if sinks else None)
+    wanted = attend(plan_pass(spans, 16), queries, kv, 0, how=2, extra=extra)[:10]
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    for how in (LARGE, WALKED):
+        _must_agree(attend(plan, queries, kv, 0, how, extra=extra)[: plan.rows], wanted[: plan.rows])
+
+
+@pytest.mark.gpu
+def test_a_tree_deeper_than_a_tile_finds_the_same_in_a_tiled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Span([*range(142)], topology_of((-1, *range(139), 3, 0)), [*range(1, 9)], 250)
+    queries, kv = random_numbers(32)
+    wanted = attend(plan_pass([span], 16), queries, kv, 0, how=3)[:142]
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    _must_agree(attend(plan_pass([span], 16, tiled_nodes=32), queries, kv, 0, LARGE)[:142], wanted)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [(Size(1, 1, 96, tiled=True), 16), (Size(16, 1, 96, tiled=True), 64), (Size(64, 2, 96, tiled=True), 128),
+     (Size(64, 66, 96, lone=64, tiled=True), 128), (Size(16, 17, 96, lone=16, tiled=True), 64),
+     (Size(64, 64, 96, tiled=True), 64), (Size(1024, 128, 256, tiled=True), 128)],
+)  # fmt: skip
+def test_programs_of_tiled_passes_have_as_many_rows_as_groups_have_queries(size: Size, rows: int) -> None:
+    assert tiled_sharing(size, 4, 8, 128, 132).rows == rows
+    assert tiled_sharing(size, 4, 8, 256, 132).rows == min(rows, 64)
+    walked = tiled_sharing(size, 4, 8, 128, 132).walked
+    assert walked == (size.splits if size.rows == 1024 else 0), "one program has a whole group of a prompt"
 
 
 def _must_agree(found: Tensor, wanted: Tensor) -> None:

@@ -29,14 +29,23 @@ USUAL, LONG = [2, 129, 700, 1500, 60], [5000, 37, 1022, 4090, 4160]
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"),
+    ("name", "lengths", "short"),
     [
-        *((name, USUAL) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA)),
-        ("xl-context", LONG),
+        *((name, USUAL, 32) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA)),
+        ("xl-context", LONG, 32),
+        *(
+            pytest.param(name, lengths, 8, id=f"tiled-{name}")
+            for name, lengths in (("smollm2", USUAL), ("mistral", USUAL), ("large", USUAL), ("with-gemma2", USUAL),
+                                  ("with-large-gemma3", USUAL), ("xl-context", LONG))
+        ),
     ],
-)
-def test_a_node_has_the_same_bits_in_any_company(name: str, lengths: list[int]) -> None:
+)  # fmt: skip
+def test_a_node_has_the_same_bits_in_any_company(
+    name: str, lengths: list[int], short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short of 8 splits: passes that reach 1,024 positions are tiled, and passes over single short ones are not."""
     need_cuda()
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", short)
     rng = random.Random(7)
     target, alone = [make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2)]
     seqs = [FakeSeq(i, _text(rng, length), max_length=max(lengths) + 500) for i, length in enumerate(lengths)]
@@ -59,9 +68,13 @@ def test_a_node_has_the_same_bits_in_any_company(name: str, lengths: list[int]) 
             assert torch.equal(root[0], single[node]), f"node {node} differs alone"
 
 
-def test_a_large_tree_behind_a_long_context_beside_a_prompt_has_the_bits_of_its_nodes_alone() -> None:
+@pytest.mark.parametrize("short", [32, pytest.param(8, id="tiled")])
+def test_a_large_tree_behind_a_long_context_beside_a_prompt_has_the_bits_of_its_nodes_alone(
+    short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Programs of 16, 64 and 128 rows, trees that fill several groups, and a chunk of a prompt in the same pass."""
     need_cuda()
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", short)
     rng = random.Random(17)
     target, alone = [make_target("xl-context", "cuda", torch.bfloat16, "triton") for _ in range(2)]
     seqs = [FakeSeq(i, _text(rng, length), max_length=6000) for i, length in enumerate([4999, 300])]

@@ -46,15 +46,21 @@ def _grown(trees: list[tuple[list[int], list[int]]], form: TreeForm, device: str
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("group_nodes", [1, 16, 64])
 @pytest.mark.parametrize("pads", [0, 1, 5])
-def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int, pads: int) -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_device_completes_what_the_host_lays_out(
+    seed: int, group_nodes: int, pads: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0 if tiled else 32)
     rng, count = random.Random(seed), 3 + pads
     form = TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, width=1)
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
     places = [Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
-    plan = plan_grown(places, form, group_nodes)
+    nodes, tiled_nodes = (16, group_nodes) if tiled else (group_nodes, 0)
+    plan = plan_grown(places, form, nodes, tiled_nodes=tiled_nodes)
+    assert plan.size.tiled == tiled
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
-    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, group_nodes)
+    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, nodes, tiled_nodes=tiled_nodes)
     buffers.take(_grown(trees, form, "cpu"), form)
     buffers.fill(ints, plan.size, form)
     buffers.fill(ints, plan.size, form)  # a replay: nothing may add up
@@ -65,7 +71,7 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
             path = [0, *path_to(parents, node)]
             wanted.append([*slots[:length], *(slots[length + i] for i in path)])
     filled, real = ints[MAX_ROWS:].numpy(), 3 * form.nodes
-    seen = slots_seen(filled, plan.size.rows, plan.size.groups)
+    seen = slots_seen(plan, filled)
     assert seen[:real] == wanted
     assert not any(seen[real:]), "padding attends to nothing"
     assert filled[:real].tolist() == [token for tokens, _ in trees for token in tokens]
@@ -132,8 +138,10 @@ def test_ways_lead_from_the_root() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(5))
-def test_kernels_do_what_torch_does(seed: int) -> None:
+@pytest.mark.parametrize("tiled", [False, True])
+def test_kernels_do_what_torch_does(seed: int, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = where_kernels_run()
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0 if tiled else 32)
     from forerun.verify.kernels import walk_by_kernel
 
     rng = random.Random(seed)
@@ -144,7 +152,9 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
         [Place([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7, b % 3 - 1) for b in range(real)],
         form,
         16,
+        tiled_nodes=32,
     )
+    assert plan.size.tiled == tiled
     logits = torch.randn(form.rows, VOCAB, device=device)
     for b in range(real):  # some of what the target says is there
         for node in range(1, form.nodes):
@@ -153,7 +163,7 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
                 logits[b * form.nodes + int(trees.parents[row]), int(trees.tokens[row])] = 9.0 + rng.random()
     found = []
     for fused in (False, True):
-        buffers = GrownBuffers(device, walk_by_kernel if fused else walk_by_torch, 16, fused)
+        buffers = GrownBuffers(device, walk_by_kernel if fused else walk_by_torch, 16, fused, tiled_nodes=32)
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
         buffers.take(trees, form)
         buffers.last.accepted[:3] = torch.tensor([1, 0, 2])
@@ -168,16 +178,21 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chain", [False, True])
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) -> None:
+@pytest.mark.parametrize(("count", "tiled"), [(2, False), (4, False), (2, True), (4, True)])
+def test_a_round_on_the_device_is_a_round(
+    device: str, chain: bool, count: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same logits, same verdict, and the same logits once more after the commit, several rounds long.
 
-    Two trees are put to passes of as many, and of four: padding takes part in none of it.
+    Two trees are put to passes of as many, and of four: padding takes part in none of it. Tiled passes, of which those
+    that are compared with have none, change nothing either.
     """
     need_cuda(device)
     rng = random.Random(3)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0 if tiled else 32)
+    theirs._tiled_nodes = 0
     seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))]
     for target in (ours, theirs):
         target.prefill(seqs, Needs())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.core.tree import trace
 from forerun.core.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, splits_at
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, is_far, splits_at
 from forerun.models.pages import PAGE
 
 TURNS = 2  # outcomes that the host has not read yet, at most
@@ -46,21 +46,24 @@ def plan_grown(
     farthest: int = 0,
     size_for: SizeFor = Need.rounded,
     added: int = 0,
+    tiled_nodes: int = 0,
 ) -> Plan:
     """A pass over trees whose content is on the device; there is a place for every real tree.
 
     Chunks of prompts follow behind the trees' rows: the host knows all about them, and `size_for` gives the size of
     such a pass. `farthest` asks for as many splits as a context that long needs. Those that follow an unread round may
-    be `added` positions further back.
+    be `added` positions further back. `tiled_nodes`: see plan_pass.
     """
+    ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
+    farthest = max((max(farthest, 0, *ends) + form.depth, *(span.farthest for span in prompts)))
+    tiled = tiled_nodes > 0 and is_far(farthest)
+    nodes = tiled_nodes if tiled else group_nodes
     chunks, real = Rows(form.rows), len(places)
     for span in prompts:
-        chunks.add(span, group_nodes)
-    own = form.trees * groups_per_tree(form, group_nodes)
+        chunks.add(span, nodes)
+    own = form.trees * groups_per_tree(form, nodes, tiled)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
-    ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
-    farthest = max(farthest, 0, *ends) + form.depth
-    need = Need(rows, groups, max(farthest, 0, *chunks.positions))
+    need = Need(rows, groups, farthest, tiled, not form.chain)
     size = size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
     at = Places.of(size, form)
     ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
@@ -78,16 +81,21 @@ def plan_grown(
     return Plan(size, rows, np.concatenate((ints, np.array(tables, dtype=np.int32))))
 
 
-def groups_per_tree(form: TreeForm, group_nodes: int) -> int:
-    """Groups of nodes that share what they attend to; and, in trees that branch, one of each node's own."""
-    return -(-form.nodes // group_nodes) + (0 if form.chain else form.nodes)
+def groups_per_tree(form: TreeForm, group_nodes: int, tiled: bool = False) -> int:
+    """Groups of nodes that share what they attend to; and, in trees that branch, one of each node's own.
+
+    Those of a tiled pass lie behind the groups of all trees, and are not counted here.
+    """
+    return -(-form.nodes // group_nodes) + (0 if form.chain or tiled else form.nodes)
 
 
 class GrownBuffers:
     """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
 
-    def __init__(self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None) -> None:
-        self.walk, self.group_nodes = walk, group_nodes
+    def __init__(
+        self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None, tiled_nodes: int = 0
+    ) -> None:
+        self.walk, self.group_nodes, self.tiled_nodes = walk, group_nodes, tiled_nodes
         self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
         self.passes = 0  # that were decided
         self.form: TreeForm | None = None  # of the last
@@ -117,14 +125,15 @@ class GrownBuffers:
 
     def fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
         """Complete the integers of a pass."""
-        places = Places.of(size, form)
+        places, nodes = Places.of(size, form), self.tiled_nodes if size.tiled else self.group_nodes
         if self.fused:
             from forerun.models.cuda.kernels import trees as tree_kernels
 
             tree_kernels.place[(form.trees, form.nodes)](
                 self.tree_ints, ints, self.last.accepted, MAX_ROWS, places.positions, places.slots, places.groups,
                 places.ancestors, places.lengths, self.tree_ints.stride(0), form.trees, form.nodes, form.depth,
-                self.group_nodes, groups_per_tree(form, self.group_nodes), int(form.chain), num_warps=1,
+                nodes, groups_per_tree(form, nodes, size.tiled), size.shared, int(form.chain), TILED=size.tiled,
+                num_warps=1,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
@@ -138,28 +147,34 @@ class GrownBuffers:
         ints[places.positions : places.positions + form.rows].copy_((lengths[:, None] + depths).flatten())
         ints[places.slots : places.slots + form.rows].copy_(torch.where(real, slots, -1).flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
-        groups = torch.where(real[..., None], self._groups(form, lengths, starts, places), 0).flatten()
-        ints[places.groups : places.groups + len(groups)].copy_(groups)
+        shared, lone = self._groups(form, lengths, starts, places, nodes, size.tiled)
+        behind = [(0, shared), (size.shared, lone)] if size.tiled else [(0, torch.cat((shared, lone), 1))]
+        for first, groups in behind:
+            fields = torch.where(real[..., None], groups, 0).flatten()
+            ints[places.groups + FIELDS * first :][: len(fields)].copy_(fields)
 
-    def _groups(self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places) -> Tensor:
-        """[B, groups, FIELDS] committed tokens are shared; where a tree branches, every node attends alone from the
-        split on in which the tree starts. Fields: models/cuda/plan.py.
+    def _groups(
+        self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places, each: int, tiled: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Two of [B, groups, FIELDS]: nodes that share committed tokens, `each` so many; single nodes where a tree
+        branches, from the split on in which it starts, or from the tile on. Fields: models/cuda/plan.py.
         """
         trees, nodes = torch.arange(form.trees, device=lengths.device), form.nodes
-        own, shared = splits_at(lengths), -(-nodes // self.group_nodes)
-        behind = splits_at(lengths + form.depth) + 1
-        groups = lengths.new_zeros(form.trees, groups_per_tree(form, self.group_nodes), FIELDS)
-        first = torch.arange(0, nodes, self.group_nodes, device=lengths.device)
-        groups[:, :shared, 1] = (behind if form.chain else own)[:, None]
-        groups[:, :shared, 2] = (trees[:, None] * nodes + first).int()
-        groups[:, :shared, 3] = (nodes - first).clamp(max=self.group_nodes).int()
-        if not form.chain:
-            rows = (trees[:, None] * nodes + torch.arange(nodes, device=lengths.device)).int()
-            groups[:, shared:, 0], groups[:, shared:, 1] = own[:, None], behind[:, None]
-            groups[:, shared:, 2], groups[:, shared:, 3] = rows, 1
-            groups[:, shared:, 6] = places.ancestors + rows * (form.depth + 1)
-        groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
-        return groups
+        own, behind = splits_at(lengths), splits_at(lengths + form.depth) + 1
+        first = torch.arange(0, nodes, each, device=lengths.device)
+        shared = lengths.new_zeros(form.trees, len(first), FIELDS)
+        shared[..., 1] = (behind if form.chain else own + int(tiled))[:, None]
+        shared[..., 2] = (trees[:, None] * nodes + first).int()
+        shared[..., 3] = (nodes - first).clamp(max=each).int()
+        shared[..., 4] = int(tiled and not form.chain)
+        lone = lengths.new_zeros(form.trees, 0 if form.chain else nodes, FIELDS)
+        rows = (trees[:, None] * nodes + torch.arange(lone.shape[1], device=lengths.device)).int()
+        if not tiled:
+            lone[..., 0], lone[..., 1] = own[:, None], behind[:, None]
+        lone[..., 2], lone[..., 3], lone[..., 6] = rows, 1, places.ancestors + rows * (form.depth + 1)
+        for groups in (shared, lone):
+            groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
+        return shared, lone
 
     def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself.

@@ -26,7 +26,7 @@ from forerun.core.types import Scores, TreeForm
 from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, complete_roots
-from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
+from forerun.models.cuda.plan import NARROW, ROW_SIZES, SHORT, Need, Plan, Size, padding, round_up, splits_to
 from forerun.models.cuda.steps.compiling import compile_together
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Passes:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
-        jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
+        jobs = [job for job in menu(max_length, self.grown.tiled_nodes) if not (prompts_only and job[1])]
         for adapted in self.kinds():
             for i, (size, scored) in enumerate(jobs):
                 progress.info("capturing passes%s: %d of %d", " of adapters" * adapted, i + 1, len(jobs))
@@ -104,7 +104,7 @@ class Passes:
         some = one_of_each_kind(self.model.layers)
 
         def launch() -> None:
-            for size, scored in menu(max_length):
+            for size, scored in menu(max_length, self.grown.tiled_nodes):
                 if not (prompts_only and scored):
                     self.buffers.send(padding(size))
                     for adapted in self.kinds():
@@ -216,8 +216,8 @@ class Passes:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
 
-def menu(max_length: int) -> Iterator[Job]:
-    """Sizes to capture.
+def menu(max_length: int, tiled_nodes: int = 0) -> Iterator[Job]:
+    """Sizes to capture; `tiled_nodes` of a sequence attend together in tiled passes, 0 = there are none.
 
     Rows of different sequences attend in groups of their own: lone roots need a group each, nodes of a tree that
     branches one each and some more, chunks of prompts few. Empty groups cost time where there are many, so larger
@@ -225,14 +225,29 @@ def menu(max_length: int) -> Iterator[Job]:
     """
     reaches = dict.fromkeys(splits_to(min(length, max_length)) for length in (1, 1024, 16_000, max_length))
     for splits in reaches:
+        tiled = tiled_nodes > 0 and splits > SHORT
         for rows in ROW_SIZES:
             many = 1 << (rows - 1).bit_length()
             few = many if rows <= NARROW else max(NARROW, many // 4)
-            for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
+            sizes = [Size(rows, groups, splits) for groups in (few, many, 2 * many if rows <= NARROW else many)]
+            if tiled:
+                sizes = tiled_sizes(rows, splits, tiled_nodes, few, many)
+            for size in dict.fromkeys(sizes):
                 for scored in scored_rows(rows):
-                    yield Size(rows, groups, splits), scored
+                    yield size, scored
         for rows in PROMPT_ROWS:
-            yield Size(rows, max(16, rows // 8), splits), 0
+            yield Size(rows, max(16, rows // 8), splits, tiled=tiled), 0
+
+
+def tiled_sizes(rows: int, splits: int, nodes: int, few: int, many: int) -> list[Size]:
+    """Of passes without trees that branch and with them; a tree or a chunk of a prompt has a group for `nodes` rows.
+
+    How many groups there are decides how attention works on them.
+    """
+    few = -(-rows // nodes) if rows <= NARROW else few
+    sizes = [Size(rows, groups, splits, tiled=True) for groups in (few, many)]
+    branch = (few, many) if 2 < rows <= NARROW else (few,) if rows > 2 else ()
+    return sizes + [Size(rows, groups + rows, splits, lone=rows, tiled=True) for groups in branch]
 
 
 def scored_rows(rows: int) -> list[int]:

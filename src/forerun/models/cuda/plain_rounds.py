@@ -103,13 +103,14 @@ class PlainRounds:
         run: RunsPlain,
         placing: Placing,
         group: int,
+        tiled: int,
         size_for: SizeFor,
         kinds: Callable[[Sequence[Seq]], Hashable | None],
         decided: LastRound,
         with_adapters: Callable[[Plan, Sequence[Seq], int, Sequence[Span], int], Plan],
     ) -> None:
         self.results, self.buffers, self._run = results, buffers, run
-        self._placing, self._group = placing, group
+        self._placing, self._group, self._tiled = placing, group, tiled
         self._kinds, self._size_for, self._decided = kinds, size_for, decided
         self._with_adapters = with_adapters
         self.followed = 0  # passes that were launched before the last one was read
@@ -129,7 +130,8 @@ class PlainRounds:
         follows, placing = trees.follows or (-1,) * rows, self._placing
         grown = None if trees.follows is None else placing.last
         roots = placing.roots(seqs, trees.to_host()[0], follows)
-        plan = plan_pass(chunks, self._group, self._size_for, roots, 0 if grown is None else placing.added)
+        added = 0 if grown is None else placing.added
+        plan = plan_pass(chunks, self._group, self._size_for, roots, added, self._tiled)
         plan = self._with_adapters(plan, seqs, 1, chunks, rows)
         into = 0 if last is None else 1 - last.into
         step = PlainStep(rows, into, trees.follows is not None, self._kinds(seqs), grown is not None)

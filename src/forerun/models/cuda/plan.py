@@ -26,11 +26,15 @@ from forerun.models.pages import PAGE
 from forerun.models.slots import Piece
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
-FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)
+# ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none); in a tiled
+# pass the fifth says whether it is of a tree that branches
+FIELDS = 8
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
 # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
+SHORT = 32  # splits: passes that reach further are tiled, see Size
+QUERIES, TILED_QUERIES = 64, 128  # rows that one program of attention has at most: nodes times heads to a KV head
 TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
@@ -70,20 +74,36 @@ class Span:
     length: int
     adapter: LoadedAdapter | None = None
 
+    @property
+    def farthest(self) -> int:
+        """The last position."""
+        return self.length + (len(self.tokens) - 1 if self.shape.is_chain else max(self.shape.depths))
+
 
 # a lone root: its token, its sequence's pages, and the length behind which it is
 Root = tuple[int, Sequence[int], int]
 
 
+def nodes_per_group(heads: int, kv_heads: int, head_dim: int, tiled: bool = False) -> int:
+    """Nodes that one program of attention can take; rows of wide heads need twice the registers."""
+    most = TILED_QUERIES if tiled and head_dim <= 128 else QUERIES
+    return max(1, most // (1 << (heads // kv_heads - 1).bit_length()))
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What passes must agree in to be replays of one graph."""
+    """What passes must agree in to be replays of one graph.
+
+    Tiled passes are those behind long contexts: all nodes of a tree share every tile of the context, and there is a
+    lone group for each row of the pass, behind all others. A row has the same bits in either kind of pass.
+    """
 
     rows: int
     groups: int
     splits: int
     trees: int = 1  # of one form, whose groups lie tree by tree
     lone: int = 0  # the last groups of each tree are its single nodes, which attend to one split or to two
+    tiled: bool = False
 
     @property
     def shared(self) -> int:
@@ -100,6 +120,11 @@ def splits_to(farthest: int) -> int:
     return round_up(1 + split_of(farthest), SPLIT_SIZES)
 
 
+def is_far(farthest: int) -> bool:
+    """Are passes of a target tiled that reach so far?"""
+    return splits_to(farthest) > SHORT
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a pass must have room for."""
@@ -107,17 +132,28 @@ class Need:
     rows: int
     groups: int
     farthest: int  # position
+    tiled: bool = False
+    branches: bool = False  # asked of tiled passes alone, whose lone groups `groups` does not count
 
     def fits(self, size: Size) -> bool:
-        return self.rows <= size.rows and self.groups <= size.groups and splits_to(self.farthest) <= size.splits
+        if self.tiled != size.tiled or (self.tiled and self.branches != (size.lone > 0)):
+            return False
+        return self.rows <= size.rows and self.groups <= size.shared and splits_to(self.farthest) <= size.splits
 
     def rounded(self) -> Size:
         """The next of a few sizes."""
-        groups = 1 << max(0, self.groups - 1).bit_length()
-        return Size(round_up(self.rows, ROW_SIZES), groups, splits_to(self.farthest))
+        return self._sized(1 << max(0, self.groups - 1).bit_length())
+
+    def _sized(self, groups: int) -> Size:
+        rows, splits = round_up(self.rows, ROW_SIZES), splits_to(self.farthest)
+        if not self.tiled:
+            return Size(rows, groups, splits)
+        return Size(rows, groups + rows * self.branches, splits, lone=rows * self.branches, tiled=True)
 
     def exactly(self, trees: int, lone: int, levels: int) -> Size:
         """Of nothing but trees of one form: no empty groups, and of the lone ones it is known that they are."""
+        if self.tiled:
+            return self._sized(self.groups)
         lone = lone if levels <= DEEPEST else 0
         return replace(self.rounded(), groups=self.groups, trees=trees, lone=lone)
 
@@ -168,6 +204,8 @@ class Rows:
     groups: list[tuple[int, ...]] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # of all sequences, end to end
+    tiled: bool = False
+    lone: list[tuple[int, ...]] = field(default_factory=list)  # in a tiled pass, groups of single nodes
 
     def add(self, span: Span, group_nodes: int) -> None:
         first, count, table = self.first + len(self.tokens), len(span.tokens), len(self.pages) + 1
@@ -179,7 +217,9 @@ class Rows:
             self.groups += _chain_groups(span, first, count, group_nodes, table)
         else:
             self.positions += [span.length + depth for depth in span.shape.depths]
-            self.groups += _tree_groups(span, first, group_nodes, table, self.ancestors)
+            groups, lone = _tree_groups(span, first, group_nodes, table, self.ancestors, self.tiled)
+            self.groups += groups if self.tiled else [*groups, *lone]
+            self.lone += lone if self.tiled else []
 
     def write_chains(self, ints: Ints, size: Size, groups: int, pages: int) -> None:
         """Write chains behind the rows and the groups that come before them; their pages lie at `pages`."""
@@ -203,18 +243,22 @@ def plan_pass(
     size_for: SizeFor = Need.rounded,
     roots: Sequence[Root] = (),
     added: int = 0,
+    tiled_nodes: int = 0,
 ) -> Plan:
     """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take.
 
-    Roots may turn out to be so much further back than is said (`added`).
+    `tiled_nodes`: the same in a tiled pass, 0 = none is. Roots may turn out to be so much further back than is said
+    (`added`).
     """
     lone = Roots(roots) if roots else None
     first, farthest = (lone.count, int(lone.lengths.max()) + added) if lone else (0, 0)
-    rows = Rows(first, pages=lone.pages if lone else [])
+    farthest = max((farthest, *(span.farthest for span in spans)))
+    tiled = tiled_nodes > 0 and is_far(farthest)
+    rows = Rows(first, pages=lone.pages if lone else [], tiled=tiled)
     for span in spans:
-        rows.add(span, group_nodes)
+        rows.add(span, tiled_nodes if tiled else group_nodes)
     count = first + len(rows.tokens)
-    size = size_for(Need(count, first + len(rows.groups), max((*rows.positions, farthest))))
+    size = size_for(Need(count, first + len(rows.groups), farthest, tiled, bool(rows.lone)))
     return Plan(size, count, _pack(size, rows, lone))
 
 
@@ -228,22 +272,25 @@ def _chain_groups(span: Span, first: int, count: int, group_nodes: int, table: i
     return groups
 
 
-def _tree_groups(span: Span, first: int, group_nodes: int, table: int, ancestors: list[int]) -> list[tuple[int, ...]]:
-    """Committed tokens are shared; from the split in which the tree starts, every node attends alone.
+def _tree_groups(
+    span: Span, first: int, group_nodes: int, table: int, ancestors: list[int], tiled: bool
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Groups of nodes that share committed tokens, and of single nodes.
 
-    The last two fields say where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
+    Single nodes begin with the split in which the tree starts; in a tiled pass, with the tile. The last two fields say
+    where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
     """
     depths, paths, shared = span.shape.depths, span.shape.paths, split_of(span.length)
-    groups: list[tuple[int, ...]] = []
-    if shared:
-        for low in range(0, len(depths), group_nodes):
-            rows = min(group_nodes, len(depths) - low)
-            groups.append((0, shared, first + low, rows, 0, span.length, 0, table))
+    groups, lone = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    high = shared + tiled
+    for low in range(0, len(depths) if high else 0, group_nodes):
+        rows = min(group_nodes, len(depths) - low)
+        groups.append((0, high, first + low, rows, int(tiled), span.length, 0, table))
     for node, depth in enumerate(depths):
-        high = split_of(span.length + depth) + 1
-        groups.append((shared, high, first + node, 1, 0, span.length, len(ancestors) + 1, table))
+        begin, end = (0, 0) if tiled else (shared, split_of(span.length + depth) + 1)
+        lone.append((begin, end, first + node, 1, 0, span.length, len(ancestors) + 1, table))
         ancestors += paths[node]
-    return groups
+    return groups, lone
 
 
 def _pack(size: Size, rows: Rows, lone: Roots | None = None) -> Ints:
@@ -259,6 +306,9 @@ def _pack(size: Size, rows: Rows, lone: Roots | None = None) -> Ints:
         for part, values in enumerate((rows.tokens, rows.positions, rows.slots)):
             ints[part * size.rows + first : part * size.rows + count] = values
         table[first : first + len(rows.groups)] = rows.groups
+    if rows.lone:
+        single = np.array(rows.lone, dtype=np.int32)
+        table[size.shared + single[:, 2]] = single
     for field_, start in ((6, behind), (7, end)):
         table[:, field_] = np.where(table[:, field_] > 0, table[:, field_] - 1 + MAX_ROWS + start, 0)
     ints[behind:end] = rows.ancestors

@@ -49,6 +49,7 @@ from forerun.models.cuda.plan import (
     chunks_of,
     joined,
     least_rows,
+    nodes_per_group,
     padding,
     plan_pass,
     round_up,
@@ -65,7 +66,6 @@ from forerun.models.slots import SlotTarget
 log = logging.getLogger(__name__)
 
 CHUNK = MAX_ROWS  # rows of prompts per pass
-_QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
 
 
 class CudaDecoder(SlotTarget):
@@ -95,15 +95,16 @@ class CudaDecoder(SlotTarget):
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.max_length = self.model.max_length
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
-        self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
-        self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes)
+        shape = config.heads, config.kv_heads, config.head_dim
+        self._group_nodes, self._tiled_nodes = nodes_per_group(*shape), nodes_per_group(*shape, tiled=True)
+        self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
         replays = Replays(self.device, capture=fused)
         self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
         self.placing = Placing(self.kv, self._extent_for)
         self.plain = PlainRounds(
-            self.passes.plain, self.buffers, self._run_plain, self.placing, self._group_nodes,
+            self.passes.plain, self.buffers, self._run_plain, self.placing, self._group_nodes, self._tiled_nodes,
             self.passes.scored_size, self.sampler.kinds, self.grown.last, self._with_adapters,
         )  # fmt: skip
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
@@ -221,7 +222,9 @@ class CudaDecoder(SlotTarget):
             self.after.move_decided()
         places, added = self.placing.places(seqs, trees.follows, form), self.placing.added
         size_for = self.passes.scored_size
-        plan = plan_grown(places, form, self._group_nodes, chunks, size_for=size_for, added=added)
+        plan = plan_grown(
+            places, form, self._group_nodes, chunks, size_for=size_for, added=added, tiled_nodes=self._tiled_nodes
+        )
         plan = self._with_adapters(plan, seqs, form.nodes, chunks, form.rows)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
@@ -261,7 +264,7 @@ class CudaDecoder(SlotTarget):
         Returns scores of padding, whose hidden rows lie where those of real trees of this form will lie.
         """
         layers = self._layers(needs)
-        plan = plan_grown([], form, self._group_nodes, farthest=farthest)
+        plan = plan_grown([], form, self._group_nodes, farthest=farthest, tiled_nodes=self._tiled_nodes)
         for adapted in self.passes.kinds():
             self.grown.take_padding(form)
             self.passes.run_grown(self.passes.padded(plan, adapted), layers, form)
@@ -305,7 +308,8 @@ class CudaDecoder(SlotTarget):
         if not spans:
             return
         size_for = self.passes.scored_size if scored else self.passes.prompt_size
-        plan = self._with_adapters(plan_pass(spans, self._group_nodes, size_for), (), 0, spans, 0)
+        plan = plan_pass(spans, self._group_nodes, size_for, tiled_nodes=self._tiled_nodes)
+        plan = self._with_adapters(plan, (), 0, spans, 0)
         self.passes.run(plan, tuple(found.hidden), scored)
         self.after.keep_rows(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():

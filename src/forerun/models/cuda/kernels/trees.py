@@ -23,13 +23,13 @@ def split_at(position):
 
 
 @triton.jit
-def write_group(group, low, high, row, count, length, ancestors, pages, mask):
+def write_group(group, low, high, row, count, length, ancestors, pages, mask, branches=0):
     """One group, or one per element; fields: models/cuda/plan.py."""
     tl.store(group, low, mask=mask)
     tl.store(group + 1, high, mask=mask)
     tl.store(group + 2, row, mask=mask)
     tl.store(group + 3, count, mask=mask)
-    tl.store(group + 4, 0, mask=mask)
+    tl.store(group + 4, branches, mask=mask)
     tl.store(group + 5, length, mask=mask)
     tl.store(group + 6, ancestors, mask=mask)
     tl.store(group + 7, pages, mask=mask)
@@ -38,12 +38,15 @@ def write_group(group, low, high, row, count, length, ancestors, pages, mask):
 @triton.jit(
     do_not_specialize=[
         "positions_at", "slots_at", "groups_at", "ancestors_at", "lengths_at",
-        "B", "N", "DEPTH", "GROUP", "GROUPS", "CHAIN",
+        "B", "N", "DEPTH", "GROUP", "GROUPS", "SHARED", "CHAIN",
     ]
 )  # fmt: skip
 def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_at, ancestors_at, lengths_at, stride,
-          B, N, DEPTH, GROUP, GROUPS, CHAIN):  # fmt: skip
-    """One node: its token, position and slot, the nodes from the root down to itself, and its groups."""
+          B, N, DEPTH, GROUP, GROUPS, SHARED, CHAIN, TILED: tl.constexpr):  # fmt: skip
+    """One node: its token, position and slot, the nodes from the root down to itself, and its groups.
+
+    A tree has GROUPS groups; TILED: and single nodes, which lie behind SHARED groups.
+    """
     b, i = tl.program_id(0), tl.program_id(1)
     row = b * N + i
     parents = tree_ints + stride + b * N
@@ -73,10 +76,17 @@ def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_a
     groups = ints + groups_at + b * GROUPS * FIELDS
     high = tl.where(CHAIN > 0, behind, own)  # of shared groups: the node's number stands for one of them
     count = tl.minimum(GROUP, N - i * GROUP)
-    write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count, real * length, 0,
-                pages, i < shared)  # fmt: skip
-    write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real, real * length,
-                real * (ancestors_at + row * (DEPTH + 1)), pages, CHAIN == 0)  # fmt: skip
+    if TILED:
+        branches = (CHAIN == 0).to(tl.int32)
+        write_group(groups + i * FIELDS, 0, real * (high + branches), real * (b * N + i * GROUP), real * count,
+                    real * length, 0, pages, i < shared, real * branches)  # fmt: skip
+        write_group(ints + groups_at + (SHARED + row) * FIELDS, 0, 0, real * row, real, real * length,
+                    real * (ancestors_at + row * (DEPTH + 1)), pages, CHAIN == 0)  # fmt: skip
+    else:
+        write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count, real * length, 0,
+                    pages, i < shared)  # fmt: skip
+        write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real, real * length,
+                    real * (ancestors_at + row * (DEPTH + 1)), pages, CHAIN == 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots_at", "rows", "N", "DEPTH", "STEPS"])

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.kernels import attention as kernels_attention
+from forerun.models.cuda.kernels import tiled as kernels_tiled
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, split_of
-from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for
+from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for, tiled_sharing
 
 COMBINING = 1024  # programs that look for parts to add up, at most
 
@@ -43,6 +44,9 @@ class Attention:
     ) -> None:
         """What all rows find in the keys and values [2, Hkv, S, D] of a layer, whose heads may have sinks [H]."""
         config, size = self.config, run.size
+        if size.tiled:
+            self._attend_tiled(run, queries, kv, out, window, sinks, how)
+            return
         cap = config.attention_softcap or 0.0
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
         each = power_of_two(config.heads // config.kv_heads)
@@ -61,18 +65,51 @@ class Attention:
             NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=4,
             num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        self._combine(run, out, window, sinks, how.walked > 0, settings)
+        self._combine(run, out, window, sinks, how.walked > 0, 4 if size.splits <= 8 else 8, settings)
+
+    def _attend_tiled(
+        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, window: int, sinks: Tensor | None, how: Sharing | None
+    ) -> None:
+        """The same in a tiled pass, behind long contexts."""
+        config, size, cap = self.config, run.size, self.config.attention_softcap or 0.0
+        scale = config.attention_scale / (cap or math.log(2))
+        each = power_of_two(config.heads // config.kv_heads)
+        how = how or tiled_sharing(size, each, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
+        limit = {} if how.registers is None else {"maxnreg": how.registers}
+        shape: dict[str, Any] = {
+            "H": config.heads, "HKV": config.kv_heads, "EACH": each, "D": config.head_dim, "WINDOW": window,
+            "CAP": cap / math.log(2), "SINKS": sinks is not None, "ROOM": self.room, "PDL": self.pdl,
+        }  # fmt: skip
+        own = self.tops if sinks is None else sinks
+        kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
+            queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
+            scale, kv.stride(1), self.split_stride, how.programs, how.walked, SIZE=how.rows, WALKS=how.walked > 0,
+            NARROW=how.narrow, STAGES=how.stages,
+            num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
+        )  # fmt: skip
+        if not size.lone:
+            self._combine(run, out, window, sinks, how.walked > 0, 16, settings)
+            return
+        kernels_tiled.combine_trees[size.rows, config.kv_heads](
+            out, queries, kv[0], kv[1], run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
+            self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
+            num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
+        )  # fmt: skip
 
     def _combine(
-        self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, settings: dict[str, Any]
+        self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, step: int, settings: dict[str, Any]
     ) -> None:
-        """Add up what programs left; by few programs where most rows may have nothing left to add up."""
+        """Add up what programs left, `step` splits at a time.
+
+        By few programs where most rows may have nothing left to add up.
+        """
         config, rows = self.config, run.size.rows
         heads = math.gcd(config.heads, 4)
         programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
         kernels_attention.combine[programs, config.heads // heads](
             out, run.positions, self.parts, self.tops, self.sums,
             self.tops if sinks is None else sinks, self.split_stride, rows, H=config.heads, D=config.head_dim,
-            HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
+            HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=step, SKIPS=skips,
             MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

@@ -190,6 +190,10 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
     for low, high, first, count, base, length, ancestors, pages in run.groups.tolist():
         own, start = positions[first : first + count, None], split_start(low)
         end = min(split_start(high), int(own.max(initial=-1)) + 1)
+        if run.size.tiled and ancestors:  # a single node, from the tile on in which its tree starts
+            start, end = length // PAGE * PAGE, int(own.max(initial=-1)) + 1
+        elif run.size.tiled and base:  # of a tree that branches
+            base, end = 0, min(end, length // PAGE * PAGE)
         if end <= start:
             continue
         at = np.arange(start, end)

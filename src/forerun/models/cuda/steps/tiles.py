@@ -10,10 +10,10 @@ program takes all splits of a group and adds them up itself, in the same order: 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.models.cuda.network import Model
-from forerun.models.cuda.plan import Size
+from forerun.models.cuda.plan import TILED_QUERIES, Size
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 ALL_SHARED = 192 << 10  # where there is one to each, on GPUs that have so much
@@ -23,6 +23,7 @@ LEAST = 512  # of the depth: of a split, where there would be few programs
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 FULL_NODES = 16  # of a group of a prompt, mostly
+FEWEST_ROWS = 16  # of a program of a tiled pass
 MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
@@ -106,6 +107,8 @@ class Sharing:
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
+    rows: int = 64  # queries of a program of a tiled pass; groups of more are read in parts
+    warps: int = 4
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
@@ -136,6 +139,30 @@ def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharin
     many = size.attending(programs) * heads > 2 * processors
     # a program has few steps, and prefetching gains nothing; but three programs fit a multiprocessor
     return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow)
+
+
+def tiled_sharing(size: Size, each: int, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
+    """For tiled passes over `heads` key-value heads of `each` queries."""
+    rows = _rows_for(size, each, head_dim)
+    warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
+    few = 2 * size.shared * heads < 3 * processors
+    if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
+        stages = 1 if head_dim > WIDEST else 4 if rows == FEWEST_ROWS else 3
+        return Sharing(programs_for(size, heads, processors), 0, stages, rows=rows, warps=warps)
+    # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
+    how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
+    if size.rows * heads >= 2 * FULL_NODES * processors:
+        return how
+    return replace(how, programs=programs_for(size, heads, processors), walked=SHORT_SPLITS)
+
+
+def _rows_for(size: Size, each: int, head_dim: int) -> int:
+    """Queries of a program: those of a group, mostly; few where the pass has few. Groups of prompts are full."""
+    nodes = -(-size.rows // max(1, size.shared))
+    if each * size.rows <= FEWEST_ROWS:
+        return FEWEST_ROWS
+    full = each * nodes > 64 or (nodes >= 8 and each * size.rows > 64 and not size.lone)
+    return TILED_QUERIES if full and head_dim <= WIDEST else 64
 
 
 def programs_for(size: Size, heads: int, processors: int) -> int:
