@@ -207,6 +207,7 @@ class AdapterStacks:
         splits = max(splits_of(shape.inputs) for shape in self.shapes.values())
         self.partial = torch.empty(blocks * splits * RANKS * ROWS, device=self.device)
         self.counters = torch.zeros(blocks, dtype=torch.int32, device=self.device)
+        self.begun = torch.zeros(len(PARTS) * RANKS, dtype=torch.int32, device=self.device)  # flags of the products
 
     def units(self, rows: int) -> int:
         """Units of rows of one adapter, or of none, that a pass over so many rows may have."""
