@@ -267,7 +267,7 @@ def splits_of(inputs: int) -> int:
 def depth_of(inputs: int) -> int:
     """Inputs that a program multiplies at once."""
     stretch = inputs // splits_of(inputs)
-    return next(size for size in (256, 128, 64, 32, 16) if stretch % size == 0)
+    return next(size for size in (512, 256, 128, 64, 32, 16) if stretch % size == 0)
 
 
 def up16(rows: int) -> int:

@@ -22,7 +22,7 @@ import triton.language as tl
 
 ROWS, RANKS, NONE, EMPTY = 16, 16, -1, -2  # rows of a unit, and ranks that are added up in one step
 PRODUCTS = 4  # of a layer: each has a flag in `begun`, sixteen ints apart
-_ROWS, _RANKS, _PRODUCTS = tl.constexpr(ROWS), tl.constexpr(RANKS), tl.constexpr(PRODUCTS)
+_ROWS, _RANKS, _PRODUCTS, _EMPTY = tl.constexpr(ROWS), tl.constexpr(RANKS), tl.constexpr(PRODUCTS), tl.constexpr(EMPTY)
 
 
 @triton.jit
@@ -41,6 +41,8 @@ def down(units, ranks, scales, a, matrices, middle, partial, counters, begun, WH
     m, ks = tl.arange(0, _ROWS), tl.arange(0, BK)
     part, rank = block // (RANK // _RANKS), block % (RANK // _RANKS) * _RANKS
     slot = tl.load(units + unit * (_ROWS + 1))
+    if (slot == _EMPTY) & (unit > 0):
+        return
     rows = tl.load(units + unit * (_ROWS + 1) + 1 + m)
     changed = (slot >= 0) & (rank < tl.load(ranks + tl.maximum(slot, 0) * PARTS + part))
     r, k0, live = rank + tl.arange(0, _RANKS), split * (K // SPLIT), rows >= 0
@@ -182,6 +184,8 @@ def up(units, ranks, middle, matrices, delta, N: tl.constexpr, N0: tl.constexpr,
     before = tl.where(tile < first, 0, N0 + further // other * N1)
     m, r, n = tl.arange(0, _ROWS), tl.arange(0, _RANKS), t * (BN * STEPS) + tl.arange(0, BN)
     slot = tl.load(units + unit * (_ROWS + 1))
+    if (slot == _EMPTY) & (unit > 0):  # the first one waits for the kernels before: others count on that
+        return
     rows = tl.load(units + unit * (_ROWS + 1) + 1 + m)
     live = rows >= 0
     rank = tl.load(ranks + slot * PARTS + part, mask=slot >= 0, other=0)

@@ -256,12 +256,13 @@ def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.c
 # SUMS: whatever the mode, the sums are all that is left, because whole rows are needed to go on (rows.py).
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
-           partial, counters, begun, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride, N: tl.constexpr,
-           K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-           MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
-           D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
-           TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
-           RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+           partial, counters, begun, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride,
+           N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
+           HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
+           ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr,
+           ROOM: tl.constexpr, RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr,
+           SUMS: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up."""
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)

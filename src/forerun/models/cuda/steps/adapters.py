@@ -43,8 +43,8 @@ class Change:
         tiles = sum(-(-outputs // (OUTPUTS * steps)) for outputs in shape.outputs)
         kernels.up[(self.adapted.units, tiles)](
             self.adapted.table, stack.ranks, stacks.middle, stack.up, stacks.delta, N=sum(shape.outputs),
-            N0=shape.outputs[0], N1=shape.outputs[-1], PARTS=shape.parts, RANK=self.rank, BN=OUTPUTS,
-            STEPS=steps, ROOM=MAX_ROWS, PDL=self.pdl, num_warps=4, num_stages=2, enable_fp_fusion=False, launch_pdl=self.pdl,
+            N0=shape.outputs[0], N1=shape.outputs[-1], PARTS=shape.parts, RANK=self.rank, BN=OUTPUTS, STEPS=steps,
+            ROOM=MAX_ROWS, PDL=self.pdl, num_warps=4, num_stages=2, enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
         return stacks.delta
 
