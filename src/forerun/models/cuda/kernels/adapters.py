@@ -126,6 +126,23 @@ def seconds_of(chosen, ranks, matrices, first, r0, part, n, N: tl.constexpr, PAR
 
 
 @triton.jit
+def ask_for_others(count, chosen, matrices, n, N: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+                   TOGETHER: tl.constexpr):  # fmt: skip
+    """Bring what `seconds_of` will find of all adapters behind the first ones to the L2 cache, and wait for nothing."""
+    output = tl.minimum(n, N - 1)
+    if PARTS == 2:
+        output = output % 2 * (N // 2) + output // 2
+    for first in tl.range(TOGETHER, count, TOGETHER, num_stages=1):
+        slot = tl.maximum(tl.load(chosen + first + tl.arange(0, TOGETHER)), 0).to(tl.int64)
+        for r0 in tl.range(0, RANK, _RANKS, num_stages=1):
+            place = matrices + (slot * (N * RANK))[:, None] + (output * RANK + r0)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False,
+                pack=1,
+            )  # fmt: skip
+
+
+@triton.jit
 def _add(total, left, chosen, owner, middle, first, r0, part, n, rows, PARTS: tl.constexpr, RANK: tl.constexpr,
          TOGETHER: tl.constexpr, ROOM: tl.constexpr, MT: tl.constexpr):  # fmt: skip
     """Add what `left`, of `seconds_of`, gives of rows: each times the numbers that its own adapter left."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from forerun.models.cuda.kernels.adapters import added, seconds_of, wait_until_begun
+from forerun.models.cuda.kernels.adapters import added, ask_for_others, seconds_of, wait_until_begun
 
 QKV, GATED, RESIDUAL, LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -275,6 +275,8 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
         part = _part_of(tile * BN, MODE, H, HKV, D)
         count, owner = tl.load(adapters), tl.load(owners + rows, mask=live, other=-1)
         left = seconds_of(chosen, ranks, seconds, 0, 0, part, tile * BN + n, N, PARTS, RANK, TOGETHER, BN)
+        if PDL:
+            ask_for_others(count, chosen, seconds, tile * BN + n, N, PARTS, RANK, TOGETHER)
     if PDL:
         if RANK > 0:
             wait_until_begun(begun, TMA)
