@@ -207,7 +207,7 @@ def up(units, ranks, middle, matrices, delta, N: tl.constexpr, N0: tl.constexpr,
     live = rows >= 0
     rank = tl.load(ranks + slot * PARTS + part, mask=slot >= 0, other=0)
     weight = matrices + (slot.to(tl.int64) * N + before + n)[:, None] * RANK + r[None, :]
-    left = tl.load(weight, mask=(n < size)[:, None] & (r < rank)[None, :], other=0.0)
+    left = tl.load(weight, mask=(n < size)[:, None] & (rank > 0), other=0.0)  # ranks are whole sixteens
     if PDL:
         tl.extra.cuda.gdc_wait()
     given = middle + rows.to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + r[None, :]
@@ -215,13 +215,13 @@ def up(units, ranks, middle, matrices, delta, N: tl.constexpr, N0: tl.constexpr,
     for step in tl.range(0, STEPS, num_stages=1):
         acc = tl.zeros((BN, _ROWS), dtype=tl.float32)
         for k in tl.range(0, RANK, _RANKS, num_stages=1):
-            own = live[:, None] & (k + r < rank)[None, :]
+            own = live[:, None] & (k < rank)
             high = tl.load(given + k, mask=own, other=0.0, cache_modifier=".cg")
             low = tl.load(given + ROOM * PARTS * RANK + k, mask=own, other=0.0, cache_modifier=".cg")
             # what is multiplied next is asked for now
             ended = k + _RANKS >= RANK
             r1, n1 = tl.where(ended, 0, k + _RANKS), tl.where(ended, step + 1, step) * BN
-            there = (n + n1 < size)[:, None] & (r1 + r < rank)[None, :] & (n1 < BN * STEPS)
+            there = (n + n1 < size)[:, None] & (r1 < rank) & (n1 < BN * STEPS)
             following = tl.load(weight + (n1 * RANK + r1), mask=there, other=0.0)
             acc = tl.dot(left, tl.trans(high), acc, input_precision="ieee")
             acc = tl.dot(left, tl.trans(low), acc, input_precision="ieee")
