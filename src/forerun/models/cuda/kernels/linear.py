@@ -267,18 +267,16 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
     rows = first + tl.arange(0, MT)
-    live = rows < M
-    n = tl.arange(0, BN)
+    live, n = rows < M, tl.arange(0, BN)
     if RANK > 0:
         TOGETHER: tl.constexpr = 16 if BN * MT <= 2048 else (8 if BN * MT <= 4096 else 4)
         PARTS: tl.constexpr = 3 if MODE == QKV else (2 if MODE == GATED else 1)
-        part = _part_of(tile * BN, MODE, H, HKV, D)
-        count, owner = tl.load(adapters), tl.load(owners + rows, mask=live, other=-1)
+        count, part = tl.load(adapters), _part_of(tile * BN, MODE, H, HKV, D)
+        owner = tl.load(owners + rows, mask=live, other=-1)
         left = seconds_of(chosen, ranks, seconds, 0, 0, part, tile * BN + n, N, PARTS, RANK, TOGETHER, BN)
-        if PDL:
-            ask_for_others(count, chosen, seconds, tile * BN + n, N, PARTS, RANK, TOGETHER)
     if PDL:
         if RANK > 0:
+            ask_for_others(count, chosen, seconds, tile * BN + n, N, PARTS, RANK, TOGETHER)
             wait_until_begun(begun, TMA)
         else:
             tl.extra.cuda.gdc_wait()
@@ -287,7 +285,6 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
         before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if ROOM > 0:
         lift = tl.load(lifts + rows, mask=live, other=1.0, cache_modifier=".cg")
-    if ROOM > 0:
         acc = _product_of_bytes(a, w, tile, first, k0, M, N, K, BN, BK, SPLIT, MT, ROOM)
     else:
         acc = _product(a, w, weights, tile, first, k0, rows, live, N, K, BN, BK, SPLIT, MT, TMA)
@@ -312,8 +309,7 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
                 total += tl.load(part_place + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
         if RANK > 0:
-            if W8:
-                total = total * scale
+            total = total * scale if W8 else total
             total += added(left, count, chosen, owner, ranks, seconds, middle, part, tile * BN + n, rows, N,
                            PARTS, RANK, TOGETHER, ADAPTED_ROOM, BN, MT)  # fmt: skip
         _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
