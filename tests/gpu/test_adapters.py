@@ -307,11 +307,13 @@ def test_units_hold_every_row_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("product", ["qkv", "o", "gate", "down"])
-def test_kernels_add_what_torch_adds(product: str) -> None:
+@pytest.mark.parametrize(("product", "tile"), [("qkv", 128), ("o", 128), ("gate", 128), ("down", 128), ("gate", 16)])
+def test_kernels_add_what_torch_adds(product: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = where_kernels_run()
-    from forerun.models.cuda.steps.adapters import Change
+    from forerun.models.cuda.steps import adapters as steps
 
+    monkeypatch.setattr(steps, "OUTPUTS", tile)
+    monkeypatch.setattr(steps, "ENOUGH", 1024 if tile == 128 else 1)  # 1: programs take as many tiles as they may
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     name = "large" if product == "down" else "llama"  # the first: sums in several stretches
     config = weights_of(make_reference(name))[0]
@@ -326,7 +328,7 @@ def test_kernels_add_what_torch_adds(product: str) -> None:
     assert (splits_of(shape.inputs) > 1) == (product == "down")
     given = torch.randn(32, shape.inputs, generator=torch.Generator().manual_seed(5)).to(device, dtype)
     stacks.delta.fill_(7.0)
-    Change(stacks, stacks.sent_with(32), 1, product, given, pdl=False).delta()
+    steps.Change(stacks, stacks.sent_with(32), 1, product, given, pdl=False).delta()
     assert not stacks.counters.any()
     found = stacks.delta[: 32 * width].view(32, width)
     for row, one in enumerate(own):
@@ -339,7 +341,7 @@ def test_kernels_add_what_torch_adds(product: str) -> None:
                 else 0.5 * _laid_out(pair[1], part) @ (pair[0] @ given[row].cpu().float())
                 for part, pair, size in zip(PARTS[product], pairs, shape.outputs, strict=True)
             ]
-            wanted = torch.stack(outputs, -1).flatten() if product == "gate" else torch.cat(outputs)
+            wanted = torch.cat(outputs)
         torch.testing.assert_close(found[row].cpu(), wanted, atol=1e-4, rtol=1e-4 if dtype == torch.float32 else 1e-2)
     assert bool((found[len(own) :] == 7.0).all()), "padding is left alone"
 

@@ -207,6 +207,7 @@ class AdapterStacks:
         splits = max(splits_of(shape.inputs) for shape in self.shapes.values())
         self.partial = torch.empty(blocks * splits * RANKS * ROWS, device=self.device)
         self.counters = torch.zeros(blocks, dtype=torch.int32, device=self.device)
+        self.begun = torch.zeros(len(PARTS) * RANKS, dtype=torch.int32, device=self.device)  # flags of the products
 
     def units(self, rows: int) -> int:
         """Units of rows of one adapter, or of none, that a pass over so many rows may have."""
@@ -266,7 +267,7 @@ def splits_of(inputs: int) -> int:
 def depth_of(inputs: int) -> int:
     """Inputs that a program multiplies at once."""
     stretch = inputs // splits_of(inputs)
-    return next(size for size in (256, 128, 64, 32, 16) if stretch % size == 0)
+    return next(size for size in (512, 256, 128, 64, 32, 16) if stretch % size == 0)
 
 
 def up16(rows: int) -> int:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from forerun.models.cuda.kernels.adapters import added, seconds_of
+from forerun.models.cuda.kernels.adapters import added, ask_for_others, seconds_of, wait_until_begun
 
 QKV, GATED, RESIDUAL, LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -250,37 +250,41 @@ def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.c
 # program that started early may share with them.
 #
 # Where rows have adapters (RANK > 0), what they add is added to the product before anything is made of it
-# (adapters.py). The kernel before this one is then `down`, whose programs let this one start when what the rows need
-# was written: only what `down` itself leaves is waited for, behind the product.
+# (adapters.py). The kernel before this one is then `down`, beside which this one runs: rows are waited for by a flag,
+# and what `down` itself leaves behind the product.
 #
 # SUMS: whatever the mode, the sums are all that is left, because whole rows are needed to go on (rows.py).
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
-           partial, counters, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride, N: tl.constexpr,
-           K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-           MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
-           D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
-           TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr,
-           RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+           partial, counters, begun, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride,
+           N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+           SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
+           HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
+           ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr,
+           ROOM: tl.constexpr, RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr,
+           SUMS: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up."""
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
     rows = first + tl.arange(0, MT)
-    live = rows < M
-    n = tl.arange(0, BN)
-    if PDL and RANK == 0:
-        tl.extra.cuda.gdc_wait()
+    live, n = rows < M, tl.arange(0, BN)
+    if RANK > 0:
+        TOGETHER: tl.constexpr = 16 if BN * MT <= 2048 else (8 if BN * MT <= 4096 else 4)
+        PARTS: tl.constexpr = 3 if MODE == QKV else (2 if MODE == GATED else 1)
+        count, part = tl.load(adapters), _part_of(tile * BN, MODE, H, HKV, D)
+        owner = tl.load(owners + rows, mask=live, other=-1)
+        left = seconds_of(chosen, ranks, seconds, 0, 0, part, tile * BN + n, N, PARTS, RANK, TOGETHER, BN)
+    if PDL:
+        if RANK > 0:
+            ask_for_others(count, chosen, seconds, tile * BN + n, N, PARTS, RANK, TOGETHER)
+            wait_until_begun(begun, TMA)
+        else:
+            tl.extra.cuda.gdc_wait()
     before, lift, scale = 0.0, 1.0, 1.0
     if MT < 128 and not SUMS:  # asked for early where there are registers to hold it
         before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if ROOM > 0:
         lift = tl.load(lifts + rows, mask=live, other=1.0, cache_modifier=".cg")
-    if RANK > 0:
-        TOGETHER: tl.constexpr = 16 if BN * MT <= 2048 else (8 if BN * MT <= 4096 else 4)
-        PARTS: tl.constexpr = 3 if MODE == QKV else (2 if MODE == GATED else 1)
-        part = _part_of(tile * BN, MODE, H, HKV, D)
-        left = seconds_of(chosen, ranks, seconds, 0, 0, part, tile * BN + n, N, PARTS, RANK, TOGETHER, BN)
-    if ROOM > 0:
         acc = _product_of_bytes(a, w, tile, first, k0, M, N, K, BN, BK, SPLIT, MT, ROOM)
     else:
         acc = _product(a, w, weights, tile, first, k0, rows, live, N, K, BN, BK, SPLIT, MT, TMA)
@@ -305,10 +309,8 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
                 total += tl.load(part_place + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
         if RANK > 0:
-            owner = tl.load(owners + rows, mask=live, other=-1)
-            if W8:
-                total = total * scale
-            total += added(left, tl.load(adapters), chosen, owner, ranks, seconds, middle, part, tile * BN + n, rows, N,
+            total = total * scale if W8 else total
+            total += added(left, count, chosen, owner, ranks, seconds, middle, part, tile * BN + n, rows, N,
                            PARTS, RANK, TOGETHER, ADAPTED_ROOM, BN, MT)  # fmt: skip
         _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
                 rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,

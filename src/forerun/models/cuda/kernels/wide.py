@@ -185,13 +185,15 @@ def _put_gated(acc, desc, staging, first, n0, BN: gl.constexpr, P: gl.constexpr,
 
 @gluon.jit
 def _with_delta(acc, delta, first, n0, N: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr):
-    """What adapters add to a tile of gates and ups, which take turns in `delta` [rows, N]."""
+    """What adapters add to a tile of gates and ups; in `delta` [rows, N] all ups lie behind all gates."""
     half: gl.constexpr = BN // 2
     n = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     rows = first + gl.arange(0, P, gl.SliceLayout(0, LAYOUT))
-    column = n0 + 2 * (n % half) + n // half
-    place = rows.to(gl.int64)[None, :] * N + column[:, None]
-    return acc + gl.load(delta + place, mask=(column < N)[:, None], other=0.0)
+    unit = n0 // 2 + n % half
+    place = rows[None, :] * N + (unit + n // half * (N // 2))[:, None]
+    if N % BN == 0:
+        return acc + gl.load(delta + place, cache_modifier=".cg")
+    return acc + gl.load(delta + place, mask=(unit < N // 2)[:, None], other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
