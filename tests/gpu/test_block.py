@@ -9,7 +9,8 @@ from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Verdict
 from forerun.drafters.heads.block import BlockRunner, DFlashDrafter, DSparkDrafter, load_block
-from forerun.drafters.heads.block_head import BlockKind, write_block
+from forerun.drafters.heads.block_config import BlockKind
+from forerun.drafters.heads.block_head import write_block
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
