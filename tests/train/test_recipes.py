@@ -97,7 +97,9 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark"])
+@pytest.mark.parametrize(
+    "method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark", "dflash2", "peagle"]
+)
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

@@ -149,8 +149,8 @@ def _layers_in(own: Mapping[str, Any], kind: BlockKind) -> tuple[int, ...]:
 
 def _rows_in(values: Mapping[str, Any], own: Mapping[str, Any], kind: BlockKind) -> int:
     methods = settings_in(values, "speculators_config").get("proposal_methods")
-    if kind == "peagle" and isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
-        own = {"block_size": methods[0].get("speculative_tokens"), **own}
+    if not own.get("block_size") and isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
+        own = {"block_size": methods[0].get("speculative_tokens")}  # P-EAGLE's name no block
     return size_in(own, "block_size", _BLOCKS[kind])
 
 
