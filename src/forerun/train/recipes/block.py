@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import ceil, gcd
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -318,8 +319,8 @@ class BlockModule(nn.Module):
             nn.init.zeros_(up.weight)
             owner = {"down": down, "up": up}
             if config.markov == "selector":
-                owner["hidden_projection"] = ScaledLinear(width, rank)
-                owner["hidden_projection"].scale(reads=sizes.feature)
+                owner["hidden_projection"] = opens = ScaledLinear(width, rank)
+                opens.scale(reads=sizes.feature)
             self.add_module(SELECTOR if config.markov == "selector" else "markov_head", nn.ModuleDict(owner))
         if config.confidence:
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
@@ -330,7 +331,8 @@ class BlockModule(nn.Module):
 
         -> predicting rows [B, A, levels, D]
         """
-        count, first, fused = self.config.rows, self.layers[0], self.fc(features)
+        count, fused, layers = self.config.rows, self.fc(features), [cast(BlockLayer, one) for one in self.layers]
+        first = layers[0]
         if self.config.reads_rows:
             anchors = (anchors - 1).clamp(min=0)  # rows of tokens at t and t + 1
             embedded = F.pad(embedded[:, 1:], (0, 0, 0, 1))
@@ -341,7 +343,7 @@ class BlockModule(nn.Module):
         far = self._rotations(torch.arange(features.shape[1], device=anchors.device))
         if not self.config.reads_rows:
             context = self.hidden_norm(fused)
-            for layer in self.layers:
+            for layer in layers:
                 x = layer(x, layer.input_layernorm(x), context, anchors, far, near)
         else:
             carried = fused.gather(1, anchors[:, :, None].expand(-1, -1, fused.shape[-1]))[:, :, None]
@@ -349,7 +351,7 @@ class BlockModule(nn.Module):
             spoken, heard = (first.input_layernorm(rows) for rows in (x, embedded.float()))
             x, context = (first.hidden_norm(rows) for rows in (torch.cat((carried, shared), 2), fused))
             into, reads = torch.cat((spoken, x), -1), torch.cat((heard, context), -1)
-            for i, layer in enumerate(self.layers):
+            for i, layer in enumerate(layers):
                 if i:
                     into, reads = layer.input_layernorm(x), layer.input_layernorm(context)
                 x = layer(x, into, reads, anchors, far, near)
