@@ -25,7 +25,7 @@ HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "
 DEEP = "eagle3 of three layers"  # beside the drafters' own names
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash 2": {
-        "kind": "dflash", "taps": 2, "group": 4, "markov": "selector", "markov_rank": 3, "candidates": 16,
+        "kind": "dflash", "taps": 2, "group": 4, "markov": "selector", "markov_rank": 3, "candidates": 3,
     },
     "dflash causal": {"kind": "dflash", "causal": "all"},
     "dflash windowed": {"kind": "dflash", "window": 4, "windowed": (True, False), "causal": "windowed"},

@@ -4,8 +4,8 @@ Every pass gives the target's law after every scored node, rejected ones include
 drafter keeps the likeliest successors of each pair of tokens and of each single one (token recycling, Luo et al. 2024,
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
 trusted is learnt from the committed tokens, at no cost. Where drafts bring too little, rows are left unread and only
-the committed tokens are kept (forerun.drafters.lookup.rest). What is kept belongs to one request, or where `shared` is set
-to one tenant.
+the committed tokens are kept (forerun.drafters.lookup.rest). What is kept belongs to one request, or where `shared` is
+set to one tenant.
 """
 
 from __future__ import annotations
