@@ -373,20 +373,21 @@ def tables_of(config: BlockConfig) -> tuple[str, str, str]:
 def expected_shapes(config: BlockConfig, *, tables: bool = False) -> Sizes:
     """What must be there; `tables` = with a Markov head or selector as the authors store it."""
     width, dim, rank = config.width, config.head_dim, config.markov_rank
-    shapes: Sizes = {"fc.weight": (width, config.feature_width), "norm.weight": (width,)}
-    layer: Sizes = {"input_layernorm.weight": (width,)}
+    shapes: Sizes = {"fc.weight": (width, config.feature_width)}
+    layer: Sizes = {}
     if config.reads_rows:
         shapes |= {"mask_hidden": (config.feature_width,), "layers.0.hidden_norm.weight": (width,)}
     else:
         shapes["hidden_norm.weight"] = (width,)
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+        layer = {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes["norm.weight"] = layer["input_layernorm.weight"] = (width,)
     if config.taps:
         added = 2 * config.taps * (width // config.group)
         for name in ("attention_conv", "mlp_conv"):
             layer |= {f"{name}.base_kernel": (2, config.taps, width)}
             layer |= {f"{name}.kernel_projection.weight": (added, width)}
     for i in range(config.depth):
-        own = layer | config.layer_weights(2 * width if config.reads_rows and not i else width)
+        own = config.layer_weights(2 * width if config.reads_rows and not i else width) | layer
         shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
     owner, before, after = tables_of(config)
     if rank and tables:
