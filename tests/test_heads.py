@@ -51,7 +51,7 @@ def test_a_folder_with_a_head_is_recognised(tmp_path: Path, drafter: str) -> Non
     assert found is not None
     assert found.serves(drafter)
     assert not found.serves("draft_model")
-    alone = ("eagle2", "hydra", "dspark", "dflash", "mtp")
+    alone = ("eagle2", "hydra", "dspark", "dflash", "peagle", "mtp")
     assert found.drafter in ("ngram+eagle3", "ngram+medusa", *alone)
     assert found.size > 0
 

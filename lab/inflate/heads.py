@@ -26,7 +26,8 @@ from forerun.build.fingerprint import find_head
 from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import EngineConfig, SpeculativeConfig
 from forerun.drafters.heads.base import HeadShape
-from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
+from forerun.drafters.heads.block_config import BlockConfig
+from forerun.drafters.heads.block_head import read_block, write_block
 from forerun.drafters.heads.eagle import read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, read_head, write_head
 from forerun.drafters.heads.medusa import Family, HeadsConfig, read_heads, write_heads

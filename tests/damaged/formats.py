@@ -13,7 +13,7 @@ from typing import Any
 from tests.damaged.mutations import damage_bytes, damage_json
 
 PROMPT = [3, 4, 5, 3, 4]
-HEADS = ("medusa", "hydra", "eagle", "eagle3", "dflash", "dspark", "mtp")
+HEADS = ("medusa", "hydra", "eagle", "eagle3", "dflash", "dspark", "peagle", "mtp")
 
 
 @dataclass(frozen=True)

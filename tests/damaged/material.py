@@ -29,6 +29,7 @@ from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 
 def make_material(folder: Path) -> Path:
     """Everything that tests.damaged.formats names."""
+    from forerun.drafters.heads.block_config import KINDS
     from forerun.drafters.heads.block_head import write_block
     from forerun.drafters.heads.eagle import write_mtp
     from forerun.drafters.heads.eagle_head import write_head
@@ -47,8 +48,8 @@ def make_material(folder: Path) -> Path:
         if name in ("medusa", "hydra"):
             heads = heads_config("medusa" if name == "medusa" else "hydra", VOCAB, width=32, blocks=1)
             write_heads(folder / name / "head", heads, heads_weights(heads, own=name == "medusa"))
-        elif name in ("dflash", "dspark"):
-            block = block_config("dflash" if name == "dflash" else "dspark", VOCAB, width=32)
+        elif name in KINDS:
+            block = block_config(next(kind for kind in KINDS if kind == name), VOCAB, width=32)
             write_block(folder / name / "head", block, block_weights(block))
         elif name == "mtp":
             layer = eagle_config("mtp", VOCAB, width=32)

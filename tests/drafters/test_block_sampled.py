@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from forerun.drafters.heads import block as block_drafter
-from forerun.drafters.heads.block import DFlashDrafter
+from forerun.drafters.heads.block import BlockDrafter
 from forerun.drafters.heads.growth import sample_trees
 from forerun.engine.engine import Engine
+from tests.drafters.tiny_heads import save_head
+from tests.exactness import harness
 from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table
 
 VOCAB, LENGTH, PROMPT, TEXTS = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2), 1000
@@ -19,9 +23,13 @@ LIKED = 3  # a token that this head drafts more often than the target says it
 
 def engine_of(drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(block_drafter, "wants_sampling", lambda speculative, device: True)
-    monkeypatch.setattr(DFlashDrafter, "least", least)
-    engine = engine_for(drafter, "exact", shape, VOCAB, frozenset())
-    assert isinstance(engine.drafters.get(drafter), DFlashDrafter)
+    monkeypatch.setattr(BlockDrafter, "least", least)
+    name = drafter.partition(" ")[0]
+    if name != drafter:  # another configuration than the usual one of that name
+        folder = str(save_head(drafter, Path(mkdtemp()), VOCAB))
+        monkeypatch.setattr(harness, "head_folder", lambda name, vocab: folder)
+    engine = engine_for(name, "exact", shape, VOCAB, frozenset())
+    assert isinstance(engine.drafters.get(name), BlockDrafter)
     return engine
 
 
@@ -33,7 +41,15 @@ def likelihood(engine: Engine) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "shape", "least"), [("dflash", "chain", 0.0), ("dspark", "chain", 0.005), ("dspark", "tree", 0.02)]
+    ("drafter", "shape", "least"),
+    [
+        ("dflash", "chain", 0.0),
+        ("dspark", "chain", 0.005),
+        ("dspark", "tree", 0.02),
+        ("peagle", "tree", 0.0),
+        ("dflash 2", "chain", 0.0),
+        ("dflash 2", "tree", 0.0),
+    ],
 )
 def test_the_law_of_the_text_is_the_targets(
     drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch

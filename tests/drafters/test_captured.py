@@ -11,7 +11,8 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget
 from forerun.drafters.heads.base import UNMEASURED, Meter
 from forerun.drafters.heads.block import FEWEST, READ_AT_ONCE, RESERVED, BlockRunner, DFlashDrafter, GraphRunner
-from forerun.drafters.heads.block_head import BlockHead, BlockKind
+from forerun.drafters.heads.block_config import BlockKind
+from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.medusa import WIDTHS, Family, HeadSet, HydraDrafter, MedusaDrafter
 from forerun.models.cuda import graphs as captured
 from forerun.testing import FakeSeq, TableLM

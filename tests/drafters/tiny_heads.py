@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ from torch import Tensor
 from forerun.core import registry
 from forerun.drafters.heads import block_head as block_files
 from forerun.drafters.heads import eagle as mtp
-from forerun.drafters.heads.block_head import BlockConfig, BlockKind, write_block
+from forerun.drafters.heads.block_config import KINDS, BlockConfig, BlockKind
+from forerun.drafters.heads.block_head import write_block
 from forerun.drafters.heads.eagle_head import EagleConfig, Kind, expected_shapes, write_head
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import Family, HeadsConfig, write_heads
@@ -20,6 +23,15 @@ from forerun.drafters.heads.medusa import Family, HeadsConfig, write_heads
 # of decoders
 HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source)
 DEEP = "eagle3 of three layers"  # beside the drafters' own names
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash 2": {
+        "kind": "dflash", "taps": 2, "group": 4, "markov": "selector", "markov_rank": 3, "candidates": 3,
+    },
+    "dflash causal": {"kind": "dflash", "causal": "all"},
+    "dflash windowed": {"kind": "dflash", "window": 4, "windowed": (True, False), "causal": "windowed"},
+    "dspark gated": {"kind": "dspark", "markov": "gated", "window": 5, "windowed": (False, True)},
+    "peagle windowed": {"kind": "peagle", "window": 6, "windowed": (False, True), "norm_before_residual": True},
+}  # fmt: skip
 
 
 def eagle_config(kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: int) -> EagleConfig:
@@ -86,8 +98,10 @@ def heads_weights(config: HeadsConfig, seed: int = 0, own: bool = False) -> dict
     return weights
 
 
-def block_config(kind: BlockKind, vocab: int, width: int = 8, draft_vocab: int | None = None) -> BlockConfig:
-    return BlockConfig(
+def block_config(
+    kind: BlockKind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: Any
+) -> BlockConfig:
+    config = BlockConfig(
         kind=kind,
         width=width,
         inner=2 * width,
@@ -101,10 +115,14 @@ def block_config(kind: BlockKind, vocab: int, width: int = 8, draft_vocab: int |
         target_width=width,
         rows=6,
         mask_token=vocab - 1,
+        first=int(kind == "dflash"),
+        causal="all" if kind == "peagle" else "none",
+        markov="vanilla" if kind == "dspark" else "none",
         markov_rank=3 if kind == "dspark" else 0,
         confidence=kind == "dspark",
         max_length=1 << 20,
     )
+    return replace(config, **more)
 
 
 def block_weights(
@@ -125,8 +143,8 @@ def save_head(drafter: str, folder: Path, vocab: int) -> Path:
     if drafter in ("medusa", "hydra"):
         heads = heads_config("medusa" if drafter == "medusa" else "hydra", vocab)
         write_heads(folder, heads, heads_weights(heads, seed, own=drafter == "medusa"))
-    elif drafter in ("dflash", "dspark"):
-        block = block_config("dflash" if drafter == "dflash" else "dspark", vocab, draft_vocab=vocab - 2)
+    elif drafter.partition(" ")[0] in KINDS:
+        block = block_config(draft_vocab=vocab - 2, vocab=vocab, **BLOCKS.get(drafter, {"kind": drafter}))
         write_block(folder, block, block_weights(block, seed))
     elif drafter == "mtp":
         layer = eagle_config("mtp", vocab)

@@ -1,6 +1,5 @@
 """Block drafts on the device: captured or not they are the same trees, and a text is the same with and without."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,34 +7,36 @@ import pytest
 from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Verdict
-from forerun.drafters.heads.block import BlockRunner, DFlashDrafter, DSparkDrafter, load_block
-from forerun.drafters.heads.block_head import BlockKind, write_block
+from forerun.drafters.heads.block import BlockDrafter, BlockRunner, load_block
+from forerun.drafters.heads.block_config import KINDS
+from forerun.drafters.heads.block_head import write_block
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from tests.drafters.rounds import as_lists
-from tests.drafters.tiny_heads import block_config, block_weights
+from tests.drafters.tiny_heads import BLOCKS, block_config, block_weights
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
-KINDS: list[BlockKind] = ["dflash", "dspark"]
+NAMES = (*KINDS, *BLOCKS)
 
 
-def save_block(kind: BlockKind, target: CudaDecoder, folder: Path) -> Path:
+def save_block(name: str, target: CudaDecoder, folder: Path) -> Path:
     """A random drafter in float32, so that near-ties do not decide."""
-    config = replace(block_config(kind, VOCAB, target.config.width, VOCAB - 40), layers=(0, 1, 2))
+    parts = BLOCKS.get(name, {"kind": name})
+    config = block_config(vocab=VOCAB, width=target.config.width, draft_vocab=VOCAB - 40, layers=(0, 1, 2), **parts)
     write_block(folder, config, block_weights(config, seed=5))
     return folder
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_captured_draft_is_the_draft(kind: BlockKind, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_draft_is_the_draft(name: str, device: str, tmp_path: Path) -> None:
     """Over prompts of different lengths, alone and in a batch, and after the cache had to grow."""
     need_cuda(device)
     target = make_target("llama", device)
-    folder = save_block(kind, target, tmp_path)
-    cls = DFlashDrafter if kind == "dflash" else DSparkDrafter
-    captured, plain = (cls(load_block(folder, target, kind)) for _ in range(2))
+    folder = save_block(name, target, tmp_path)
+    kind = next(kind for kind in KINDS if kind == name.partition(" ")[0])
+    captured, plain = (BlockDrafter(load_block(folder, target, kind)) for _ in range(2))
     plain._runner = BlockRunner(plain.head)
     seqs = [FakeSeq(b, [(b + 3 * i) % VOCAB for i in range(n)]) for b, n in enumerate((3, 40, 300))]
     for seq in seqs:
@@ -50,13 +51,13 @@ def test_a_captured_draft_is_the_draft(kind: BlockKind, device: str, tmp_path: P
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_the_same_with_and_without(kind: BlockKind, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_is_the_same_with_and_without(name: str, device: str, tmp_path: Path) -> None:
     need_cuda(device)
-    texts = []
+    texts, kind = [], name.partition(" ")[0]
     for drafter in ("none", kind):
         target = make_target("llama", device)
-        head = str(save_block(kind, target, tmp_path)) if drafter == kind else None
+        head = str(save_block(name, target, tmp_path)) if drafter == kind else None
         speculative = SpeculativeConfig(drafter=drafter, draft_model=head, controller="fixed", budget=5)
         engine = make_engine(target, frozenset(), speculative)
         prompts = [(5, 9, 2), (7,), tuple(range(3, 60))]

@@ -9,7 +9,8 @@ import torch
 from forerun.core.errors import UnsupportedModel
 from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.block import DFlashDrafter
-from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block, write_block
+from forerun.drafters.heads.block_config import BlockKind
+from forerun.drafters.heads.block_head import BlockHead, read_block, write_block
 from forerun.drafters.heads.eagle import (
     Eagle2Drafter,
     Eagle3Drafter,

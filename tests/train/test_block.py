@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Needs, Verdict
-from forerun.drafters.heads.block import BlockSteps, DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.heads.block import BlockDrafter, BlockSteps, load_block
 from forerun.drafters.heads.block_head import read_block, write_block
 from forerun.drafters.heads.formats import read_config, write_config
 from forerun.models.decoder import Decoder
@@ -22,14 +22,14 @@ from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
 from forerun.train.options import Method
 from forerun.train.recipes.base import loss_of, shifted, survival_weights
-from forerun.train.recipes.block import BlockRecipe, attend_blocks, choose_anchors
+from forerun.train.recipes.block import BlockRecipe, attend_blocks, choose_anchors, kind_for
 from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher
 from tests.drafters.tiny_heads import save_head
 from tests.train.test_recipes import lending, options_for
 
-BLOCKS: list[Method] = ["dflash", "dspark"]
+BLOCKS: list[Method] = ["dflash", "dflash2", "dspark", "peagle"]
 
 
 def recipe_for(method: Method, tiny: Checkpoint, texts: Path, out: Path, **more: object) -> BlockRecipe:
@@ -57,12 +57,11 @@ def written(recipe: BlockRecipe, folder: Path) -> Path:
     return folder
 
 
-def drafting(kind: Method, folder: Path, target: Decoder) -> DFlashDrafter:
-    cls = DFlashDrafter if kind == "dflash" else DSparkDrafter
-    return cls(load_block(folder, target, cls.kind))
+def drafting(kind: Method, folder: Path, target: Decoder) -> BlockDrafter:
+    return BlockDrafter(load_block(folder, target, kind_for(kind)))
 
 
-def show(drafter: DFlashDrafter, target: Decoder, tokens: list[int]) -> FakeSeq:
+def show(drafter: BlockDrafter, target: Decoder, tokens: list[int]) -> FakeSeq:
     """The drafter after it observed these tokens as a prompt."""
     seq = FakeSeq(0, tokens)
     trees, scores = target.prefill([seq], Needs(drafter.needs.hidden_layers))
@@ -218,7 +217,7 @@ def test_int8_is_half_the_file_and_nearly_the_same(
     write_block(tmp_path / "whole", recipe.config, weights)
     write_block(tmp_path / "small", recipe.config, weights, "int8")
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "small")]
-    assert sizes[1] < 0.75 * sizes[0]
+    assert sizes[1] < 0.8 * sizes[0]
     config, back = read_block(tmp_path / "small")
     assert config == recipe.config
     assert back.keys() == weights.keys()
@@ -229,7 +228,7 @@ def test_int8_is_half_the_file_and_nearly_the_same(
     assert torch.equal(back["fc.weight"], weights["fc.weight"])  # unequal columns are not rounded together
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "dflash2"])
 @torch.no_grad()
 def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """Whole tables in place of the small matrices, LM head rows of its own, and keys that vLLM reads."""
@@ -239,10 +238,16 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
         export_head(folder, tmp_path / "theirs", "vllm", None)
     rows = {"head_rows": rows_of_target(name), "embed_rows": rows_of_target(name, embedding=True)}
     flag = export_head(folder, tmp_path / "theirs", "vllm", **rows)  # type: ignore[arg-type]
-    assert f'"method": "{kind}"' in flag
+    method = '"eagle3", "parallel_drafting": true' if kind == "peagle" else f'"{kind}"'
+    assert f'"method": {method},' in flag
     values, (config, weights) = read_config(tmp_path / "theirs"), read_block(tmp_path / "theirs")
     nested = values.get("dflash_config", values)
-    assert nested["target_layer_ids"] == [layer - 1 for layer in recipe.config.layers]
+    if kind == "peagle":
+        assert values["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert values["pard_token"] == recipe.config.mask_token
+        assert nested["eagle_aux_hidden_state_layer_ids"] == [*recipe.config.layers]
+    else:
+        assert nested["target_layer_ids"] == [layer - 1 for layer in recipe.config.layers]
     assert nested["mask_token_id"] == recipe.config.mask_token
     assert "forerun" not in values
     assert weights["lm_head.weight"].shape == (40, config.width)
@@ -262,9 +267,14 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("is_causal", True, "causal attention"),
-        ("layer_types", ["sliding_attention"], "sliding windows"),
-        ("markov_head_type", "gated", "Markov head of the type 'gated'"),
+        ("layer_types", ["sliding_attention"], "layer_types"),
+        ("layer_types", ["linear_attention", "full_attention"], "layer_types"),
+        ("markov_head_type", "rnn", "Markov head of the type 'rnn'"),
+        ("projector_type", "domino", "head of the type 'domino'"),
+        ("attention_mode", "mla", "attention of the type 'mla'"),
+        ("attention_sink_bias", True, "attention sinks"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rotary positions of the type 'yarn'"),
+        ("fc_norm", True, "norms on every feature"),
         ("mask_token_id", 99999, "mask_token_id"),
     ],
 )

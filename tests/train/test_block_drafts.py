@@ -11,8 +11,8 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Verdict
 from forerun.drafters.heads.block import (
     BlockCandidates,
+    BlockDrafter,
     BlockSteps,
-    DFlashDrafter,
     GraphRunner,
     candidates_of,
     load_block,
@@ -22,6 +22,7 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.testing import FakeSeq
 from forerun.train.options import Method
+from forerun.train.recipes.block import kind_for
 from tests.train.test_block import BLOCKS, drafting, recipe_for, show, written
 from tests.train.test_recipes import lending
 
@@ -87,8 +88,8 @@ def test_what_a_graph_replays_is_the_same_draft(
     """The form with fixed shapes, run here without a graph: alone and beside sequences of other lengths."""
     monkeypatch.setattr(Replays, "call", lambda self, key, work, *inputs: work(*inputs))
     recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
-    head = load_block(written(recipe, tmp_path), target, "dflash" if kind == "dflash" else "dspark")
-    drafter = DFlashDrafter(head)
+    head = load_block(written(recipe, tmp_path), target, kind_for(kind))
+    drafter = BlockDrafter(head)
     drafter._runner = runner = GraphRunner(head)
     seqs = [FakeSeq(i, tokens) for i, tokens in enumerate(([3, 7, 9, 4, 8], [5, 6], [2, 9, 1, 4, 4, 7, 30]))]
     trees, scores = target.prefill(seqs, Needs(drafter.needs.hidden_layers))
@@ -96,13 +97,15 @@ def test_what_a_graph_replays_is_the_same_draft(
     runner.read(seqs, [drafter._sequences[seq.id] for seq in seqs])
     for some in (seqs, seqs[1:2]):
         rows, inputs = runner.begin(some), runner.inputs(some)
-        scored, tokens = runner.static(inputs, runner.slots_for(some))
+        features = runner.root_features(some)
+        scored, tokens = runner.static(runner.slots_for(some), inputs, features)
         wanted = candidates_of(head, rows, inputs[0])
         assert torch.equal(tokens, wanted[1])
         torch.testing.assert_close(scored, wanted[0], rtol=1e-4, atol=1e-4)
-    other = runner.static(runner.inputs(seqs[:1]) + torch.tensor([[0], [-1], [0]]), 256)[0]
+    inputs, features = runner.inputs(seqs[:1]), runner.root_features(seqs[:1])
+    other = runner.static(256, inputs + torch.tensor([[0], [-1], [0]]), features)[0]
     # lengths matter
-    assert not torch.allclose(other, runner.static(runner.inputs(seqs[:1]), 256)[0], atol=1e-3)
+    assert not torch.allclose(other, runner.static(256, inputs, features)[0], atol=1e-3)
 
 
 def test_the_offer_of_one_pass(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

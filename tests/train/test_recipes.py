@@ -85,7 +85,7 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
     measured = train(options)
     assert measured.tokens_per_round > before + (0.03 if method == "draft-model" else 0.1)  # it starts well
     assert measured.tree_tokens_per_round >= measured.tokens_per_round
-    names = {"hass": "eagle2", "draft-model": "draft_model", "early-exit": "layer_skip"}
+    names = {"hass": "eagle2", "draft-model": "draft_model", "early-exit": "layer_skip", "dflash2": "dflash"}
     drafter = names.get(method, method)
     real = tokens_per_round(tiny, drafter, tmp_path / "out")
     assert real > 1.15
@@ -97,7 +97,9 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark"])
+@pytest.mark.parametrize(
+    "method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark", "dflash2", "peagle"]
+)
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

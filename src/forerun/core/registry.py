@@ -274,7 +274,11 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "dflash", "forerun.drafters.heads.block:DFlashDrafter", "head", ("dflash",),
             vllm="dflash", sglang="DFLASH",
-            says="DFlash: one pass over mask tokens drafts a whole block from five of the target's layers.",
+            says="DFlash, DFlash 2, JetSpec: one pass over mask tokens drafts a whole block from the target's layers.",
+        ),
+        DrafterSpec(
+            "peagle", "forerun.drafters.heads.block:PEagleDrafter", "head", ("peagle",), vllm="eagle3",
+            says="P-EAGLE: EAGLE-3's layers draft a whole block in one pass, over mask tokens that share a feature.",
         ),
         DrafterSpec(
             "mtp", "forerun.drafters.heads.eagle:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",

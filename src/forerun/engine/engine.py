@@ -206,6 +206,8 @@ class Engine:
         seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prefill(readers, scores.read[0], clock.started) if scores.read is not None else 0
+        if line.second is not None and scores.logits is not None:
+            scores = replace(scores, logits=None)  # the pass of the round behind may have written there
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
         followed, started = launched.trees.follows is not None, launched.starters(seqs)

@@ -25,7 +25,8 @@ from forerun.core.params import SpeculativeConfig
 
 BOX = Path(__file__).parent
 _FAMILIES = ("medusa", "hydra")  # config.json counts their heads
-_BLOCKS = ("dspark", "dflash")  # config.json names their model
+_BLOCKS = ("dspark", "dflash", "peagle")  # config.json names their model
+_SAME = {"dflash2": "dflash"}  # speculators' names of what is one kind here
 _FORMAT = re.compile(r"([._-](i?q\d\w*|b?f16|fp16|f32|fp32))?(\.gguf)?$")
 
 
@@ -148,10 +149,12 @@ def kind_of(values: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> 
     listed = values.get("architectures")
     names = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
     if speculators := values.get("speculators_model_type"):
-        return str(speculators)
+        return _SAME.get(str(speculators), str(speculators))
     for family in _BLOCKS:
         if family in names or f"{family}_config" in values:
             return family
+    if "eagle" in names and ("ptd_token_id" in values or "pard_token" in values):
+        return "peagle"  # under EAGLE-3's name, with a token for masks
     if "eagle" in names:
         return "eagle3" if "eagle3" in names else "eagle"
     found = set(weights())

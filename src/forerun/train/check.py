@@ -14,7 +14,7 @@ from forerun.build.engine import load_target, make_engine
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.drafters.heads.block_head import NAMES as BLOCKS
+from forerun.drafters.heads.block_config import NAMES as BLOCKS
 from forerun.drafters.heads.block_head import read_block
 from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import NAMES, read_head
@@ -77,7 +77,7 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
         heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
         _check_vocabulary(heads.vocab_size, target, heads.target)
         return f"{heads.count} heads of {heads.blocks} blocks, {heads.width} wide", heads.target
-    if kind in ("dflash", "dspark"):
+    if kind in BLOCKS:
         block, _ = read_block(folder)
         _check_vocabulary(block.vocab_size, target, block.target)
         _check_layers(block.layers, target, block.target)

@@ -3,9 +3,10 @@
 Each engine reads a little less than the next. What one cannot read is refused by name, because a head that loads with
 a part left out drafts tokens that are never accepted, and nothing says so. What was written is read back and compared.
 
-vLLM reads the authors' names of DFlash and DSpark. It has no int8 with a scale per row, does not borrow LM head rows
-for a reduced vocabulary, and wants DSpark's Markov head as two tables, which are made here of the target's embedding
-and LM head: the same numbers, computed once.
+vLLM reads the authors' names of DFlash and DSpark, and P-EAGLE as EAGLE-3 with a token for masks; SGLang reads DFlash
+with whole attention and a whole vocabulary. Neither is given convolutions or a path selector. vLLM has no int8 with a
+scale per row, does not borrow LM head rows for a reduced vocabulary, and wants DSpark's Markov head as two tables,
+which are made here of the target's embedding and LM head: the same numbers, computed once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.drafters.heads.block_head import BlockConfig, read_block, write_block
+from forerun.drafters.heads.block_config import KINDS, BlockConfig
+from forerun.drafters.heads.block_head import read_block, tables_of, write_block
 from forerun.drafters.heads.eagle import read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, Layout, read_head, write_head
 from forerun.drafters.heads.formats import read_config, write_config
@@ -28,7 +30,7 @@ from forerun.drafters.heads.medusa import read_heads, write_heads
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.train.check import kind_of_head
 
-OTHERS = ("medusa", "hydra", "dflash", "dspark", "mtp")  # kinds with files of their own
+OTHERS = ("medusa", "hydra", *KINDS, "mtp")  # kinds with files of their own
 HeadRows = Callable[[Tensor], Tensor]  # rows of the target's LM head or embedding, by token
 
 
@@ -53,7 +55,7 @@ READERS = {
         "eagle",
         "vllm serve {target} --speculative-config "
         '\'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {tokens}}}\'',
-        kinds=("eagle", "eagle3", "dflash", "dspark"),
+        kinds=("eagle", "eagle3", *KINDS),
         narrow=True,
     ),
     "sglang": Reader(
@@ -61,6 +63,7 @@ READERS = {
         "python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
         "--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens {nodes}",
+        kinds=("eagle", "eagle3", "dflash"),
         layer_shift=-1,
         layers=3,
         deep=False,
@@ -70,7 +73,7 @@ READERS = {
     "eagle": Reader(
         "eagle",
         "forerun generate --drafter {method} --draft-model {folder}",
-        kinds=("eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "mtp"),
+        kinds=("eagle", "eagle3", *OTHERS),
         own_head=False,
         narrow=True,
     ),
@@ -97,10 +100,10 @@ def export_head(
         raise InvalidInput(f"{to} reads no {kind} heads; it reads {', '.join(reader.kinds)}")
     target = target_name or "TARGET"
     names = {"folder": out, "method": kind, "tokens": tokens, "nodes": tokens + 1, "target": target}
-    flag = reader.flag.format(algorithm="EAGLE3" if kind == "eagle3" else "EAGLE", **names)
-    if kind in ("dflash", "dspark") and to == "vllm":
-        export_block(folder, out, head_rows, embed_rows)
-        return flag
+    flag = reader.flag.format(algorithm={"eagle": "EAGLE"}.get(kind, kind.upper()), **names)
+    if kind in KINDS and to != "eagle":
+        export_block(folder, out, to, head_rows, embed_rows)
+        return flag.replace('"method": "peagle"', '"method": "eagle3", "parallel_drafting": true')
     if kind in OTHERS:
         _copy_head(folder, out, kind, pickle=False)
         return flag
@@ -237,7 +240,7 @@ def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> No
 
 
 def _copy_head(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
-    if kind in ("dflash", "dspark"):
+    if kind in KINDS:
         copy_block(folder, out, pickle=pickle)
         return
     if kind == "mtp":
@@ -246,20 +249,40 @@ def _copy_head(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
     write_heads(out, *read_heads(folder, "medusa" if kind == "medusa" else "hydra", pickle=pickle))
 
 
-def export_block(folder: Path, out: Path, head_rows: HeadRows | None, embed_rows: HeadRows | None) -> None:
-    """For vLLM; rows that the head borrows from its target are written with it."""
+def _must_be_known(config: BlockConfig, to: str) -> None:
+    """Refuse what an engine would leave out or compute otherwise: it would accept almost nothing of the drafts."""
+    spans, whole = config.window or config.causal != "none", config.draft_vocab_size == config.vocab_size
+    for unknown, what in (
+        (config.taps, "convolutions"),
+        (config.markov == "selector", "a path selector"),
+        (config.markov == "gated", "a gated Markov head"),
+        (config.kind == "dflash" and not config.first, "a root row that predicts"),
+        (to == "sglang" and spans, "windows or causal blocks"),
+        (to == "sglang" and not whole, "a reduced vocabulary"),
+        (config.kind == "peagle" and config.window, "windows"),
+    ):
+        if unknown:
+            raise InvalidInput(
+                f"{to} does not read block drafters with {what}, which this head was trained with; draft with it "
+                f"here (drafter={config.kind!r}), or train one without"
+            )
+
+
+def export_block(folder: Path, out: Path, to: str, head_rows: HeadRows | None, embed_rows: HeadRows | None) -> None:
+    """For vLLM or SGLang; rows that the head borrows from its target are written with it."""
     config, weights = read_block(folder)
-    down, up = weights.pop("markov_head.down.weight", None), weights.pop("markov_head.up.weight", None)
-    if config.draft_vocab_size != config.vocab_size or up is not None:
+    _must_be_known(config, to)
+    owner, before, after = tables_of(config)
+    down, up = weights.pop(f"{owner}.down.weight", None), weights.pop(f"{owner}.up.weight", None)
+    if config.draft_vocab_size != config.vocab_size or up is not None or config.reads_rows:
         ids = torch.arange(config.draft_vocab_size) + weights.get("d2t", torch.tensor(0))
         rows = _own_or_borrowed(weights, "lm_head.weight", ids, head_rows)
-        if "d2t" in weights:
+        if "d2t" in weights or config.reads_rows:
             weights["lm_head.weight"] = rows
         if up is not None and down is not None:
             every = torch.arange(config.vocab_size)
             table = _own_or_borrowed(weights, "embed_tokens.weight", every, embed_rows)
-            weights["markov_head.markov_w1.weight"] = table @ down.float().t()
-            weights["markov_head.markov_w2.weight"] = rows @ up.float()
+            weights |= {before: table @ down.float().t(), after: rows @ up.float()}
     kept = {name: weight for name, weight in weights.items() if name != "t2d"}
     half = {name: w.to(torch.bfloat16) if w.is_floating_point() else w for name, w in kept.items()}
     write_block(out, config, half)
@@ -287,8 +310,11 @@ def copy_block(folder: Path, out: Path, *, pickle: bool = False) -> None:
 
 
 def _block_keys(values: dict[str, Any], config: BlockConfig) -> dict[str, Any]:
-    """What vLLM looks for beside the authors' keys; what only we read is left out."""
+    """What an engine looks for beside the authors' keys; what only we read is left out."""
     values = {name: value for name, value in values.items() if name != "forerun"}
+    if config.reads_rows:
+        nested = {"eagle_aux_hidden_state_layer_ids": list(config.layers), "use_aux_hidden_state": True}
+        values |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": config.mask_token, "eagle_config": nested}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     return {**values, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_parameters": rope}
 

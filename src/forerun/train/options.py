@@ -10,21 +10,22 @@ from typing import Any, Literal, get_args, get_type_hints
 from forerun.core.errors import InvalidInput
 
 Method = Literal[
-    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",
-    "early-exit",
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dflash2", "dspark", "peagle", "specdec",
+    "draft-model", "early-exit",
 ]  # fmt: skip
 METHODS: tuple[Method, ...] = get_args(Method)
+BLOCKS: tuple[Method, ...] = ("dflash", "dflash2", "dspark", "peagle")  # block drafters
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
-    "early-exit": 2e-3, "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3, "specdec": 5e-4,
+    "early-exit": 2e-3, "mtp": 1e-3, "specdec": 5e-4, **dict.fromkeys(BLOCKS, 1e-3),
 }  # fmt: skip
 _STEPS: dict[str, int] = {
     "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
-    "dflash": 8, "dspark": 8, "specdec": 6,
+    "specdec": 6, **dict.fromkeys(BLOCKS, 8),
 }  # fmt: skip
-_LAYERS: dict[str, int] = {"draft-model": 4, "dflash": 4, "dspark": 4, "specdec": 4}
-_MOVERS: dict[str, str] = {"dflash": "muon", "dspark": "muon"}
-_RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64, "medusa": 16}
+_LAYERS: dict[str, int] = {"draft-model": 4, "specdec": 4, **dict.fromkeys(BLOCKS, 4)}
+_MOVERS: dict[str, str] = dict.fromkeys(BLOCKS, "muon")
+_RANKS: dict[str, int] = {"early-exit": 128, "dflash2": 64, "dspark": 64, "medusa": 16}
 WIDTHS = 16  # the width of a head is a multiple of this
 
 
@@ -85,7 +86,8 @@ class TrainOptions:
     layers: int = 0  # of a draft model, pruned from the target; of a block drafter; of an EAGLE-3 head
     width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
     exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
-    rank: int = 0  # of an exit adapter, of DSpark's Markov head, or of the LoRA of `joint`; 0 = the recipe's
+    # of an exit adapter, of DSpark's Markov head, of DFlash 2's selector, of the LoRA of `joint`; 0 = the recipe's
+    rank: int = 0
     inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
     # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
     features: tuple[int, ...] = ()
@@ -99,6 +101,8 @@ class TrainOptions:
     joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads
     # how a block's positions weigh: by how far its draft gets, or by `decay`
     positions: Literal["survival", "decay"] = "survival"
+    causal: bool = False  # a block's rows see only those before them, as in JetSpec
+    window: int = 0  # positions that all layers of a block drafter but the last see; 0 = all positions
     anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
     stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back, one at least
@@ -131,6 +135,10 @@ class TrainOptions:
         _check(self.layers >= 0, "layers", self.layers, "0 (the recipe's) or more")
         fresh = self.method in ("draft-model", "early-exit", "specdec")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
+        _check(self.window >= 0, "window", self.window, "0 (all positions) or more")
+        for name in ("causal", "window"):
+            given = getattr(self, name)
+            _check(not given or self.method in BLOCKS, name, given, f"only for {', '.join(BLOCKS)}")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")

@@ -26,7 +26,8 @@ from forerun.build.fingerprint import fingerprint_of
 from forerun.core.errors import InvalidInput, MissingDependency
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.base import vocabulary_of
-from forerun.drafters.heads.block_head import BlockConfig, BlockKind, read_block
+from forerun.drafters.heads.block_config import BlockConfig, BlockKind
+from forerun.drafters.heads.block_head import read_block
 from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.drafters.heads.formats import SCALES, DraftVocabulary, read_config, read_tensors
@@ -38,9 +39,9 @@ from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import other_targets, require_texts
 from forerun.train.loop import Report, Trainer
 from forerun.train.network import require_separate_matrices
-from forerun.train.options import TrainOptions
+from forerun.train.options import BLOCKS, TrainOptions
 from forerun.train.recipes.base import Measured, Recipe
-from forerun.train.recipes.block import BlockRecipe, block_config
+from forerun.train.recipes.block import BlockRecipe, block_config, kind_for
 from forerun.train.recipes.draft_model import DraftModelRecipe, EarlyExitRecipe
 from forerun.train.recipes.eagle import EagleRecipe, MtpRecipe, eagle_config
 from forerun.train.recipes.medusa import HeadsRecipe
@@ -145,7 +146,7 @@ def make_recipe(
         if start is not None:
             start.fill(heads.heads, teacher.embedding)
         return heads
-    if options.method in ("dflash", "dspark"):
+    if options.method in BLOCKS:
         return _block_recipe(options, checkpoint, teacher, corpus, vocabulary, start)
     if options.one_byte is None and start is not None:
         options = replace(options, one_byte=start.one_byte)
@@ -214,9 +215,10 @@ def _accelerator() -> Any:
 
 
 _FREE = (
-    "inner", "depth", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov_rank", "confidence",
+    "inner", "depth", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov", "markov_rank",
+    "confidence",
 )  # fmt: skip
-_HEADS = ("markov_head.", "confidence_head.")  # DSpark's own
+_HEADS = ("markov_head.", "candidate_selector.", "confidence_head.")  # beside the layers
 _BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # entries of a head's file that are not trained
 _WIDER = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")  # of an EAGLE head
 _WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds to the rows that pass it
@@ -288,8 +290,8 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
         heads, weights = read_heads(folder, options.method, width, vocab_size)
         rows = len(weights["d2t"]) if "d2t" in weights else heads.vocab_size
         start = Start(folder, heads, weights, DraftVocabulary.from_file(weights, rows, heads.vocab_size))
-    elif options.method == "dflash" or options.method == "dspark":
-        start = _block_start(folder, options.method)
+    elif options.method in BLOCKS:
+        start = _block_start(folder, kind_for(options.method))
     else:
         config, weights = read_mtp(folder) if options.method == "mtp" else read_head(folder)
         in_bytes = bool(read_tensors(folder, wanted=lambda name: name.endswith(SCALES)))
@@ -304,13 +306,13 @@ def _block_start(folder: Path, kind: BlockKind) -> Start:
     block, weights = read_block(folder)
     if block.kind != kind:
         weights = {name: weight for name, weight in weights.items() if not name.startswith(_HEADS)}
-        rows = block.rows + (1 if kind == "dflash" else -1)
-        block = replace(block, kind=kind, rows=rows)
+        first = int(kind == "dflash")
+        block = replace(block, kind=kind, rows=block.levels + first, first=first)
     return Start(folder, block, weights, vocabulary_of(block, weights))
 
 
 def _family_of(method: str) -> str:
-    families = {"eagle3": "eagle", "hass": "eagle", "dspark": "dflash"}
+    families = {"eagle3": "eagle", "hass": "eagle", "dspark": "dflash", "dflash2": "dflash"}
     return families.get(method, method)
 
 

@@ -1,7 +1,8 @@
-"""DFlashDrafter and DSparkDrafter: drafters that make a whole block in one pass over the target's features.
+"""BlockDrafter: drafts a whole block in one pass (DFlash, DFlash 2, DSpark, P-EAGLE, JetSpec).
 
-DFlash guesses every position by itself; a tree is grown from these laws, the likeliest paths first. DSpark adds what
-the token before says of the next (a Markov head), and a confidence head that decides how many positions are kept.
+Which parts a head has is in its config (forerun.drafters.heads.block_head). Where it guesses positions one by one, a
+tree is grown from these laws, the likeliest paths first; a Markov head or a path selector adds what the token before
+says of the next; a confidence head decides how many positions are kept.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
+from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -35,13 +38,13 @@ from forerun.drafters.heads.base import (
     rehearse,
     wants_sampling,
 )
-from forerun.drafters.heads.block_head import BlockHead, BlockKind, read_block
+from forerun.drafters.heads.block_config import BlockKind
+from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
+from forerun.drafters.heads.eagle_head import default_layers
 from forerun.drafters.heads.eagle_runner import attend_to
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target
-
-CANDIDATES = 64
 
 
 class BlockCandidates:
@@ -81,14 +84,15 @@ def candidates_of(
     roots: Tensor,
     noised: Noised | None = None,
     factors: Tensor | None = None,
-    count: int = CANDIDATES,
+    count: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Of predicting rows [B, L, D] behind roots [B]: tokens [B, L, K], and log-confidences of each behind each of the
     level before [B, L, K, K], or [B, L, 1, K] where what comes before does not matter.
 
     `noised` brings logits under temperatures and noise, and `factors` [B, 1, 1] are what it multiplies them by; None =
-    as the head says.
+    as the head says. `count` of a position at most; 0 = as many as the head's.
     """
+    count = count or head.config.candidates
     logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
     if noised is not None:
         logits = torch.stack([noised(logits[:, level], level) for level in range(rows.shape[1])], 1)
@@ -109,7 +113,8 @@ def corrected(
     count = tokens.shape[-1]
     before = torch.cat((roots[:, None, None].expand(-1, 1, count), tokens[:, :-1]), 1)  # [B, L, K]
     previous = torch.unflatten(head.markov(before.flatten()), 0, before.shape)  # [B, L, K, rank]
-    bias = (previous @ head.markov_columns(places).transpose(-1, -2)).float()  # [B, L, K, K]
+    known = head.gated(previous, rows[:, :, None])
+    bias = (known @ head.markov_columns(places).transpose(-1, -2)).float()  # [B, L, K, K]
     if factors is not None:
         bias = bias * factors[..., None]
     moved = values[:, :, None] + bias
@@ -172,10 +177,11 @@ class BlockRunner:
     """Runs blocks behind the keys and values of the target's features, and finds each position's candidates.
 
     A sequence has a row of slots for every draft layer. What is committed is written once; a block is written
-    behind it and is overwritten by what comes next, so a draft never depends on earlier drafts. The likeliest
-    tokens of all positions come from one pass and are read by the host once, which grows the tree. A Markov head
-    corrects these candidates alone: what it would lift from below the first 64 is left out, and what all other
-    tokens weigh together stays as it was.
+    behind it and is overwritten by what comes next, so a draft never depends on earlier drafts. P-EAGLE's committed
+    tokens pass through the layers; the last one, the root, is part of the block. The likeliest tokens of all positions
+    come from one pass and are read by the host once, which grows the tree. A Markov head or a selector corrects these
+    candidates alone: what it would lift from below them is left out, and what all other tokens weigh together stays as
+    it was.
 
     On a GPU a draft is one captured graph (`GraphRunner`), for one number of sequences and one number of slots, a
     power of two, with shared noise or without; lengths, roots and rows of the cache are its inputs, so it holds as
@@ -185,6 +191,7 @@ class BlockRunner:
 
     def __init__(self, head: BlockHead) -> None:
         self.head, self.cache = head, ContextCache(head)
+        self._roots: dict[int, tuple[Tensor, list[int]]] = {}  # P-EAGLE: features [1, F] and token of the root's row
 
     @property
     def captures(self) -> int:
@@ -193,6 +200,9 @@ class BlockRunner:
     @torch.no_grad()
     def read(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
         """Keys and values of the rows that are new since each sequence's last draft."""
+        if self.head.config.reads_rows:
+            self._read_rows(seqs, sequences)
+            return
         rows, slots, features = list[int](), list[int](), list[Tensor]()
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + self.head.config.rows)
@@ -212,6 +222,50 @@ class BlockRunner:
             rows, slots = at[:, low : low + CHUNK]
             self.cache.data[:, :, rows, slots] = self.head.context(features[low : low + CHUNK], slots)
 
+    def _read_rows(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
+        """The same for tokens that pass through the layers, all but each sequence's last."""
+        fresh: list[tuple[int, Tensor, list[int]]] = []
+        for seq, observed in zip(seqs, sequences, strict=True):
+            self.cache.admit(seq.id, observed.seen + self.head.config.rows)
+            kept, token = self._roots.get(seq.id, (None, []))
+            features = torch.cat([*([] if kept is None else [kept]), *observed.features])
+            tokens = [*token, *observed.tokens]
+            self._roots[seq.id] = features[-1:], tokens[-1:]
+            fresh.append((seq.id, features[:-1], tokens[:-1]))
+            observed.features, observed.tokens = [], []
+        for low in range(0, max(len(tokens) for _, _, tokens in fresh), CHUNK):
+            some = [(i, rows[low : low + CHUNK], tokens[low : low + CHUNK]) for i, rows, tokens in fresh]
+            self._pass_rows([one for one in some if one[2]])
+
+    def _pass_rows(self, fresh: Sequence[tuple[int, Tensor, list[int]]]) -> None:
+        """Rows of features [n, F] and the tokens behind them, of each sequence, through the layers."""
+        head, cache, device = self.head, self.cache, self.head.device
+        wide = max(len(tokens) for _, _, tokens in fresh)
+        starts = [cache.lengths[i] for i, _, _ in fresh]
+        at: list[tuple[int, int, int]] = []
+        for b, (i, _, tokens) in enumerate(fresh):
+            at += [(cache.rows[i], starts[b] + n, b * wide + n) for n in range(len(tokens))]
+        held, slots, which = torch.tensor(at, device=device).t()
+        features = torch.stack([F.pad(rows, (0, 0, 0, wide - len(rows))) for _, rows, _ in fresh])
+        padded = torch.tensor([some + [0] * (wide - len(some)) for _, _, some in fresh], device=device)
+        places = torch.tensor(starts, device=device)[:, None] + torch.arange(wide, device=device)
+        keys = torch.arange(max(starts) + wide, device=device)[None].expand(len(fresh), -1)[:, : cache.data.shape[3]]
+        masks = masks_of(head.config, places, keys, torch.ones_like(keys, dtype=torch.bool))
+        rows = [cache.rows[i] for i, _, _ in fresh]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.data[0, layer, held, slots], cache.data[1, layer, held, slots] = k[which], v[which]
+            kv = cache.data[:, layer, rows, : keys.shape[1]]
+            return attend_to(torch.unflatten(q, 0, padded.shape), kv.transpose(2, 3), masks[layer])
+
+        head.read_rows(padded, features, places, attend)
+        for i, _, some in fresh:
+            cache.lengths[i] += len(some)
+
+    def root_features(self, seqs: Sequence[Seq]) -> Tensor | None:
+        """[B, F] that P-EAGLE's root rows carry."""
+        return torch.cat([self._roots[seq.id][0] for seq in seqs]) if self.head.config.reads_rows else None
+
     @torch.no_grad()
     def begin(self, seqs: Sequence[Seq]) -> Tensor:
         """One pass over a block for each of these sequences: predicting rows [B, levels, D]."""
@@ -220,19 +274,23 @@ class BlockRunner:
         base, size = max(lengths), head.config.rows
         kv = self.cache.view(ids, base + size)
         starts = torch.tensor(lengths, device=head.device)
-        mask = None
-        if len(ids) > 1:  # slots between a sequence's length and the longest's hold nothing of its own
-            slots = torch.arange(base + size, device=head.device)
-            mask = ((slots < starts[:, None]) | (slots >= base))[:, None, None]  # [B, 1, 1, S]
+        masks: Sequence[Tensor | None] = [None] * head.config.depth
+        if len(ids) > 1 or any(any(head.config.span(i)) for i in range(head.config.depth)):
+            # slots between a sequence's length and the longest's hold nothing of its own
+            slots, places = torch.arange(base, device=head.device), torch.arange(size, device=head.device)
+            places = starts[:, None] + places  # [B, R]
+            keys = torch.cat((slots.expand(len(ids), -1), places), 1)  # [B, S]
+            valid = torch.cat((slots < starts[:, None], torch.ones_like(places, dtype=torch.bool)), 1)
+            masks = masks_of(head.config, places, keys, valid)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             shape = (len(ids), size)
             kv[0, layer, :, base:] = torch.unflatten(k, 0, shape)
             kv[1, layer, :, base:] = torch.unflatten(v, 0, shape)
-            return attend_to(torch.unflatten(q, 0, shape), kv[:, layer].transpose(2, 3), mask)
+            return attend_to(torch.unflatten(q, 0, shape), kv[:, layer].transpose(2, 3), masks[layer])
 
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=head.device)
-        return head.run(roots, starts, attend)
+        return head.run(roots, starts, attend, self.root_features(seqs))
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
@@ -248,13 +306,15 @@ class BlockRunner:
         return BlockCandidates(*found)
 
     def forget(self, seq_id: int) -> None:
+        self._roots.pop(seq_id, None)
         self.cache.release(seq_id)
 
 
 class BlockSteps:
-    """A draft to be drawn: whole laws of all positions from one pass, corrected by the token before in DSpark.
+    """A draft to be drawn: whole laws of all positions from one pass, corrected by the token before.
 
-    Where a confidence head finds that too little is reached nothing is drawn: the laws are impossible there.
+    A path selector chooses among the likeliest of each position; others are impossible. Where a confidence head finds
+    that too little is reached nothing is drawn: the laws are impossible there.
     """
 
     def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], least: float = 0.0) -> None:
@@ -262,6 +322,10 @@ class BlockSteps:
         self.head, self.levels, self._least = head, 1, least
         self._rows, self._roots = rows, torch.tensor([seq.tokens[-1] for seq in seqs], device=rows.device)
         self._base = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, levels, Vd]
+        count = head.config.candidates
+        if head.config.markov == "selector" and count < self._base.shape[-1]:
+            least_likely = self._base.topk(count).values[..., -1:]
+            self._base = self._base.masked_fill(self._base < least_likely, -torch.inf)
         self._reach = torch.ones(len(rows), 1, device=rows.device)  # [B, W] of the last frontier
         self.sure: Tensor | None = None  # [B, W] confidence of what follows it
 
@@ -282,8 +346,8 @@ class BlockSteps:
         if not self.head.has_markov:
             return logits.contiguous()
         previous = self.head.markov(tokens.flatten())
-        logits = logits + torch.unflatten(self.head.bias(previous), 0, shape)
         rows = self._rows[:, level, None].expand(-1, shape[1], -1).flatten(0, 1)
+        logits = logits + torch.unflatten(self.head.bias(self.head.gated(previous, rows)), 0, shape)
         sure = self.head.confidence(rows, previous)
         if sure is not None:
             self.sure = sure.view(shape)
@@ -311,10 +375,11 @@ class GraphRunner(BlockRunner):
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
         if len(seqs) > MOST_CAPTURED or not all(seq.params.is_greedy or has_noise(seq) for seq in seqs):
             return super().candidates(seqs, levels)
-        inputs, slots = self.inputs(seqs), self.slots_for(seqs)
+        inputs, slots, features = [self.inputs(seqs)], self.slots_for(seqs), self.root_features(seqs)
         self._noise.send([settings_of(seq) for seq in seqs])
         key = len(seqs), slots, self._noise.is_on
-        scored, tokens = self._call(key, lambda given: self.static(given, slots), inputs)
+        inputs += [] if features is None else [features]
+        scored, tokens = self._call(key, lambda *given: self.static(slots, *given), *inputs)
         return BlockCandidates(scored[:, :levels], tokens[:, :levels])
 
     def _write(self, features: Tensor, at: Tensor) -> None:
@@ -362,23 +427,24 @@ class GraphRunner(BlockRunner):
         self.cache.admit(seqs[0].id, slots)
         return slots
 
-    def static(self, inputs: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    def static(self, slots: int, inputs: Tensor, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores and tokens of the candidates, whose shapes depend on the number of sequences and slots alone."""
         head, (roots, lengths, held) = self.head, inputs
         count, size = len(roots), head.config.rows
         kv = self.cache.data[:, :, :, :slots].index_select(2, held)  # [2, L, B, S, Hkv, Dh]
         places = lengths[:, None] + torch.arange(size, device=head.device)  # [B, R]
         which = torch.arange(count, device=head.device)[:, None]
-        seen = torch.arange(slots, device=head.device) < lengths[:, None] + size
-        mask = seen[:, None, None]  # [B, 1, 1, S]
+        keys = torch.arange(slots, device=head.device).expand(count, -1)
+        masks = masks_of(head.config, places, keys, keys < lengths[:, None] + size)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv[0, layer, which, places] = torch.unflatten(k, 0, (count, size))
             kv[1, layer, which, places] = torch.unflatten(v, 0, (count, size))
-            return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), mask)
+            return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), masks[layer])
 
-        noise, rows = self._noise, head.run(roots, lengths, attend)
-        noised = noise.of((lengths - 1).int(), rows.shape[1]) if noise.is_on else None
+        noise, rows = self._noise, head.run(roots, lengths, attend, features)
+        behind = lengths if head.config.reads_rows else lengths - 1  # P-EAGLE's root is not among the slots yet
+        noised = noise.of(behind.int(), rows.shape[1]) if noise.is_on else None
         return candidates_of(head, rows, roots, noised, noise.factors(count) if noise.is_on else None)
 
 
@@ -389,10 +455,10 @@ READING = 0.05  # of a pass: what a row of a prompt takes, until one was read
 GROWING = 0.05  # of a pass: what a level of the tree takes, until one was grown
 
 
-class DFlashDrafter:
-    """A block drafter; its tokens are chosen, or drawn from the laws of the positions where that is wanted."""
+class BlockDrafter:
+    """Its tokens are chosen, or drawn from the laws of the positions where that is wanted."""
 
-    kind: BlockKind = "dflash"
+    kind: BlockKind
     least = NEGLIGIBLE  # a drawn draft ends where a confidence head expects less to be reached
 
     def __init__(self, head: BlockHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
@@ -406,7 +472,7 @@ class DFlashDrafter:
         self._calibration = Calibration() if head.config.confidence else head.config.calibration
 
     @classmethod
-    def build(cls, parts: Parts) -> DFlashDrafter:
+    def build(cls, parts: Parts) -> BlockDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
         can = parts.target.can
         drafter = cls(head, sampled=wants_sampling(parts.speculative, can), clock=can.clock)
@@ -503,13 +569,24 @@ class DFlashDrafter:
         return trees
 
 
-class DSparkDrafter(DFlashDrafter):
-    """The same with a Markov head and a confidence head, and a root row that predicts."""
+class DFlashDrafter(BlockDrafter):
+    kind = "dflash"
 
-    kind: BlockKind = "dspark"
+
+class DSparkDrafter(BlockDrafter):
+    kind = "dspark"
+
+
+class PEagleDrafter(BlockDrafter):
+    kind = "peagle"
 
 
 def load_block(folder: Path, target: Target, kind: BlockKind) -> BlockHead:
+    """A head from its folder, for this target; layers that the file does not name are EAGLE-3's usual ones."""
     config, weights = read_block(folder, kind=kind)
     shared = target.shared()
+    if not config.layers:
+        if shared is None or not shared.layers:
+            raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
+        config = replace(config, layers=default_layers(len(shared.layers)))
     return BlockHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

@@ -1,176 +1,139 @@
-"""BlockHead: the weights of a block drafter (DFlash, DSpark), its config.json, its files, and the pass over a block.
+"""BlockHead: the weights of a block drafter, its files, and the pass over a block.
 
-The features of every committed token are fused to one row and projected to keys and values of each draft layer, once,
-when they arrive. A block is the root and mask tokens; its rows see all these and each other, in both directions.
-DFlash's first row carries the root and predicts nothing, the mask rows behind it predict their own token; DSpark's root
-row predicts too, each row the token after it.
+One implementation; a file's config.json says which of these parts a head has:
+
+    DFlash    mask rows behind the root, each of which predicts its own token
+    DFlash 2  the same with short convolutions around attention and MLP, and a path selector
+    DSpark    a root row that predicts too, a Markov head and a confidence head
+    JetSpec   DFlash whose rows see only the rows before them in the block (`causal`)
+    P-EAGLE   EAGLE-3's layers; mask rows carry one learnt feature, and committed tokens pass through the layers
+
+Any of them may limit layers to a window of positions. In all but P-EAGLE the features of every committed token are
+fused to one row and projected to keys and values of each draft layer, once, when they arrive.
+
+What the token before says of the next is one mechanism: a row of one table for the token before times a column of
+another for the next. A Markov head adds it as it is, or gated by the row (`gated`); the selector of DFlash 2 multiplies
+it by a projection of the row (`selector`).
 
 Files have the authors' names of weights, in bfloat16 or in int8 with a scale per row; embedding and LM head may be
 absent. They count hidden layers by their outputs (`target_layer_ids`: 0 = what the first layer returns); here i is the
-input of layer i. DSpark's Markov head is stored as the authors have it, two tables of a row per token (`markov_w1`,
-`markov_w2`), or as what this package trains: two small matrices (`down`, `up`) which make the same tables out of the
-target's embedding and LM head, at a hundredth of the bytes.
+input of layer i. The two tables are stored as the authors have them, a row per token, or as what this package trains:
+two small matrices (`down`, `up`) which make the same tables out of the target's embedding and LM head, at a hundredth
+of the bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of
-from forerun.drafters.heads.formats import (
-    Matrix,
-    config_of,
-    read_config,
-    read_tensors,
-    readers,
-    settings_in,
-    size_in,
-    write_config,
-    write_shards,
-)
+from forerun.drafters.heads.base import Sizes, checked_shared, vocabulary_of
+from forerun.drafters.heads.block_config import KINDS, NAMES, BlockConfig, BlockKind
+from forerun.drafters.heads.formats import Matrix, read_config, read_tensors, readers, write_config, write_shards
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
-
-BlockKind = Literal["dflash", "dspark"]
-NAMES: Mapping[str, str] = {"dflash": "DFlash", "dspark": "DSpark"}
-_MODELS = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-_BLOCKS = {"dflash": 16, "dspark": 8}  # rows of a block where a file does not say
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig(HeadShape):
-    """A few layers that read the target's features as keys and values."""
-
-    kind: BlockKind
-    depth: int  # layers of the drafter
-    rows: int  # of a block: the root and the masks
-    mask_token: int
-    markov_rank: int = 0  # 0 = no Markov head
-    confidence: bool = False  # has it a confidence head?
-
-    @property
-    def levels(self) -> int:
-        """Tokens that one pass drafts."""
-        return self.rows - self.first
-
-    @property
-    def first(self) -> int:
-        """The first row that predicts: the root's own (DSpark), or the first mask's (DFlash)."""
-        return 1 if self.kind == "dflash" else 0
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], kind: BlockKind) -> BlockConfig:
-        """From a config.json in the authors' form, or in that of speculators."""
-        with config_of(f"{NAMES[kind]}'s"):
-            own = {**values, **settings_in(values, "dflash_config")}
-            _refuse_unknown(own)
-            shape = shape_in(values)
-            return cls(
-                **shape,
-                kind=kind,
-                depth=size_in({**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers"),
-                layers=_layers_in(own),
-                rows=size_in(own, "block_size", _BLOCKS[kind]),
-                mask_token=_mask_in(own, shape["vocab_size"]),
-                markov_rank=size_in(own, "markov_rank", 1) if own.get("markov_rank") else 0,
-                confidence=bool(own.get("enable_confidence_head")),
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """config.json in the authors' form, with what only we measure under a key of our own."""
-        outputs = [layer - 1 for layer in self.layers]
-        values: dict[str, Any] = {
-            "architectures": [_MODELS[self.kind]],
-            **self.layer_json("qwen3", self.depth, attention_bias=False),
-            "block_size": self.rows,
-            **self.target_json(),
-            "forerun": {"format": self.kind, **self.measured_json()},
-        }
-        if self.kind == "dflash":
-            return values | {"dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": outputs}}
-        return values | {
-            "mask_token_id": self.mask_token,
-            "target_layer_ids": outputs,
-            "markov_rank": self.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": self.confidence,
-            "confidence_head_with_markov": self.confidence,
-        }
-
-
-def spread_features(layers: int, count: int = 5) -> tuple[int, ...]:
-    """Which hidden layers to read: from the second layer's input to that of the last but one, evenly."""
-    low, high = min(2, layers), max(min(2, layers), layers - 1)
-    return tuple(sorted({round(low + i * (high - low) / max(1, count - 1)) for i in range(count)}))
-
-
-def _layers_in(own: Mapping[str, Any]) -> tuple[int, ...]:
-    """Outputs of layers in the authors' files; speculators counts inputs, as we do."""
-    if ids := own.get("target_layer_ids"):
-        found = tuple(int(layer) + 1 for layer in ids)
-    else:
-        found = tuple(int(layer) for layer in own["aux_hidden_state_layer_ids"])
-    if not found or min(found) < 0 or len(set(found)) != len(found):
-        raise ValueError(f"target_layer_ids = {found!r:.60}")
-    return found
-
-
-def _mask_in(own: Mapping[str, Any], vocab_size: int) -> int:
-    mask = own["mask_token_id"]
-    if type(mask) is not int or not 0 <= mask < vocab_size:
-        raise ValueError(f"mask_token_id = {mask!r:.60}")
-    return mask
-
-
-def _refuse_unknown(own: Mapping[str, Any]) -> None:
-    """Variants whose layers compute something else: they would load, and draft what is never accepted."""
-    windows = own.get("use_swa") or "sliding_attention" in (own.get("layer_types") or ())
-    causal = own.get("causal") or own.get("is_causal")
-    kind = own.get("markov_head_type")
-    for unknown, what in (
-        (windows, "sliding windows"),
-        (causal, "causal attention inside the block"),
-        (own.get("fc_layernorm"), "norms on every feature"),
-        (own.get("attention_bias"), "biases in its attention"),
-        (kind not in (None, "vanilla"), f"a Markov head of the type {kind!r:.40}"),
-    ):
-        if unknown:
-            raise ValueError(f"what is known here: it has {what}")
-
 
 _EMBEDDED = 8192  # tokens whose rows of the Markov head are made at a time
 # layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+def masks_of(config: BlockConfig, places: Tensor, keys: Tensor, valid: Tensor) -> list[Tensor]:
+    """Of each layer, what rows at positions [B, R] see of keys at positions [B, S] that hold something [B, S].
+
+    [B, 1, R, S] each; layers that see alike share a mask.
+    """
+    ahead = keys[:, None, None] - places[:, None, :, None]  # [B, 1, R, S]
+    made: dict[tuple[int, bool], Tensor] = {}
+    for i in range(config.depth):
+        window, causal = span = config.span(i)
+        if span not in made:
+            seen = valid[:, None, None].expand_as(ahead) if not causal else valid[:, None, None] & (ahead <= 0)
+            made[span] = seen & (ahead.abs() < window) if window else seen
+    return [made[config.span(i)] for i in range(config.depth)]
+
+
+class BlockConv:
+    """A convolution over the rows of a block, around a sublayer: DFlash 2's.
+
+    Each column of a row is a sum over the row and those before it in the block; the factors are learnt per column, plus
+    what a projection of the sublayer's input adds for a group of columns. One projection serves both sides.
+    """
+
+    def __init__(self, config: BlockConfig, weight: Callable[[str], Tensor]) -> None:
+        self._taps, self._group = config.taps, config.group
+        self._base, self._project = weight("base_kernel"), Matrix(weight("kernel_projection.weight"))
+
+    def factors(self, rows: Tensor) -> Tensor:
+        """Of a sublayer's input [N, D]: [2, N, taps, D] before and behind it."""
+        added = torch.unflatten(self._project.times(rows), -1, (2, self._taps, -1)).transpose(0, 1)
+        return added.repeat_interleave(self._group, -1) + self._base[:, None]
+
+    def apply(self, rows: Tensor, factors: Tensor, size: int) -> Tensor:
+        """Rows [N, D], `size` a block, by factors [N, taps, D]."""
+        blocks = torch.unflatten(rows, 0, (-1, size))
+        parts = [F.pad(blocks, (0, 0, tap, 0))[:, :size].flatten(0, 1) * factors[:, tap] for tap in range(self._taps)]
+        return torch.stack(parts).sum(0)
+
+
 class BlockLayer:
     """One layer's weights in the order that our kernels read."""
 
-    def __init__(self, config: BlockConfig, weight: Callable[[str], Tensor]) -> None:
+    def __init__(
+        self, config: BlockConfig, get: Callable[[str], Tensor], maybe: Callable[[str], Tensor | None]
+    ) -> None:
         dims = config.head_dim
-        q, k, v = (weight(f"self_attn.{name}_proj.weight") for name in "qkv")
+        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
         k = pair_up(k, dims, dims)
         self.key_value = torch.cat((k, v))  # [2 Hkv Dh, D] for the features
         self.qkv = Matrix(torch.cat((pair_up(q, dims, dims), k, v)))
-        norms = [pair_up(weight(f"self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
-        self.k_norm = norms[1]
-        heads = [norms[0].expand(config.heads, -1), norms[1].expand(config.kv_heads, -1)]
-        self.qk_norm = torch.cat(heads).contiguous()  # [H + Hkv, Dh]
-        self.o = Matrix(weight("self_attn.o_proj.weight"))
-        self.gate_up = Matrix(torch.cat([weight(f"mlp.{name}_proj.weight") for name in ("gate", "up")]))
-        self.down = Matrix(weight("mlp.down_proj.weight"))
-        self.attention_norm = weight("input_layernorm.weight")
-        self.mlp_norm = weight("post_attention_layernorm.weight")
+        self.qk_norm: Tensor | None = None  # [H + Hkv, Dh]
+        if not config.reads_rows:
+            norms = [pair_up(get(f"self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
+            self.k_norm = norms[1]
+            heads = [norms[0].expand(config.heads, -1), norms[1].expand(config.kv_heads, -1)]
+            self.qk_norm = torch.cat(heads).contiguous()
+        self.o = Matrix(get("self_attn.o_proj.weight"))
+        self.gate_up = Matrix(torch.cat([get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]))
+        self.down = Matrix(get("mlp.down_proj.weight"))
+        self.attention_norm = get("input_layernorm.weight")
+        self.mlp_norm = get("post_attention_layernorm.weight")
+        self.feature_norm = maybe("hidden_norm.weight")  # of P-EAGLE's first
+        self.convs: list[BlockConv] = []
+        if config.taps:
+            names = ("attention_conv", "mlp_conv")
+            self.convs = [BlockConv(config, lambda part, name=name: get(f"{name}.{part}")) for name in names]  # type: ignore[misc]
+        self._config = config
+
+    def run(self, x: Tensor, into: Tensor, size: int, rotations: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """The residual stream x [N, D] behind this layer; `into` is what its attention reads, `size` rows a block."""
+        config, eps = self._config, self._config.norm_eps
+        before, behind = self.convs[0].factors(into) if self.convs else (None, None)
+        if before is not None:
+            into = self.convs[0].apply(into, before, size)
+        qkv = self.qkv.times(into).view(len(x), -1, config.head_dim)
+        both = config.heads + config.kv_heads
+        turned = qkv[:, :both].clone()
+        if self.qk_norm is not None:
+            turned = F.rms_norm(turned, qkv.shape[-1:], None, eps) * self.qk_norm
+        rotate_(torch.unflatten(turned, -1, (-1, 2)), rotations)
+        found = attend(turned[:, : config.heads], turned[:, config.heads :], qkv[:, both:])
+        if behind is None:
+            x = self.o.add_to(x, found)
+            return self.down.add_to(x, gate(self.gate_up.times(rms_norm(x, self.mlp_norm, eps)), "silu"))
+        x = x + self.convs[0].apply(self.o.times(found), behind, size)
+        into = rms_norm(x, self.mlp_norm, eps)
+        before, behind = self.convs[1].factors(into)
+        out = self.down.times(gate(self.gate_up.times(self.convs[1].apply(into, before, size)), "silu"))
+        return x + self.convs[1].apply(out, behind, size)
 
 
 class BlockHead:
@@ -192,15 +155,18 @@ class BlockHead:
         self._shared = _checked(config, weights, shared)
         with torch.no_grad(), torch.inference_mode(False):
             self.layers = [
-                BlockLayer(config, lambda name, i=i: get(f"layers.{i}.{name}"))  # type: ignore[misc]
-                for i in range(config.depth)
+                BlockLayer(config, *readers(weights, dtype, self.device, f"layers.{i}.")) for i in range(config.depth)
             ]
             # not packed: rounding in blocks would drown the small features between the large ones
             self._fc = Matrix(get("fc.weight"), packed=False)
-            self._key_value = Matrix(torch.cat([layer.key_value for layer in self.layers]))
-            self._k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None]  # [L, 1, Dh]
-            self._feature_norm, self._norm = get("hidden_norm.weight"), get("norm.weight")
+            self._norm = get("norm.weight")
             self._embedding, self._mask = maybe("embed_tokens.weight"), maybe("mask_embedding")
+            if config.reads_rows:
+                self._mask_feature = self._fc.times(get("mask_hidden").view(1, -1))  # [1, D]
+            else:
+                self._key_value = Matrix(torch.cat([layer.key_value for layer in self.layers]))
+                self._k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None]  # [L, 1, Dh]
+                self._feature_norm = get("hidden_norm.weight")
             head = maybe("lm_head.weight")
             if head is None:
                 assert self._shared is not None
@@ -212,16 +178,19 @@ class BlockHead:
 
     def _read_markov(self, maybe: Callable[[str], Tensor | None], head: Tensor) -> None:
         """The table of previous tokens, or what makes it of the embedding; and its columns for the vocabulary."""
-        self._markov_rows, down = maybe("markov_head.markov_w1.weight"), maybe("markov_head.down.weight")
+        owner, before, after = tables_of(self.config)
+        self._markov_rows, down = maybe(before), maybe(f"{owner}.down.weight")
         if down is not None:
             ids = torch.arange(self.config.vocab_size, device=self.device)
             parts = [F.linear(self._embed(some), down) for some in ids.split(_EMBEDDED)]  # type: ignore[no-untyped-call]
             self._markov_rows = torch.cat(parts)
-        table, up = maybe("markov_head.markov_w2.weight"), maybe("markov_head.up.weight")
+        table, up = maybe(after), maybe(f"{owner}.up.weight")
         if up is not None:
             table = head @ up
         self._markov_columns = table if self.config.markov_rank else None  # [Vd, rank]
         self._markov_table = None if self._markov_columns is None else Matrix(self._markov_columns)
+        self._gate = maybe(f"{owner}.hidden_projection.weight" if owner == SELECTOR else f"{owner}.gate_proj.weight")
+        self._gate_bias = maybe(f"{owner}.gate_proj.bias")
         weight = maybe("confidence_head.proj.weight") if self.config.confidence else None
         self._confidence = None if weight is None else weight.float()[0]
         self._confidence_bias = maybe("confidence_head.proj.bias")
@@ -239,26 +208,47 @@ class BlockHead:
             rotate_(layer, rotations)
         return torch.stack((pairs.flatten(-2), values))
 
-    def run(self, roots: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Blocks that start with these roots [B] at these positions [B] -> predicting rows [B, levels, D], normed."""
-        config, eps, count = self.config, self.config.norm_eps, len(roots)
+    def run(self, roots: Tensor, positions: Tensor, attend: Attend, features: Tensor | None = None) -> Tensor:
+        """Blocks that start with these roots [B] at these positions [B] -> predicting rows [B, levels, D], normed.
+
+        P-EAGLE's root rows carry features [B, F] of the target.
+        """
+        config, count = self.config, len(roots)
         masks = roots.new_full((count, config.rows - 1), config.mask_token)
-        x = self._embed(torch.cat((roots[:, None], masks), 1).flatten()).clone()  # [B R, D]
+        tokens = torch.cat((roots[:, None], masks), 1)
+        places = positions[:, None] + torch.arange(config.rows, device=self.device)
+        fused: Tensor | None = None
+        if features is not None:
+            carried = self._fused(features)[:, None]
+            fused = torch.cat((carried, self._mask_feature.expand(count, config.rows - 1, -1)), 1)
+        return self._through(tokens, places, attend, fused)[:, config.first :]
+
+    def read_rows(self, tokens: Tensor, features: Tensor, places: Tensor, attend: Attend) -> None:
+        """P-EAGLE: committed tokens [B, W] with the features before them [B, W, F] pass through the layers."""
+        self._through(tokens, places, attend, torch.unflatten(self._fused(features), 0, tokens.shape))
+
+    def _fused(self, features: Tensor) -> Tensor:
+        return self._fc.times(features.flatten(0, -2).to(self.dtype))
+
+    def _through(self, tokens: Tensor, places: Tensor, attend: Attend, fused: Tensor | None) -> Tensor:
+        """Rows of tokens at places [B, R], of P-EAGLE with fused features [B, R, D] -> [B, R, D], normed."""
+        config, eps, shape = self.config, self.config.norm_eps, tokens.shape
+        embedded = self._embed(tokens.flatten()).clone()  # [B R, D]
         if self._mask is not None:
-            torch.unflatten(x, 0, (count, config.rows))[:, 1:] = self._mask
-        places = (positions[:, None] + torch.arange(config.rows, device=self.device)).flatten()
-        rotations = self._rotations.at(places, 0)
+            torch.unflatten(embedded, 0, shape)[:, 1:] = self._mask
+        rotations, first = self._rotations.at(places.flatten(), 0), self.layers[0]
+        x, into = embedded, rms_norm(embedded, first.attention_norm, eps)
+        if fused is not None:
+            assert first.feature_norm is not None
+            x = fused.flatten(0, 1).contiguous()
+            normed = rms_norm(x, first.feature_norm, eps)
+            into = torch.cat((into, normed), -1)
+            x = normed if config.norm_before_residual else x.clone()
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv.times(rms_norm(x, layer.attention_norm, eps))
-            qkv = qkv.view(len(x), -1, config.head_dim)
-            both = config.heads + config.kv_heads
-            turned = F.rms_norm(qkv[:, :both], qkv.shape[-1:], None, eps) * layer.qk_norm
-            rotate_(torch.unflatten(turned, -1, (-1, 2)), rotations)
-            found = attend(i, turned[:, : config.heads], turned[:, config.heads :], qkv[:, both:])
-            x = layer.o.add_to(x, found)
-            x = layer.down.add_to(x, gate(layer.gate_up.times(rms_norm(x, layer.mlp_norm, eps)), "silu"))
-        rows = torch.unflatten(rms_norm(x, self._norm, eps), 0, (count, config.rows))
-        return rows[:, config.first :]
+            if i:
+                into = rms_norm(x, layer.attention_norm, eps)
+            x = layer.run(x, into, shape[1], rotations, lambda q, k, v, i=i: attend(i, q, k, v))
+        return torch.unflatten(rms_norm(x, self._norm, eps), 0, shape)
 
     def logits(self, rows: Tensor) -> Tensor:
         """[N, Vd] fp32: the law of each position by itself."""
@@ -269,17 +259,27 @@ class BlockHead:
         return self._markov_table is not None
 
     def markov(self, tokens: Tensor) -> Tensor:
-        """[N, rank] what the Markov head knows of a previous token."""
+        """[N, rank] what the Markov head or the selector knows of a previous token."""
         assert self._markov_rows is not None
         return F.embedding(tokens, self._markov_rows)
 
-    def bias(self, previous: Tensor) -> Tensor:
-        """[N, Vd] what is added to the logits behind previous tokens."""
+    def gated(self, previous: Tensor, rows: Tensor) -> Tensor:
+        """What is known of previous tokens [.., rank], as rows [.., D], which may be fewer, let it through."""
+        if self._gate is None:
+            return previous
+        if self.config.markov == "selector":
+            return previous * F.linear(rows, self._gate)
+        width = self.config.width
+        open_by = F.linear(rows, self._gate[:, :width], self._gate_bias) + F.linear(previous, self._gate[:, width:])
+        return previous * torch.sigmoid(open_by)
+
+    def bias(self, known: Tensor) -> Tensor:
+        """[N, Vd] what is added to the logits, given what is known of the tokens before."""
         assert self._markov_table is not None
-        return self._markov_table.times(previous).float()
+        return self._markov_table.times(known.contiguous()).float()
 
     def markov_columns(self, places: Tensor) -> Tensor:
-        """[.., rank] of rows of the draft vocabulary: `markov` times these is the bias of each."""
+        """[.., rank] of rows of the draft vocabulary: what is known times these is the bias of each."""
         assert self._markov_columns is not None
         return self._markov_columns[places]
 
@@ -291,7 +291,11 @@ class BlockHead:
         if self._confidence is None:
             return None
         width = self.config.width
-        score = rows.float() @ self._confidence[:width] + previous.float() @ self._confidence[width:]
+        score = rows.float() @ self._confidence[:width]
+        if self.config.confidence_with_markov:
+            score = score + previous.float() @ self._confidence[width:]
+        else:
+            score = score.expand(previous.shape[:-1])
         return torch.sigmoid(score if self._confidence_bias is None else score + self._confidence_bias.float())
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -321,16 +325,24 @@ def read_block(
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
     """Config and weights under the authors' names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
-    weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    found = kind_of(values, lambda: weights)
-    if found != "dflash" and found != "dspark":
+    weights = {_our_name(name): weight for name, weight in weights.items()}
+    named = kind_of(values, lambda: weights)
+    found = next((one for one in KINDS if one == named), None)
+    if found is None:
         raise InvalidInput(f"{folder} holds no block drafter; try `forerun drafters check`")
     if kind is not None and found != kind:
         raise InvalidInput(f"{folder} holds a {NAMES[found]} head, not {NAMES[kind]}; use drafter={found!r}")
-    config = BlockConfig.from_json(values, "dflash" if found == "dflash" else "dspark")
+    config = BlockConfig.from_json(values, found)
     weights = _from_int8(weights)
+    if "mask_hidden" in weights:
+        weights["mask_hidden"] = weights["mask_hidden"].flatten()
     check_shapes(config, weights, folder)
     return config, weights
+
+
+def _our_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def write_block(folder: Path, config: BlockConfig, weights: Mapping[str, Tensor], stored: Stored = "bfloat16") -> None:
@@ -342,28 +354,53 @@ def write_block(folder: Path, config: BlockConfig, weights: Mapping[str, Tensor]
 def check_shapes(config: BlockConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
     if config.rows <= config.first:
         raise DamagedFile(f"config.json of {folder} says blocks of {config.rows}; fetch it again")
-    tables = "markov_head.markov_w1.weight" in weights
-    needed = expected_shapes(config, tables=tables)
+    if config.taps and config.width % config.group:
+        raise DamagedFile(f"config.json of {folder} groups {config.width} columns by {config.group}; fetch it again")
+    needed = expected_shapes(config, tables=tables_of(config)[1] in weights)
     config.check(folder, weights, needed, {"mask_embedding": (config.width,)})
 
 
+SELECTOR = "candidate_selector"
+
+
+def tables_of(config: BlockConfig) -> tuple[str, str, str]:
+    """What the weights of its Markov head or selector are called, and its tables of previous and next tokens."""
+    if config.markov == "selector":
+        return SELECTOR, f"{SELECTOR}.predecessor_codebook", f"{SELECTOR}.successor_codebook"
+    return "markov_head", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+
+
 def expected_shapes(config: BlockConfig, *, tables: bool = False) -> Sizes:
-    """What must be there; `tables` = with DSpark's Markov head as its authors store it."""
+    """What must be there; `tables` = with a Markov head or selector as the authors store it."""
     width, dim, rank = config.width, config.head_dim, config.markov_rank
-    shapes: Sizes = {
-        "fc.weight": (width, config.feature_width), "hidden_norm.weight": (width,), "norm.weight": (width,),
-    }  # fmt: skip
-    layer = config.layer_weights(width) | {
-        "self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,), "input_layernorm.weight": (width,),
-    }  # fmt: skip
-    shapes |= {f"layers.{i}.{name}": size for i in range(config.depth) for name, size in layer.items()}
+    shapes: Sizes = {"fc.weight": (width, config.feature_width)}
+    layer: Sizes = {}
+    if config.reads_rows:
+        shapes |= {"mask_hidden": (config.feature_width,), "layers.0.hidden_norm.weight": (width,)}
+    else:
+        shapes["hidden_norm.weight"] = (width,)
+        layer = {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes["norm.weight"] = layer["input_layernorm.weight"] = (width,)
+    if config.taps:
+        added = 2 * config.taps * (width // config.group)
+        for name in ("attention_conv", "mlp_conv"):
+            layer |= {f"{name}.base_kernel": (2, config.taps, width)}
+            layer |= {f"{name}.kernel_projection.weight": (added, width)}
+    for i in range(config.depth):
+        own = config.layer_weights(2 * width if config.reads_rows and not i else width) | layer
+        shapes |= {f"layers.{i}.{name}": size for name, size in own.items()}
+    owner, before, after = tables_of(config)
     if rank and tables:
-        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)
+        shapes |= {before: (config.vocab_size, rank), after: (config.draft_vocab_size, rank)}
     elif rank:
-        shapes |= {"markov_head.down.weight": (rank, width), "markov_head.up.weight": (width, rank)}
+        shapes |= {f"{owner}.down.weight": (rank, width), f"{owner}.up.weight": (width, rank)}
+    if config.markov == "selector":
+        shapes[f"{owner}.hidden_projection.weight"] = (rank, width)
+    if config.markov == "gated":
+        shapes |= {f"{owner}.gate_proj.weight": (rank, width + rank), f"{owner}.gate_proj.bias": (rank,)}
     if config.confidence:
-        shapes |= {"confidence_head.proj.weight": (1, width + rank), "confidence_head.proj.bias": (1,)}
+        reads = width + (rank if config.confidence_with_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}
     return shapes
 
 

@@ -24,7 +24,8 @@ from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
 from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
-from forerun.drafters.heads.block import CANDIDATES, BlockCandidates
+from forerun.drafters.heads.block import BlockCandidates
+from forerun.drafters.heads.block_config import CANDIDATES
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     check_weight,

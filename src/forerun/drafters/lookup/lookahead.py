@@ -7,7 +7,7 @@ pool by their first token; those that begin with the last committed token are th
 Nothing is stored twice: trunk and chains are ordinary nodes of the tree.
 
 The window pays only where nodes are nearly free. Under a price list that says otherwise it is left out, and the
-pool holds what was committed alone.
+pool holds what was committed alone. So it does while the drafter rests (forerun.drafters.lookup.rest).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.offer import Offer
+from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
+from forerun.drafters.lookup.rest import Rest
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
 KEPT = 7  # n-grams of a first token
@@ -86,7 +87,7 @@ class LookaheadDrafter(BaseDrafter):
     """The target's own guesses, some rounds later."""
 
     def __init__(self, shared: bool = False, columns: int = COLUMNS, levels: int = LEVELS) -> None:
-        self.shared, self.columns, self.levels = shared, columns, levels
+        self.shared, self.columns, self.levels, self._rest = shared, columns, levels, Rest()
         self._sequences: dict[int, _Sequence] = {}
         self._tenants: dict[str, Pool] = {}
 
@@ -95,7 +96,9 @@ class LookaheadDrafter(BaseDrafter):
         return cls(parts.speculative.shared)
 
     def offer(self, seq: Seq) -> Offer:
-        """The best n-gram costs nothing; the window is drafted where the price list allows it."""
+        """The best n-gram costs nothing; the window is drafted where the price list allows it; at rest nothing is."""
+        if self._rest.holds(seq):
+            return NEVER
         pool, free, survival = self._state(seq).pool, list[float](), 1.0
         for depth in range(len(next(iter(pool.after(seq.tokens[-1])), ()))):
             survival *= pool.rate(0, depth)
@@ -110,13 +113,14 @@ class LookaheadDrafter(BaseDrafter):
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Take n-grams from what was committed and from the window, whose guesses move up by one."""
         committed = committed_tokens(trees, verdict)
-        guesses = None if scores.logits is None else scores.logits.argmax(-1).tolist()
+        windows = scores.logits is not None and any(self._state(seq).nodes for seq in seqs)
+        guesses = scores.logits.argmax(-1).tolist() if windows and scores.logits is not None else []
         for b, seq in enumerate(seqs):
-            state, start = self._state(seq), trees.starts[b]
-            if guesses is None:
+            state, start, came = self._state(seq), trees.starts[b], committed[b]
+            if len(seq.tokens) <= seq.prompt_length and scores.logits is None:
                 self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
                 continue
-            came = committed[b]
+            self._rest.note(seq, len(came))
             state.pool.count(seq.tokens[-1], came)
             self._collect(state.pool, [*seq.tokens[-self.levels :], *came], len(came))
             for column, nodes in zip(state.window, state.nodes, strict=False):

@@ -3,8 +3,9 @@
 Every pass gives the target's law after every scored node, rejected ones included, and most of it is thrown away. This
 drafter keeps the likeliest successors of each pair of tokens and of each single one (token recycling, Luo et al. 2024,
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
-trusted is learnt from the committed tokens, at no cost. What is kept belongs to one request, or where `shared` is set
-to one tenant.
+trusted is learnt from the committed tokens, at no cost. Where drafts bring too little, rows are left unread and only
+the committed tokens are kept (forerun.drafters.lookup.rest). What is kept belongs to one request, or where `shared` is
+set to one tenant.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from forerun.core.offer import Offer
+from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
+from forerun.drafters.lookup.rest import Rest
 from forerun.drafters.model.draft_law import likeliest
 
 KEPT = 8  # successors of a context
@@ -84,7 +86,7 @@ class Table:
 
 class RecyclingDrafter(BaseDrafter):
     def __init__(self, shared: bool = False) -> None:
-        self.shared = shared
+        self.shared, self._rest = shared, Rest()
         self._tables: dict[int, Table] = {}  # by sequence
         self._tenants: OrderedDict[str, Table] = OrderedDict()
 
@@ -93,7 +95,9 @@ class RecyclingDrafter(BaseDrafter):
         return cls(parts.speculative.shared)
 
     def offer(self, seq: Seq) -> Offer:
-        """The likeliest chain costs nothing."""
+        """The likeliest chain costs nothing; while the drafter rests there is none."""
+        if self._rest.holds(seq):
+            return NEVER
         table, free, survival = self._table(seq), list[float](), 1.0
         before, token = _ends(seq.tokens)
         while len(free) < AT_HAND:
@@ -114,16 +118,20 @@ class RecyclingDrafter(BaseDrafter):
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the likeliest successors of every node; a prompt shows only what it holds itself."""
-        if scores.logits is None:
-            for seq in seqs:
-                self._table(seq).learn_copied(seq.tokens)
+        """Keep the likeliest successors of every node; a prompt, and a round at rest, show only what they hold."""
+        committed = committed_tokens(trees, verdict)
+        if scores.logits is None or (trees.is_plain() and all([self._rest.holds(seq) for seq in seqs])):  # noqa: C419
+            for seq, came in zip(seqs, committed, strict=True):
+                starts = len(seq.tokens) <= seq.prompt_length
+                self._table(seq).learn_copied(seq.tokens if starts else [*seq.tokens[-2:], *came])
+                if not starts:
+                    self._rest.note(seq, len(came))
             return
         (tokens, parents), paths = trees.to_host(), verdict.to_host()[0]
-        committed = committed_tokens(trees, verdict)
         found = _successors(scores.logits)
         for b, seq in enumerate(seqs):
             table, start = self._table(seq), trees.starts[b]
+            self._rest.note(seq, len(committed[b]))
             before = seq.tokens[-2] if len(seq.tokens) > 1 else ANY
             below = range(start + 1, trees.starts[b + 1])
             contexts = [(before, tokens[start]), *((tokens[start + parents[i]], tokens[i]) for i in below)]

@@ -1,12 +1,15 @@
-"""Recipes for block drafters, DFlash and DSpark: blocks that start at random tokens of an answer, all learnt at once.
+"""Recipes for block drafters: blocks that start at random tokens of an answer, all learnt at once.
 
 A block at anchor a is the token there and mask tokens behind it. Its rows see the target's features of the tokens
-before a, and each other. Row j learns the target's law of the token at a + j + 1. Positions
-are weighed by how far their draft gets (`Survival`), or by a fixed decay.
+before a, and each other, or only those before them (`--causal`, JetSpec); `--window` limits all layers but the last.
+Row j learns the target's law of the token at a + j + 1. Positions are weighed by how far their draft gets (`Survival`),
+or by a fixed decay. P-EAGLE's features are rows of their own that pass through the layers: the features of token t with
+token t + 1, as in EAGLE-3; the row of the anchor is part of its block, and masks carry one feature that is learnt.
 
-DSpark's Markov head adds to the logits what the token before says: a product of two small matrices between the target's
-embedding and its LM head, which is the same as adding it to the rows in front of the LM head. The confidence head
-learns whether the likeliest token is the target's likeliest; nothing of its gradient reaches the rest.
+DFlash 2 has convolutions around attention and MLP, and a selector, which is a Markov head that a projection of the row
+multiplies. DSpark's Markov head adds to the logits what the token before says: a product of two small matrices between
+the target's embedding and its LM head, which is the same as adding it to the rows in front of the LM head. The
+confidence head learns whether the likeliest token is the target's likeliest; nothing of its gradient reaches the rest.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forerun.drafters.heads.base import shape_in
-from forerun.drafters.heads.block_head import BlockConfig, spread_features, write_block
+from forerun.drafters.heads.block_config import BlockConfig, BlockKind, Markov, spread_features
+from forerun.drafters.heads.block_head import SELECTOR, tables_of, write_block
+from forerun.drafters.heads.eagle_head import default_layers
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
@@ -32,6 +38,7 @@ from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, Scaled
 from forerun.train.teacher import Teacher
 
 JUDGED = 1024  # rows per level from which the confidence head learns
+TAPS, GROUP = 2, 16  # of DFlash 2's convolutions, as its authors have them
 _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few shapes occur
 
 
@@ -68,12 +75,13 @@ class BlockRecipe(WithTargetHead):
         embedded = F.embedding(batch.tokens, self.teacher.embedding).float()
         if not torch.is_autocast_enabled(device.type):
             features = features.float()
-        roots = embedded.gather(1, places[:, :, None].expand(-1, -1, embedded.shape[-1]))
         mask = self.teacher.embedding[self.config.mask_token].float()
-        rows = self._module(roots, mask, features, places)
+        rows = self._module(embedded, mask, features, places)
         first = torch.arange(len(anchors))[:, None] * length + anchors  # [B, A] which row of [B T]
         for level in range(self.config.levels):
-            learnt = shifted(batch.learnt, level + 1).gather(1, anchors).flatten().nonzero()[:, 0]
+            # P-EAGLE's root row carries the feature of the token before it
+            some = shifted(batch.learnt, level + 1).gather(1, anchors) & (anchors >= self.config.reads_rows)
+            learnt = some.flatten().nonzero()[:, 0]
             at = first.flatten()[learnt].to(device, non_blocking=True)
             here = rows[:, :, level].flatten(0, 1)[learnt.to(device, non_blocking=True)]
             spoken, aside, survives = at + level, None, self.options.positions == "survival"
@@ -87,12 +95,18 @@ class BlockRecipe(WithTargetHead):
         """[N, rank] what the Markov head knows of previous tokens, from their embeddings [N, D]."""
         if not self.config.markov_rank:
             return None
-        known: Tensor = self._module.markov_head["down"](embedded)
+        known: Tensor = self._module.get_submodule(tables_of(self.config)[0] + ".down")(embedded)
         return known
 
     def corrected(self, rows: Tensor, known: Tensor | None) -> Tensor:
         """Rows [N, D] for the LM head, with what is known of the tokens before them."""
-        return rows if known is None else rows + self._module.markov_head["up"](known).to(rows.dtype)
+        if known is None:
+            return rows
+        owner = self._module.get_submodule(tables_of(self.config)[0])
+        if self.config.markov == "selector":
+            known = known * owner["hidden_projection"](rows)  # type: ignore[index]
+        added: Tensor = owner["up"](known)  # type: ignore[index]
+        return rows + added.to(rows.dtype)
 
     def _judge(self, rows: Tensor, known: Tensor | None, law: Tensor, spoken: Tensor, reading: Reading) -> Tensor:
         """The loss of the confidence head: is the likeliest token of these rows the target's likeliest?"""
@@ -131,48 +145,117 @@ def block_config(
 ) -> BlockConfig:
     """A drafter whose layers are shaped like the target's; masks are the rarest token of the texts [V]."""
     shape = {**shape_in({**checkpoint_config, "draft_vocab_size": vocab}), "target": options.target}
-    dspark = options.method == "dspark"
+    kind, depth = kind_for(options.method), options.own_layers
+    markov: Markov = "selector" if options.method == "dflash2" else "vanilla" if kind == "dspark" else "none"
+    causal = options.causal or kind == "peagle"
+    first, usual = int(kind == "dflash"), default_layers(layers) if kind == "peagle" else spread_features(layers)
     return BlockConfig(
         **{**shape, "inner": options.inner or shape["inner"]},
-        kind="dspark" if dspark else "dflash",
-        depth=options.own_layers,
-        layers=options.features or spread_features(layers),
-        rows=options.depth + (0 if dspark else 1),
+        kind=kind,
+        depth=depth,
+        layers=options.features or usual,
+        rows=options.depth + first,
         mask_token=int((counts == counts.min()).nonzero()[-1]),
-        markov_rank=options.own_rank if dspark else 0,
-        confidence=dspark,
+        first=first,
+        window=options.window,
+        windowed=tuple(i < max(1, depth - 1) for i in range(depth)) if options.window else (),
+        causal="all" if causal else "windowed" if options.window else "none",
+        taps=TAPS if options.method == "dflash2" else 0,
+        group=gcd(shape["width"], GROUP) if options.method == "dflash2" else 1,
+        markov=markov,
+        markov_rank=0 if markov == "none" else options.own_rank,
+        confidence=kind == "dspark",
+        norm_before_residual=kind == "peagle",
     )
 
 
-class BlockLayer(HeadLayer):
+def kind_for(method: str) -> BlockKind:
+    return "peagle" if method == "peagle" else "dspark" if method == "dspark" else "dflash"
+
+
+class BlockConv(nn.Module):
+    """A convolution over a block's rows, before and behind a sublayer; it begins as none."""
+
     def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.width, partial(nn.Linear, bias=False))
-        self.config = config
-        norms = {name: Norm(config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")}
-        self.self_attn.update(norms)
+        super().__init__()
+        self.config, width = config, config.width
+        base = torch.zeros(2, config.taps, width)
+        base[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(width, 2 * config.taps * (width // config.group), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def factors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a sublayer's input [.., R, D]: [.., R, taps, D] each."""
+        added = torch.unflatten(self.kernel_projection(rows), -1, (2, self.config.taps, -1))
+        before, behind = (added.repeat_interleave(self.config.group, -1) + self.base_kernel).unbind(-3)
+        return before, behind
+
+    @staticmethod
+    def apply_to(rows: Tensor, factors: Tensor) -> Tensor:
+        parts = [F.pad(rows, (0, 0, tap, 0))[..., : rows.shape[-2], :] for tap in range(factors.shape[-2])]
+        return (torch.stack(parts, -2) * factors).sum(-2)
+
+
+class BlockLayer(HeadLayer):
+    def __init__(self, config: BlockConfig, index: int) -> None:
+        wide = 2 if config.reads_rows and not index else 1
+        super().__init__(config, wide * config.width, partial(nn.Linear, bias=False))
+        self.config, self.index = config, index
+        if not config.reads_rows:
+            self.self_attn.update({name: Norm(config.head_dim, config.norm_eps) for name in ("q_norm", "k_norm")})
         self.input_layernorm = Norm(config.width, config.norm_eps)
+        if wide == 2:
+            self.hidden_norm = Norm(config.width, config.norm_eps)
+        if config.taps:
+            self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
 
     def forward(
-        self, x: Tensor, context: Tensor, anchors: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Blocks x [B, A, R, D] behind context [B, T, D]; rotations of the context's rows and of the blocks'."""
-        rows = self.input_layernorm(x).flatten(1, 2)
+        self, x: Tensor, into: Tensor, context: Tensor, anchors: Tensor, far: tuple[Tensor, Tensor],
+        near: tuple[Tensor, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Blocks x [B, A, R, D] behind context [B, T, D]; rotations of the context's rows and of the blocks'.
+
+        `into` is what the blocks' attention reads, `context` what its keys and values are made of.
+        """
+        before, behind = self.attention_conv.factors(into) if self.config.taps else (None, None)
+        rows = (into if before is None else BlockConv.apply_to(into, before)).flatten(1, 2)
         q, k, v = (self._heads(rows, name) for name in "qkv")
         past, kept = self._heads(context, "k"), self._heads(context, "v")
         q, k, past = turn(q, near), turn(k, near), turn(past, far)
-        found = torch.unflatten(attend_blocks(q, k, v, past, kept, anchors), 1, x.shape[1:3])
-        return self.after_attention(x, found)
+        found = attend_blocks(q, k, v, past, kept, anchors, *self.config.span(self.index))
+        found = torch.unflatten(found, 1, x.shape[1:3])
+        if behind is None:
+            return self.after_attention(x, found)
+        x = x + BlockConv.apply_to(self.self_attn["o_proj"](found), behind)
+        rows = self.post_attention_layernorm(x)
+        before, behind = self.mlp_conv.factors(rows)
+        rows = BlockConv.apply_to(rows, before)
+        inner = F.silu(self.mlp["gate_proj"](rows)) * self.mlp["up_proj"](rows)
+        return x + BlockConv.apply_to(self.mlp["down_proj"](inner), behind)
+
+    def go_on(self, context: Tensor, into: Tensor, far: tuple[Tensor, Tensor]) -> Tensor:
+        """P-EAGLE: the context's own rows [B, T, D] behind this layer, each of which sees those before it."""
+        q, k, v = (self._heads(into, name) for name in "qkv")
+        place, window = torch.arange(context.shape[1], device=context.device), self.config.span(self.index)[0]
+        back = place[:, None] - place
+        seen = (back >= 0) & (back < window) if window else back >= 0
+        q, k = (turn(part, far).to(v.dtype) for part in (q, k))
+        found = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=self.config.heads != self.config.kv_heads)
+        return self.after_attention(context, found.transpose(1, 2).flatten(2))
 
     def _heads(self, rows: Tensor, name: str) -> Tensor:
         """[B, N, D] -> [B, heads, N, Dh], queries and keys normed."""
         heads = self.self_attn[f"{name}_proj"](rows).unflatten(-1, (-1, self.config.head_dim))
-        if name != "v":
+        if name != "v" and not self.config.reads_rows:
             heads = self.self_attn[f"{name}_norm"](heads)
         turned: Tensor = heads.transpose(1, 2)
         return turned
 
 
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, anchors: Tensor) -> Tensor:
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, anchors: Tensor, window: int = 0, causal: bool = False
+) -> Tensor:
     """Queries [B, H, A R, Dh] over the context before each block's anchor and over their own block [B, A R, H Dh].
 
     q, k, v are the blocks' own; past and kept [B, Hkv, T, Dh] the context's keys and values; anchors [B, A].
@@ -185,21 +268,29 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, a
     flat = q.flatten(2, 4)
     scores = (flat @ past.to(dtype).transpose(-1, -2)).view(*q.shape[:-1], -1)  # [B, Hkv, G, A, R, T]
     own = q @ k.transpose(-1, -2)[:, :, None]  # [B, Hkv, G, A, R, R]
-    weights, shares = _weigh_for(q.device.type)(scores, own, anchors, dim**-0.5)
+    weights, shares = _weigh_for(q.device.type)(scores, own, anchors, dim**-0.5, window, causal)
     found = (weights.flatten(2, 4) @ kept.to(dtype)).view(q.shape) + shares @ v[:, :, None]
     return found.flatten(1, 2).reshape(batch, heads, rows, dim).transpose(1, 2).flatten(2)
 
 
-def weigh_blocks(scores: Tensor, own: Tensor, anchors: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def weigh_blocks(
+    scores: Tensor, own: Tensor, anchors: Tensor, scale: float, window: int, causal: bool
+) -> tuple[Tensor, Tensor]:
     """One softmax over the context before the anchor [B, Hkv, G, A, R, T] and the block itself [.., R]."""
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    hidden = places >= anchors[:, None, None, :, None, None]
+    places, rows = (torch.arange(part.shape[-1], device=scores.device) for part in (scores, own))
+    starts = anchors[:, None, None, :, None, None]
+    hidden = places >= starts
+    ahead = rows - rows[:, None]  # [R, R]
+    unseen = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
+    if window:
+        hidden = hidden | (starts + rows[:, None] - places >= window)
+        unseen = unseen | (ahead.abs() >= window)
     seen = (scores.float() * scale).masked_fill(hidden, -torch.inf)
-    return softmax_over_both(seen, own.float() * scale, scores.dtype)
+    return softmax_over_both(seen, (own.float() * scale).masked_fill(unseen, -torch.inf), scores.dtype)
 
 
 @cache
-def _weigh_for(device: str) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def _weigh_for(device: str) -> Callable[[Tensor, Tensor, Tensor, float, int, bool], tuple[Tensor, Tensor]]:
     """Fused on a GPU: written out, the passes over [B, H, A R, T] would cost more than the products."""
     return torch.compile(weigh_blocks, dynamic=True) if device == "cuda" else weigh_blocks
 
@@ -215,30 +306,56 @@ class BlockModule(nn.Module):
         self.config, width, rank = config, config.width, config.markov_rank
         self.fc = ScaledLinear(config.feature_width, width)
         self.fc.scale(reads=features)
-        self.hidden_norm = Norm(width, config.norm_eps)
-        self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.depth)])
+        if config.reads_rows:
+            self.mask_hidden = nn.Parameter(torch.zeros(config.feature_width))
+        else:
+            self.hidden_norm = Norm(width, config.norm_eps)
+        self.layers = nn.ModuleList([BlockLayer(config, i) for i in range(config.depth)])
         self.norm = ScaledNorm(width, config.norm_eps)
         self.norm.scale(QUICK * sizes.feature, BEGINNING / QUICK)
         if rank:
             down, up = ScaledLinear(width, rank), nn.Linear(rank, width, bias=False)
             down.scale(reads=sizes.token)
             nn.init.zeros_(up.weight)
-            self.markov_head = nn.ModuleDict({"down": down, "up": up})
+            owner = {"down": down, "up": up}
+            if config.markov == "selector":
+                owner["hidden_projection"] = opens = ScaledLinear(width, rank)
+                opens.scale(reads=sizes.feature)
+            self.add_module(SELECTOR if config.markov == "selector" else "markov_head", nn.ModuleDict(owner))
         if config.confidence:
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
         self.register_buffer("rates", rates_of(config), persistent=False)
 
-    def forward(self, roots: Tensor, mask: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """Blocks of roots [B, A, D] and masks [D] behind features [B, T, F] -> predicting rows [B, A, levels, D]."""
-        count = self.config.rows
-        context = self.hidden_norm(self.fc(features))
-        masks = mask.expand(*roots.shape[:2], count - 1, -1)
-        x = torch.cat((roots[:, :, None], masks), 2).float()
+    def forward(self, embedded: Tensor, mask: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Blocks at anchors [B, A] of tokens [B, T, D], and masks [D], behind features [B, T, F].
+
+        -> predicting rows [B, A, levels, D]
+        """
+        count, fused, layers = self.config.rows, self.fc(features), [cast(BlockLayer, one) for one in self.layers]
+        first = layers[0]
+        if self.config.reads_rows:
+            anchors = (anchors - 1).clamp(min=0)  # rows of tokens at t and t + 1
+            embedded = F.pad(embedded[:, 1:], (0, 0, 0, 1))
+        roots = embedded.gather(1, anchors[:, :, None].expand(-1, -1, embedded.shape[-1]))
+        x = torch.cat((roots[:, :, None], mask.expand(*roots.shape[:2], count - 1, -1)), 2).float()
         places = anchors[:, :, None] + torch.arange(count, device=anchors.device)  # [B, A, R]
         near = self._rotations(places.flatten(1)[:, None])
         far = self._rotations(torch.arange(features.shape[1], device=anchors.device))
-        for layer in self.layers:
-            x = layer(x, context, anchors, far, near)
+        if not self.config.reads_rows:
+            context = self.hidden_norm(fused)
+            for layer in layers:
+                x = layer(x, layer.input_layernorm(x), context, anchors, far, near)
+        else:
+            carried = fused.gather(1, anchors[:, :, None].expand(-1, -1, fused.shape[-1]))[:, :, None]
+            shared = self.fc(self.mask_hidden).expand(*roots.shape[:2], count - 1, -1)
+            spoken, heard = (first.input_layernorm(rows) for rows in (x, embedded.float()))
+            x, context = (first.hidden_norm(rows) for rows in (torch.cat((carried, shared), 2), fused))
+            into, reads = torch.cat((spoken, x), -1), torch.cat((heard, context), -1)
+            for i, layer in enumerate(layers):
+                if i:
+                    into, reads = layer.input_layernorm(x), layer.input_layernorm(context)
+                x = layer(x, into, reads, anchors, far, near)
+                context = layer.go_on(context, reads, far)
         rows: Tensor = self.norm(x[:, :, self.config.first :])
         return rows
 

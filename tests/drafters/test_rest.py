@@ -1,0 +1,132 @@
+"""Drafters that read the rows of every pass rest where that does not pay: rows stay unread, and rounds overlap."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.build.engine import make_engine
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.core.offer import NEVER, Offer
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.lookup.recycling import RecyclingDrafter
+from forerun.drafters.lookup.rest import LONGEST, SHORTEST, Rest
+from forerun.engine.sequence import SequenceState
+from forerun.testing import FakeSeq
+from lab.simulate.device import KnownAnswers, SimulatedDevice
+from lab.simulate.speeds import h200
+from tests.simulate.load import SimulatedClock
+
+VOCAB, PROMPT, ANSWER, TEXTS = 4000, 24, 128, 12
+
+
+class Counted(Tensor):
+    """Counts how often something of it is brought to the host."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Counted.reads += getattr(func, "__name__", "") in ("tolist", "item", "cpu", "numpy")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def write(drafter: str) -> tuple[float, int, int]:
+    """Simulated seconds for texts in which nothing recurs, reads of rows, and rounds that overlap the last one."""
+    rng, clock = random.Random(1), SimulatedClock()
+    texts = {}
+    for _ in range(TEXTS):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(PROMPT))
+        texts[prompt] = [rng.randrange(VOCAB) for _ in range(ANSWER)]
+    device = SimulatedDevice(clock, h200(), KnownAnswers(texts, VOCAB))
+    device._logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).as_subclass(Counted)
+    speculative = SpeculativeConfig(drafter=drafter, controller="fixed")
+    engine = make_engine(device, frozenset(), speculative, EngineConfig(max_batch=1))
+
+    def offer(seq: Seq) -> Offer:
+        assert isinstance(seq, SequenceState)
+        return engine.drafters.offer(seq)
+
+    if drafter != "none":
+        curve = CostModel(h200().curve())
+        engine.controller = AdaptiveController(curve, 60, 10, offer, engine.drafters.looks_up, follows=True)
+    followed, next_round = 0, engine._next_round
+
+    def counted(last: Any) -> Any:
+        nonlocal followed
+        found = next_round(last)
+        followed += found is not None
+        return found
+
+    engine._next_round = counted  # type: ignore[method-assign]
+    Counted.reads = 0
+    for prompt in texts:
+        engine.submit(Request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)))
+        while engine.busy:
+            engine.step()
+    return clock.seconds, Counted.reads, followed
+
+
+@pytest.mark.parametrize("drafter", ["recycling", "lookahead"])
+def test_where_nothing_can_be_drafted_rows_stay_unread_and_rounds_overlap(drafter: str) -> None:
+    rounds = TEXTS * ANSWER
+    plain, none, ahead = write("none")
+    assert none == 0
+    seconds, reads, followed = write(drafter)
+    assert reads < 0.08 * rounds
+    assert followed > 0.88 * ahead
+    assert plain / seconds > 0.97
+
+
+def test_negative_control_who_never_rests_reads_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rest, "holds", lambda self, seq: False)
+    plain, (seconds, reads, followed) = write("none")[0], write("recycling")
+    assert reads > 0.9 * TEXTS * ANSWER
+    assert followed == 0
+    assert plain / seconds < 0.95
+
+
+def rounds_of(rest: Rest, seq: FakeSeq, tokens: Callable[[int], int], count: int) -> list[bool]:
+    """Whether it rested, round by round."""
+    found = []
+    for i in range(count):
+        found.append(rest.holds(seq))
+        rest.note(seq, tokens(i))
+    return found
+
+
+def test_whoever_gains_does_not_rest_and_sampled_texts_do_not_speak_for_greedy_ones() -> None:
+    rest, greedy = Rest(), FakeSeq(0, [1])
+    warm = FakeSeq(1, [1], params=SamplingParams(temperature=1.0))
+    assert not any(rounds_of(rest, greedy, lambda i: 2 if i % 2 else 1, 500))
+    assert sum(rounds_of(rest, warm, lambda i: 1 + (i % 8 == 0), 2000)) > 1700
+    assert not rest.holds(greedy)
+
+
+def test_rests_double_while_nothing_is_gained_and_are_short_again_after_a_gain() -> None:
+    rest, seq = Rest(), FakeSeq(0, [1])
+    idle = "".join("z" if one else "." for one in rounds_of(rest, seq, lambda i: 1, 4000))
+    lengths = [len(part) for part in idle.split(".") if part]
+    assert lengths[:3] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
+    assert max(lengths) == LONGEST
+    while rest.holds(seq):
+        rest.note(seq, 1)
+    assert not any(rounds_of(rest, seq, lambda i: 3, 20))
+    again = "".join("z" if one else "." for one in rounds_of(rest, seq, lambda i: 1, 200))
+    assert len(next(part for part in again.split(".") if part)) == SHORTEST
+
+
+def test_a_round_whose_rows_were_overwritten_teaches_what_was_committed() -> None:
+    drafter, seq = RecyclingDrafter(), FakeSeq(0, [1, 2, 3], prompt_length=2)
+    drafter.observe([seq], TreeBatch.chains([[3]]), Scores(None), Verdict.of([[]], [4], "cpu"))
+    assert [token for token, _ in drafter._table(seq).after(2, 3)] == [4]
+    for _ in range(20):
+        drafter._rest.note(seq, 1)
+    assert drafter.offer(seq) is NEVER
