@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid.target import HybridDecoder
+from forerun.models.hybrid.target import torch_decoder
 from forerun.testing import FakeSeq
 
 VOCAB = 61
@@ -256,11 +256,67 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "tie_word_embeddings": True,
     },
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+_YARN_MSCALE = {**_YARN, "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 1.3}
+LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder's
+    "deepseek_v2": {  # as V2-Lite: queries of the layer's input, greedy choice
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": _YARN_MSCALE,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": _YARN_MSCALE,
+    },
+    "deepseek_v3-odd": {  # one group, biases, halves that rotate, weights that do not sum to 1, no q_lora
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 7,
+        "qk_rope_head_dim": 6,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 3,
+        "first_k_dense_replace": 0,
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+}
 
 
 def make_reference(name: str) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **{**FAMILIES, **HYBRIDS}[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT}[name]}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (
@@ -274,6 +330,9 @@ def make_reference(name: str) -> Any:
             weight.normal_(0.0, 0.25)
             if "norm" in key and (not offset or "linear_attn" in key):
                 weight.add_(1.0)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -285,8 +344,7 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
     parsed = DecoderConfig.from_hf(config)
-    made = Decoder if parsed.recurrent is None else HybridDecoder
-    return made(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+    return torch_decoder(parsed)(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
 
 
 def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:

@@ -75,7 +75,8 @@ class Family:
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
-    experts: Literal["mixtral", "qwen", "gpt_oss", "granite"] | None = None
+    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek"] | None = None
+    latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
     spellings: Mapping[str, str] = field(default_factory=dict)  # its own names of common settings, and ours
@@ -117,6 +118,16 @@ _DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_SHARED_EXPERTS = (("mlp.shared_expert.", "mlp.shared_experts."),)
+_SIGMOID_ROUTER = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+}
 _QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
@@ -125,6 +136,31 @@ _QWEN3_NEXT = Family(
     experts="qwen",
     recurrent="delta_net",
     gated_attention=True,
+)
+
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        **_SIGMOID_ROUTER,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    latent=True,
+    rope_pairs="neighbours",
+    experts="deepseek",
+    names=_SHARED_EXPERTS,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -286,6 +322,49 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         experts="gpt_oss",
         gguf="gpt-oss",
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {
+            **_DEEPSEEK_V3.settings,
+            "max_position_embeddings": 2048,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+            "num_experts_per_tok": None,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+        },
+        latent=True,
+        rope_pairs="neighbours",
+        experts="deepseek",
+        names=_SHARED_EXPERTS,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        class_name="Glm4MoeLiteForCausalLM",
+        settings={
+            **_DEEPSEEK_V3.settings,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+        },
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",

@@ -145,9 +145,10 @@ def _yarn(rope: RopeConfig, powers: Tensor) -> tuple[Tensor, float]:
     if rope.attention_factor is not None:
         return blended, rope.attention_factor
     if rope.mscales is not None:
-        return blended, _magnitude(rope.factor, rope.mscales[0]) / _magnitude(rope.factor, rope.mscales[1])
-    return blended, _magnitude(rope.factor, 1.0)
+        return blended, magnitude(rope.factor, rope.mscales[0]) / magnitude(rope.factor, rope.mscales[1])
+    return blended, magnitude(rope.factor, 1.0)
 
 
-def _magnitude(factor: float, weight: float) -> float:
+def magnitude(factor: float, weight: float) -> float:
+    """YaRN's: what queries and keys of a context stretched by this factor are multiplied by."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -71,9 +71,11 @@ def attend_by_nodes(
 ) -> None:
     """Tree attention of one layer, node by node.
 
-    `data` [2, Hkv, S, D] is the layer's cache, which gets what was `made` [M, 2, Hkv, D]; `queries` and `found` are
-    [M, H, D]. A node's keys lie in the order of their positions, from a multiple of PAGE on, wherever its pages are.
+    `data` [2, Hkv, S, D] is the layer's cache, which gets what was `made` [M, 2, Hkv, D]; `queries` are [M, H, D], and
+    `found` [M, H, Dv]. With one part instead of two a row is both: its first Dv numbers are the value. A node's keys
+    lie in the order of their positions, from a multiple of PAGE on, wherever its pages are.
     """
+    width = found.shape[2]
     groups = queries.view(len(queries), made.shape[2], -1, made.shape[3])  # of queries that share a key
     for span in spans:
         own = made[span.first : span.end].permute(1, 2, 0, 3)
@@ -85,7 +87,8 @@ def attend_by_nodes(
         for node, (path, depth) in enumerate(zip(span.shape.paths, span.shape.depths, strict=True)):
             if not span.shape.is_chain:
                 seen[:, :, span.length : span.length + depth + 1] = own[:, :, list(path)]
-            keys, values = seen[:, :, : span.length + depth + 1]
+            visible = seen[:, :, : span.length + depth + 1]
+            keys, values = visible[0], visible[-1, :, :, :width]
             scores = torch.bmm(groups[span.first + node].clone(), keys.transpose(1, 2)).mul_(scale)  # [Hkv, G, N]
             weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
             found[span.first + node] = torch.bmm(weights, values).flatten(0, 1)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import RecurrentConfig
+from forerun.models.config import LatentConfig, RecurrentConfig
+from forerun.models.hybrid.latent import LatentAttention
 from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mamba2, Memory, Mixer, ShortConv
 from forerun.models.hybrid.rows import RowLinear
-from forerun.models.layers import Experts
+from forerun.models.layers import Experts, pair_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class HybridBlock:
     """One layer."""
 
     norm: Tensor  # [D]
-    mixer: GatedAttention | Mixer
+    mixer: GatedAttention | LatentAttention | Mixer
     mlp_norm: Tensor
     mlp: RowMlp | None
     experts: Experts | None  # what both give is added up
@@ -47,14 +48,15 @@ class HybridCheckpoint(Checkpoint):
 
     def hybrid_block(self, index: int) -> HybridBlock:
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
-        assert recurrent is not None
         norm, _, mlp_norm, _ = self.norms(at)
         assert norm is not None and mlp_norm is not None  # noqa: PT018
         experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
-        if experts is None or recurrent.kind == "mamba2":  # Granite has both
+        if experts is None or (recurrent is not None and recurrent.kind == "mamba2"):  # Granite has both
             plain = self._mlp(at + "mlp.", self.config.inner)
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
-        if not recurrent.layers[index]:
+        if self.config.latent is not None:
+            return HybridBlock(norm, self._latent(at + "self_attn.", self.config.latent), mlp_norm, mlp, experts)
+        if recurrent is None or not recurrent.layers[index]:
             return HybridBlock(norm, self._attention(at + "self_attn.", index), mlp_norm, mlp, experts)
         make = self._short_conv if recurrent.kind == "short_conv" else self._memory
         return HybridBlock(norm, make(at, recurrent), mlp_norm, mlp, experts)
@@ -73,6 +75,46 @@ class HybridCheckpoint(Checkpoint):
             self._qk_norm(at, dims) if config.qk_norm else None,
             RowLinear(self._read(at + "o_proj.weight", (config.width, queries)), self._maybe(at + "o_proj.bias")),
         )
+
+    def _latent(self, at: str, latent: LatentConfig) -> LatentAttention:
+        config, width, rank = self.config, self.config.width, latent.rank
+        both, queries = latent.key_dim + latent.value_dim, latent.key_dim + latent.rope_dim
+        name, inputs = ("q_proj", width) if latent.query_rank is None else ("q_b_proj", latent.query_rank)
+        expand = self._read(at + "kv_b_proj.weight", (config.heads * both, rank)).view(config.heads, both, rank)
+        short, norm = None, None
+        if latent.query_rank is not None:
+            weight = self._read(at + "q_a_proj.weight", (latent.query_rank, width))
+            short = RowLinear(weight, self._maybe(at + "q_a_proj.bias"))
+            norm = self.norm(at + "q_a_layernorm.weight", latent.query_rank)
+        cached, bias = at + "kv_a_proj_with_mqa.", self._maybe(at + "kv_a_proj_with_mqa.bias")
+        made = self._paired(self._read(cached + "weight", (latent.row, width)), 1)
+        return LatentAttention(
+            latent,
+            short,
+            norm,
+            RowLinear(self._paired(self._read(f"{at}{name}.weight", (config.heads * queries, inputs)), config.heads)),
+            RowLinear(made, None if bias is None else self._paired(bias, 1)),
+            self.norm(at + "kv_a_layernorm.weight", rank),
+            keys=expand[:, : latent.key_dim].contiguous(),
+            values=expand[:, latent.key_dim :].transpose(1, 2).contiguous(),
+            output=RowLinear(
+                self._read(at + "o_proj.weight", (width, config.heads * latent.value_dim)),
+                self._maybe(at + "o_proj.bias"),
+            ),
+        )
+
+    def _paired(self, weight: Tensor, heads: int) -> Tensor:
+        """The rotated part, which ends the rows of every head, in the order that `rotate_` takes."""
+        rope = self.config.ropes[0].dims
+        if self.config.rope_pairs == "neighbours":
+            return weight
+        assert self.config.latent is not None
+        dims = self.config.latent.rope_dim
+        parts = weight.view(heads, -1, *weight.shape[1:]).clone()
+        parts[:, -dims:] = pair_up(parts[:, -dims:].reshape(heads * dims, *weight.shape[1:]), dims, rope).view_as(
+            parts[:, -dims:]
+        )
+        return parts.view_as(weight)
 
     def _gates(self, name: str, columns: tuple[int, ...]) -> Tensor:
         """The second half of every head's rows."""

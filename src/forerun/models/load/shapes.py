@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from forerun.models.config import DecoderConfig, MoeConfig, RecurrentConfig
+from forerun.models.config import DecoderConfig, LatentConfig, MoeConfig, RecurrentConfig
 from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
 
 Shape = tuple[int, ...]
@@ -59,6 +59,8 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
         yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
         if config.recurrent is not None and config.recurrent.layers[i]:
             yield from _recurrent(config.recurrent, config.width, weights, at)
+        elif config.latent is not None:
+            yield from _latent(config, config.latent, weights, at + "self_attn.")
         else:
             yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
@@ -82,6 +84,20 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
             yield f"{at}{name}_norm.weight", (size if whole else config.head_dim,)
     if config.sinks:
         yield f"{at}sinks", (config.heads,)
+
+
+def _latent(config: DecoderConfig, latent: LatentConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    width, queries = config.width, config.heads * (latent.key_dim + latent.rope_dim)
+    if latent.query_rank is None:
+        yield at + "q_proj.weight", (queries, width)
+    else:
+        yield from _with_bias(weights, at + "q_a_proj", latent.query_rank, width)
+        yield at + "q_a_layernorm.weight", (latent.query_rank,)
+        yield at + "q_b_proj.weight", (queries, latent.query_rank)
+    yield from _with_bias(weights, at + "kv_a_proj_with_mqa", latent.row, width)
+    yield at + "kv_a_layernorm.weight", (latent.rank,)
+    yield at + "kv_b_proj.weight", (config.heads * (latent.key_dim + latent.value_dim), latent.rank)
+    yield from _with_bias(weights, at + "o_proj", width, config.heads * latent.value_dim)
 
 
 def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -157,4 +173,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
             yield from ((f"{at}experts.{i}.{name}.bias", (size,)) for name, size in sizes.items())
     if moe.shared_inner is not None:
         yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
-        yield at + "shared_expert_gate.weight", (1, width)
+        if moe.shared_gate:
+            yield at + "shared_expert_gate.weight", (1, width)
+    if moe.sigmoid:
+        yield at + "gate.e_score_correction_bias", (moe.experts,)
