@@ -176,6 +176,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 150.0},
     },
 }
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+FAMILIES |= {
+    "glm4_moe": {  # as GLM-4.5: queries and keys are normed, biases
+        "model_type": "glm4_moe",
+        **_SIGMOID,
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "glm4_moe-groups": {"model_type": "glm4_moe", **_SIGMOID, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+}
 _DELTA_NET = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 512,
@@ -264,11 +282,7 @@ _LATENT = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.7,
+    **_SIGMOID,
 }
 _YARN_MSCALE = {**_YARN, "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 1.3}
 LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder's

@@ -237,7 +237,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=width**0.5 if described.scaled_embedding else _positive(values, "embedding_multiplier", 1.0),
         residual_scale=_positive(values, "residual_multiplier", 1.0),
         logit_scale=1.0 / _positive(values, "logits_scaling", 1.0),
-        qk_norm=described.qk_norm,
+        qk_norm=described.qk_norm if values.get("use_qk_norm", True) else None,
         norm_offset=described.norm_offset,
         norms=described.norms,
         rope_pairs=described.rope_pairs if values.get("rope_interleave", True) else "halves",

@@ -366,6 +366,25 @@ FAMILIES: dict[str, Family] = {
             "mlp_layer_types": None,
         },
     ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            **_SIGMOID_ROUTER,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        },
+        qk_norm="head",
+        experts="deepseek",
+        names=_SHARED_EXPERTS,
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
         {

@@ -25,7 +25,7 @@ F32, BF16 = 0, 1  # kinds of weights that are not packed
 FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 20  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 21  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -57,7 +57,10 @@ class Experts(Structure):
     """fr_experts: a router, the experts it picks from, and one that every row goes through."""
 
     _fields_: ClassVar[Fields] = [
-        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner", "activation")],
+        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "sigmoid", "groups")],
+        *[(name, c_int64) for name in ("kept_groups", "shared_inner", "activation")],
+        ("scale", c_float),
+        ("correction", c_void_p),
         ("limit", c_float),
         ("alpha", c_float),
         ("router", Weights),
