@@ -40,6 +40,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "sliding_window": 40,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
     "deepseek_v3": {
         "num_hidden_layers": 3,
         "kv_lora_rank": 96,

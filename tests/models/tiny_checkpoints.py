@@ -327,10 +327,42 @@ LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
 
+_SIZED = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's
+    "gemma4": {  # as E2B: layers that share keys and values, twice as wide, inputs of every layer
+        **_SIZED,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4-equal": {  # as 31B: values that are keys in layers without a window, no inputs of layers
+        **_SIZED,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 1,
+        "attention_bias": True,
+    },
+}
+
 
 def make_reference(name: str) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT}[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name]}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (
@@ -338,7 +370,7 @@ def make_reference(name: str) -> Any:
         .float()
         .eval()
     )
-    offset = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    offset = config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.25)
@@ -347,6 +379,8 @@ def make_reference(name: str) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
+            if key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 

@@ -71,6 +71,23 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VariedConfig:
+    """Layers of different sizes, some of which read the keys and values of an earlier layer (Gemma 4)."""
+
+    sizes: tuple[tuple[int, int], ...]  # [L] KV heads, and numbers of a head
+    inners: tuple[int, ...]  # [L] feed-forward widths
+    sources: tuple[int, ...]  # [L] whose keys and values a layer reads, counted among the layers that have their own
+    owns: tuple[bool, ...]  # [L]
+    keys_are_values: tuple[bool, ...]  # [L] values are made of what keys are made of
+    input_width: int  # of what a token adds to every layer apart from its embedding; 0 = nothing
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token's keys in the largest layer."""
+        return max(heads * dim for heads, dim in self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentConfig:
     """Layers that keep a state of fixed size in the place of keys and values."""
 
@@ -116,19 +133,28 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
     latent: LatentConfig | None = None  # kv_heads is 1 then, and head_dim what is cached of a token
+    varied: VariedConfig | None = None  # likewise, of a token's keys
     recurrent: RecurrentConfig | None = None
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
     names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in the files
 
     @property
     def kv_layers(self) -> int:
-        """Layers with keys and values."""
+        """Layers with keys and values of their own."""
+        if self.varied is not None:
+            return self.varied.owns.count(True)
         return self.layers if self.recurrent is None else self.recurrent.layers.count(False)
 
     @property
     def kv_parts(self) -> int:
         """Rows per token, head and layer in the KV cache: a key and a value, or one latent that is both."""
         return 2 if self.latent is None else 1
+
+    @property
+    def special(self) -> str | None:
+        """What only the decoder in torch that works row by row has (models/hybrid); None = nothing."""
+        kinds = ("recurrent states", "latent attention", "layers of different sizes")
+        return next((name for name in kinds if name in self.features), None)
 
     def file_name(self, name: str) -> str:
         """What the files call a weight."""
@@ -167,6 +193,7 @@ class DecoderConfig:
             and self.moe.shared_inner is not None
             and not self.moe.shared_gate,
             "latent attention": self.latent is not None,
+            "layers of different sizes": self.varied is not None,
             "recurrent states": self.recurrent is not None,
             "gates behind attention": self.gated_attention,
         }
@@ -208,12 +235,14 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
             f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
         )
     described = FAMILIES[family]
-    latent = _latent(values) if described.latent else None
-    if latent is not None:
-        kv_heads, head_dim = 1, latent.row
-    kinds = _layer_types(family, values, layers)
+    latent, kinds = _latent(values) if described.latent else None, _layer_types(family, values, layers)
+    varied = _varied(values, kinds, kv_heads, head_dim) if described.varied else None
+    rotary = (head_dim, head_dim) if latent is None else (latent.rope_dim, latent.rope_dim)
+    if varied is not None:
+        rotary = varied.sizes[-1][1], head_dim
+    kv_heads, head_dim = (kv_heads, head_dim) if (rows := latent or varied) is None else (1, rows.row)
     window = _size(values, "sliding_window") if values.get("sliding_window") else None
-    ropes, layer_ropes = _ropes(family, values, kinds, head_dim if latent is None else latent.rope_dim)
+    ropes, layer_ropes = _ropes(family, values, kinds, rotary)
     moe = _moe(described, values)
     return DecoderConfig(
         family=family,
@@ -245,9 +274,41 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
         latent=latent,
+        varied=varied,
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
         gated_attention=described.gated_attention,
         names=described.names,
+    )
+
+
+def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim: int) -> VariedConfig:
+    """By layer, from the file's list of exceptions, or from the settings of layers without a window."""
+    if values["enable_moe_block"]:
+        raise UnsupportedModel(
+            "enable_moe_block=True: experts beside a dense layer are not supported; use transformers"
+        )
+    layers, full, equal = len(kinds), "full_attention", bool(values["attention_k_eq_v"])
+    whole = {"head_dim": values["global_head_dim"]}
+    if equal and values["num_global_key_value_heads"]:
+        whole["num_key_value_heads"] = values["num_global_key_value_heads"]
+    listed = values["per_layer_config"] or {str(i): whole for i, kind in enumerate(kinds) if kind == full}
+    usual = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    sizes = [{**usual, **listed.get(str(i), {})} for i in range(layers)]
+    first = layers - int(values["num_kv_shared_layers"])
+    if not 1 <= first <= layers or not set(kinds) <= set(kinds[:first]):
+        raise ValueError(f"num_kv_shared_layers={values['num_kv_shared_layers']} of {layers} layers")
+    lasts = {kind: i for i, kind in enumerate(kinds[:first])}
+    wide = 2 if values["use_double_wide_mlp"] else 1
+    inner, width = _size(values, "intermediate_size"), int(values["hidden_size_per_layer_input"])
+    return VariedConfig(
+        sizes=tuple(
+            (_size(one, "num_key_value_heads", _MOST_HEADS), _size(one, "head_dim", _MOST_HEADS)) for one in sizes
+        ),
+        inners=tuple(inner * (wide if i >= first else 1) for i in range(layers)),
+        sources=tuple(i if i < first else lasts[kind] for i, kind in enumerate(kinds)),
+        owns=tuple(i < first for i in range(layers)),
+        keys_are_values=tuple(equal and kind == full for kind in kinds),
+        input_width=width,
     )
 
 
@@ -345,7 +406,11 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (
+        None,
+        False,
+        "vision",
+    ):  # of text, all are causal with the last
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
@@ -387,13 +452,15 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
         raise UnsupportedModel(
             f"layer_types={kinds!r:.120} of {family}: {layers} of full_attention or sliding_attention"
         )
+    if FAMILIES[family].varied:
+        kinds[-1] = "full_attention"  # whatever the file says
     return kinds
 
 
 def _ropes(
-    family: str, values: Mapping[str, Any], kinds: list[str], head_dim: int
+    family: str, values: Mapping[str, Any], kinds: list[str], dims: tuple[int, int]
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
-    """The distinct ropes, and which one each layer uses."""
+    """The distinct ropes, and which one each layer uses; `dims` are those of layers without and with a window."""
     given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if FAMILIES[family].local_rope:
         nested = dict(values.get("rope_parameters") or {})
@@ -401,11 +468,11 @@ def _ropes(
         full.update(values.get("rope_scaling") or {})
         theta = values.get("rope_local_base_freq", values["rope_theta"])
         local = {"rope_theta": theta, **(nested.get("sliding_attention") or {})}
-        both = (RopeConfig.from_hf(full, values, head_dim), RopeConfig.from_hf(local, values, head_dim))
+        both = (RopeConfig.from_hf(full, values, dims[0]), RopeConfig.from_hf(local, values, dims[1]))
         if both[0] == both[1]:
             return both[:1], (0,) * len(kinds)
         return both, tuple(int(kind == "sliding_attention") for kind in kinds)
-    rope = RopeConfig.from_hf(given, values, head_dim)
+    rope = RopeConfig.from_hf(given, values, dims[0])
     if family == "phi3" and rope.kind == "yarn":
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
     if values.get("position_embedding_type", "rope") != "rope":

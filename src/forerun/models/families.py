@@ -76,6 +76,7 @@ class Family:
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
     experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek"] | None = None
+    varied: bool = False  # layers of two sizes, some of which read the keys and values of earlier ones (Gemma 4)
     latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
@@ -230,6 +231,35 @@ FAMILIES: dict[str, Family] = {
         slides=_but_every_nth,
         local_rope=True,
         gguf="gemma3",
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA,
+            "vocab_size": 262144,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "attention_multiplier": 1.0,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256,
+            "enable_moe_block": False,
+        },
+        norms=_SANDWICH,
+        scaled_embedding=True,
+        qk_norm="head",
+        slides=_but_every_nth,
+        local_rope=True,
+        varied=True,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -465,6 +495,7 @@ class Wrapped(NamedTuple):
 # Text alone has the same law with and without the other parts: of mrope's three positions per token all are equal.
 WRAPPED: dict[str, Wrapped] = {
     "gemma3": Wrapped("gemma3_text"),
+    "gemma4": Wrapped("gemma4_text"),
     "qwen2_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
     "qwen2_5_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
     "qwen3_vl": Wrapped("qwen3", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),

@@ -27,6 +27,7 @@ class LatentAttention:
     """Weights of one layer; N = key_dim, R = rope_dim, V = value_dim, C = rank."""
 
     config: LatentConfig
+    index: int  # of the layer
     short_queries: RowLinear | None  # [query_rank, D]
     query_norm: Tensor | None  # [query_rank]
     queries: RowLinear  # [H (N + R), query_rank or D]
@@ -36,8 +37,8 @@ class LatentAttention:
     values: Tensor  # [H, C, V]
     output: RowLinear  # [D, H V]
 
-    def run(self, rows: Tensor, rotations: Tensor, data: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
-        """[M, D] -> [M, D] with the cached rows [1, 1, S, C + R] of the layer."""
+    def run(self, rows: Tensor, rotations: Tensor, cache: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
+        """[M, D] -> [M, D] with the cached rows [L, 1, 1, S, C + R]."""
         short = rows
         if self.short_queries is not None:
             assert self.query_norm is not None
@@ -45,7 +46,7 @@ class LatentAttention:
         queries = by_rows(self._absorbed, self.queries(short), rotations)  # [M, H, C + R]
         made = by_rows(self._cached, self.latents(rows), rotations)
         found = rows.new_empty(len(rows), len(self.keys), self.config.rank)
-        attend_by_nodes(data, spans, queries, made[:, None, None], scale, found)
+        attend_by_nodes(cache[self.index], spans, queries, made[:, None, None], scale, found)
         return self.output(by_rows(self._expanded, found))
 
     def _absorbed(self, rows: Tensor, rotations: Tensor) -> Tensor:

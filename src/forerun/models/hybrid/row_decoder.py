@@ -1,8 +1,8 @@
 """RowDecoder: our decoder in torch for layers of other kinds, in which every row has the same bits in any company.
 
-Slots, prompts and trees are handled by the decoder that this one extends. It runs ordinary attention, gated or not, and
-multi-head latent attention; HybridDecoder (target.py) adds layers with a recurrent state. Linear layers, norms and
-attention are computed as rows.py says.
+Slots, prompts and trees are handled by the decoder that this one extends. It runs ordinary attention, gated or not,
+multi-head latent attention and layers of different sizes; HybridDecoder (target.py) adds layers with a recurrent state.
+Linear layers, norms and attention are computed as rows.py says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.hybrid.latent import LatentAttention
 from forerun.models.hybrid.mixers import Mixer
 from forerun.models.hybrid.rows import RowLinear, attend_by_nodes, by_rows, threads_for_rows
+from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Rotations, gate, mix, norm_heads_, rms_norm, rotate_
 from forerun.models.slots import SlotTarget
@@ -50,6 +51,7 @@ class RowDecoder(Decoder):
             checkpoint = HybridCheckpoint(weights, config, dtype, self.device)
             self._embedding = checkpoint.embedding()
             self._hybrid_blocks = [checkpoint.hybrid_block(i) for i in range(config.layers)]
+            self._layer_inputs = checkpoint.layer_inputs()
             self._final_norm = checkpoint.final_norm()
             self._head = checkpoint.head(self._embedding)
         self._head_linear = RowLinear(self._head)
@@ -117,29 +119,40 @@ class RowDecoder(Decoder):
         logits: Tensor | None,
         recur: Recur | None = None,
     ) -> None:
-        rotations = self._row_rotations(spans, seqs)
+        turns = [self._row_rotations(i, spans, seqs) for i in range(len(self.config.ropes))]
         unread = logits is None and not LayerSubset(self.config.layers).output_is_in(hidden)
-        x, attends, scale = self._embedded(tokens), 0, self.config.residual_scale
+        x, attends, scale, norm = self._embedded(tokens), 0, self.config.residual_scale, self._normed
+        inputs = None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs.of(torch.tensor(tokens, device=self.device), x)
         for i, block in enumerate(self._hybrid_blocks):
             if i in hidden:
                 hidden[i].copy_(x)
-            rows, mixer = by_rows(partial(rms_norm, weight=block.norm, eps=self.config.norm_eps), x), block.mixer
-            if isinstance(mixer, LatentAttention):
-                x += mixer.run(rows, rotations, self.kv.data[i], spans, self.config.attention_scale)
+            rows, mixer, rope = norm(x, block.norm), block.mixer, self.config.layer_ropes[i]
+            rotations = None if rope is None else turns[rope]
+            if isinstance(mixer, LatentAttention | SizedAttention):
+                assert rotations is not None
+                mixed = mixer.run(rows, rotations, self.kv.data, spans, self.config.attention_scale)
             elif isinstance(mixer, GatedAttention):
-                turns = None if self.config.layer_ropes[i] is None else rotations
-                x += self._attend(rows, mixer, attends, spans, turns) * scale
+                mixed = self._attend(rows, mixer, attends, spans, rotations)
                 attends += 1
             else:
                 assert recur is not None
-                x += recur(mixer, rows) * scale
+                mixed = recur(mixer, rows)
+            x += norm(mixed, block.after_mixer) * scale
             if unread and i == self.config.layers - 1:
                 break
-            x += self._feed_forward(x, block) * scale
+            x += norm(self._feed_forward(x, block), block.after_mlp) * scale
+            if block.end is not None:
+                own = None if inputs is None else inputs[:, i]
+                x = block.end.apply(x, own, self.config.activation, self.config.norm_eps)
         if self.config.layers in hidden:
             hidden[self.config.layers].copy_(x)
         if not unread:
             self._finish_rows(x, hidden, logits)
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else by_rows(partial(rms_norm, weight=norm, eps=self.config.norm_eps), x)
 
     def _finish_rows(self, x: Tensor, hidden: Mapping[int, Tensor], logits: Tensor | None) -> None:
         if logits is not None or -1 in hidden:
@@ -184,17 +197,17 @@ class RowDecoder(Decoder):
             rotate_(pairs, torch.view_as_complex(rotations))
         return wide
 
-    def _row_rotations(self, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
-        """[M, 1, R, 2] the rotation of every row's position."""
-        parts = []
+    def _row_rotations(self, index: int, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
+        """[M, 1, R, 2] the rotation of every row's position by one rope."""
+        rope, parts = self._rotations[index], list[Tensor]()
         for span, seq in zip(spans, seqs, strict=True):
             positions = torch.tensor([span.length + depth for depth in span.shape.depths], device=self.device)
-            turn = partial(self._rotations[0].at, regime=self._rotations[0].rope.regime(self._lengths[seq.id]))
+            turn = partial(rope.at, regime=rope.rope.regime(self._lengths[seq.id]))
             parts.append(by_rows(lambda some, turn=turn: torch.view_as_real(turn(some)), positions))
         return torch.cat(parts)
 
     def _feed_forward(self, x: Tensor, block: HybridBlock) -> Tensor:
-        rows = by_rows(partial(rms_norm, weight=block.mlp_norm, eps=self.config.norm_eps), x)
+        rows = self._normed(x, block.mlp_norm)
         activation, moe, added = self.config.activation, self.config.moe, list[Tensor]()
         if block.experts is not None:
             assert moe is not None

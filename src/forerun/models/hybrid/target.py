@@ -22,6 +22,7 @@ from forerun.models.hybrid.latent import LatentAttention
 from forerun.models.hybrid.mixers import Made, Mixer, Walk
 from forerun.models.hybrid.row_decoder import RowDecoder
 from forerun.models.hybrid.rows import threads_for_rows
+from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.states import KEPT_BYTES, Reached, State, States
 from forerun.models.hybrid.weights import GatedAttention
 from forerun.models.paged import Extent
@@ -33,7 +34,7 @@ def torch_decoder(config: DecoderConfig) -> type[Decoder]:
     """Which of our decoders in torch runs a model."""
     if config.recurrent is not None:
         return HybridDecoder
-    return Decoder if config.latent is None else RowDecoder
+    return Decoder if config.special is None else RowDecoder
 
 
 class HybridDecoder(RowDecoder):
@@ -53,7 +54,7 @@ class HybridDecoder(RowDecoder):
         assert config.recurrent is not None
         self._recurrent = config.recurrent
         mixers = [block.mixer for block in self._hybrid_blocks]
-        self._mixers = [one for one in mixers if not isinstance(one, GatedAttention | LatentAttention)]
+        self._mixers = [one for one in mixers if not isinstance(one, GatedAttention | LatentAttention | SizedAttention)]
         self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
 
     # States: where a sequence starts, what a pass and a verdict leave, and what is cut off.

@@ -1,8 +1,9 @@
-"""Multi-head latent attention in our own decoder: against transformers, and bit for bit in any company."""
+"""Latent attention and layers of different sizes in our own decoder: against transformers, and to the bit."""
 
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.core.errors import UnsupportedModel
+from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import SpeculativeConfig
 from forerun.core.types import Needs, TreeBatch
 from forerun.models import decoder as decoder_module
@@ -22,15 +23,17 @@ from forerun.models.cuda.network import check_supported
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid import latent as latent_module
 from forerun.models.hybrid import rows as rows_module
+from forerun.models.hybrid.row_decoder import RowDecoder
 from forerun.models.kv_budget import slot_bytes
+from forerun.models.load.shapes import expected_shapes
 from forerun.models.native import library as native
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, path_to, random_tree, tree_of
 from tests.models.test_hybrid import fresh, play, text
-from tests.models.tiny_checkpoints import LATENT, VOCAB, make_decoder, make_reference, reference_logits, save
+from tests.models.tiny_checkpoints import LATENT, SIZED, VOCAB, make_decoder, make_reference, reference_logits, save
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 
-ALL = sorted(LATENT)
+ALL = sorted({**LATENT, **SIZED})
 Made = Callable[[str], tuple[Any, dict[str, Any], dict[str, Tensor]]]
 
 
@@ -62,7 +65,7 @@ def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Made) 
         torch.testing.assert_close(got, wanted[cached:], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2-groups", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["deepseek_v2-groups", "deepseek_v3", "gemma4"])
 def test_trees_equal_transformers_along_every_path(name: str, made: Made) -> None:
     model, config, weights = made(name)
     target, rng = make_decoder(config, weights), random.Random(3)
@@ -77,8 +80,8 @@ def test_trees_equal_transformers_along_every_path(name: str, made: Made) -> Non
             torch.testing.assert_close(logits[trees.starts[b] + i], wanted, atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", *(n for n in ALL if n not in ("gemma4", "deepseek_v3"))])
 def test_they_are_targets_to_the_bit(name: str, made: Made) -> None:
     _, config, weights = made(name)
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=0.0)
@@ -90,7 +93,7 @@ def test_they_are_targets_to_the_bit_without_native_kernels(made: Made, monkeypa
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3-odd"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3-odd", "gemma4", "gemma4-equal"])
 def test_rollbacks_turns_and_chunks_change_no_bit(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, config, weights = made(name)
     target, plain = make_decoder(config, weights), make_decoder(config, weights)
@@ -162,6 +165,61 @@ def test_a_part_that_is_left_out_is_caught(wrong: str, made: Made, monkeypatch: 
     assert far_from(model, make_decoder(config, changed), tokens) > 1e-2
 
 
+def share_less(config: DecoderConfig) -> DecoderConfig:
+    """Layers that share read the keys and values of another layer of the same size."""
+    assert config.varied is not None
+    shifted = tuple(one if own else one % 2 for one, own in zip(config.varied.sources, config.varied.owns, strict=True))
+    return replace(config, varied=replace(config.varied, sources=shifted))
+
+
+def no_inputs(config: DecoderConfig) -> DecoderConfig:
+    assert config.varied is not None
+    return replace(config, varied=replace(config.varied, input_width=0))
+
+
+SIZED_CONTROLS: dict[str, Callable[[DecoderConfig], DecoderConfig]] = {
+    "a window that is one long": lambda config: replace(config, windows=tuple(w and w + 1 for w in config.windows)),
+    "another layer's keys": share_less,
+    "no inputs of layers": no_inputs,
+    "all pairs rotate": lambda c: replace(c, ropes=(replace(c.ropes[0], angles=c.ropes[0].dims // 2), c.ropes[1])),
+    "one rope": lambda config: replace(config, ropes=(config.ropes[0], replace(config.ropes[1], theta=60.0))),
+    "scaled scores": lambda config: replace(config, attention_scale=0.25),
+    "no norm behind attention": lambda c: replace(c, norms=c.norms._replace(after_attention=None)),
+}
+
+
+@pytest.mark.parametrize("wrong", SIZED_CONTROLS)
+def test_a_part_of_gemma_4_that_is_wrong_is_caught(wrong: str, made: Made) -> None:
+    model, config, weights = made("gemma4")
+    changed = SIZED_CONTROLS[wrong](DecoderConfig.from_hf(config))
+    target = RowDecoder(changed, weights, dtype=torch.float32, device="cpu", kv_slots=None)
+    assert far_from(model, target, text(1, 60)) > 1e-3
+
+
+def test_gemma_4_keeps_keys_of_some_layers_only(made: Made, tmp_path: Path) -> None:
+    config = DecoderConfig.from_hf(made("gemma4")[1])
+    assert (config.kv_layers, config.layers) == (3, 6)
+    with pytest.raises(UnsupportedModel, match="enable_moe_block"):
+        DecoderConfig.from_hf({**made("gemma4")[1], "enable_moe_block": True})
+    with pytest.raises(InvalidInput, match="layers of different sizes") as raised:
+        LLM(make_tiny_folder(tmp_path, "gemma4"), device="cpu", tensor_parallel_size=2)
+    assert "\n" not in str(raised.value)
+
+
+def test_gemma_4_as_released_is_read(made: Made) -> None:
+    """Nested settings, global sizes by name, and unread keys of layers that share."""
+    _, config, weights = made("gemma4")
+    nested = {key: value for key, value in config.items() if key != "per_layer_config"} | {"global_head_dim": 16}
+    nested["use_bidirectional_attention"] = "vision"
+    renamed = {"model.language_model." + key.removeprefix("model."): one for key, one in weights.items()}
+    extra = {"model.language_model.layers.5.self_attn.k_proj.weight": torch.zeros(32, 32)}
+    outer, tokens = {"model_type": "gemma4", "text_config": nested}, text(5, 12)
+    got = fresh(make_decoder(outer, renamed | extra), tokens)
+    assert torch.equal(got, fresh(make_decoder(config, weights), tokens))
+    read = dict(expected_shapes(DecoderConfig.from_hf(outer), renamed | extra))  # type: ignore[arg-type]
+    assert {key: tuple(one.shape) for key, one in (renamed | extra).items()} == read
+
+
 def test_rows_that_share_calls_are_caught(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers over all rows of a pass have other bits: the control of the tests to the bit."""
     _, config, weights = made("deepseek_v3")
@@ -171,8 +229,8 @@ def test_rows_that_share_calls_are_caught(made: Made, monkeypatch: pytest.Monkey
         check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, nodes=9, atol=0.0)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", *(n for n in ALL if n not in ("gemma4", "deepseek_v3"))])
 def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
