@@ -39,14 +39,23 @@ class LatentAttention:
 
     def run(self, rows: Tensor, rotations: Tensor, cache: Tensor, spans: Sequence[Span], scale: float) -> Tensor:
         """[M, D] -> [M, D] with the cached rows [L, 1, 1, S, C + R]."""
+        queries, made = self.projected(rows, rotations)
+        found = rows.new_empty(len(rows), len(self.keys), self.config.rank)
+        attend_by_nodes(cache[self.index], spans, queries, made[:, None, None], scale, found)
+        return self.expanded(found)
+
+    def projected(self, rows: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, D] -> [M, H, C + R] queries, as they are multiplied with cached rows, and [M, C + R] what is cached."""
         short = rows
         if self.short_queries is not None:
             assert self.query_norm is not None
             short = by_rows(partial(rms_norm, weight=self.query_norm, eps=EPS), self.short_queries(rows))
-        queries = by_rows(self._absorbed, self.queries(short), rotations)  # [M, H, C + R]
-        made = by_rows(self._cached, self.latents(rows), rotations)
-        found = rows.new_empty(len(rows), len(self.keys), self.config.rank)
-        attend_by_nodes(cache[self.index], spans, queries, made[:, None, None], scale, found)
+        return by_rows(self._absorbed, self.queries(short), rotations), by_rows(
+            self._cached, self.latents(rows), rotations
+        )
+
+    def expanded(self, found: Tensor) -> Tensor:
+        """[M, H, C] what attention finds -> [M, D]."""
         return self.output(by_rows(self._expanded, found))
 
     def _absorbed(self, rows: Tensor, rotations: Tensor) -> Tensor:
