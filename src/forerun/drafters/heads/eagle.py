@@ -318,8 +318,7 @@ def read_mtp(folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
     if family is None:
         _must_be_plain(folder, values, weights)
     else:
-        sizes = {"heads": family.heads, "kv_heads": family.kv_heads, "head_dim": family.head_dim}
-        config = replace(config, family=family, **sizes)
+        config = replace(config, heads=family.heads, kv_heads=family.kv_heads, head_dim=family.head_dim, family=family)
         check_layer(folder, family, weights)
     if qwen and str(values.get("model_type", "")).startswith(
         ("qwen3_next", "qwen3_5")

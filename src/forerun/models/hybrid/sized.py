@@ -42,6 +42,7 @@ class SizedAttention:
         queries = by_rows(partial(self._turned, norm=self.query_norm), self.queries(rows), rotations)
         made = None
         if self.keys is not None:
+            assert self.key_norm is not None
             plain = self.keys(rows)
             values = plain if self.values is None else self.values(rows)
             keys = by_rows(partial(self._turned, norm=self.key_norm), plain, rotations)

@@ -115,7 +115,7 @@ def _sized(
     yield from _with_bias(weights, at + "q_proj", queries, width)
     yield from _with_bias(weights, at + "o_proj", width, queries)
     yield at + "q_norm.weight", (dim,)
-    own = {"k_proj": (keys, width), "v_proj": (keys, width), "k_norm": (dim,)}
+    own: dict[str, Shape] = {"k_proj": (keys, width), "v_proj": (keys, width), "k_norm": (dim,)}
     if varied.keys_are_values[index]:
         del own["v_proj"]
     for name, shape in own.items():  # layers that read those of another may have their own in the file, unread
