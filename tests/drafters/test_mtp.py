@@ -158,8 +158,8 @@ def with_own_layer(name: str, folder: Path) -> tuple[Any, Any]:
 def seen_before(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     """Causal attention of rows in the order of their positions."""
     group = q.shape[1] // k.shape[1]
-    heads = [one.transpose(0, 1)[None] for one in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
-    return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)[0].transpose(0, 1).flatten(1)
+    q, k, v = (one.transpose(0, 1)[None] for one in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("name", FAMILY_LAYERS)

@@ -61,13 +61,13 @@ class LatentAttention:
     def _absorbed(self, rows: Tensor, rotations: Tensor) -> Tensor:
         """[M, H (N + R)] queries -> [M, H, C + R] what is multiplied with the cached rows."""
         heads = rows.view(len(rows), len(self.keys), -1)
-        plain, turned = heads.split([self.config.key_dim, self.config.rope_dim], -1)
+        plain, turned = torch.split(heads, [self.config.key_dim, self.config.rope_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1), self.keys).transpose(0, 1)
         return torch.cat((absorbed, _rotated(turned, rotations)), -1)
 
     def _cached(self, rows: Tensor, rotations: Tensor) -> Tensor:
         """[M, C + R] as the layer makes it -> as it is cached."""
-        latent, turned = rows.split([self.config.rank, self.config.rope_dim], -1)
+        latent, turned = torch.split(rows, [self.config.rank, self.config.rope_dim], -1)
         normed = rms_norm(latent.contiguous(), self.latent_norm, EPS)
         return torch.cat((normed, _rotated(turned[:, None], rotations)[:, 0]), -1)
 

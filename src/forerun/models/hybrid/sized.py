@@ -7,6 +7,7 @@ has some. Beside the residual stream, a token gives every layer a short input of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ class SizedAttention:
             keys = by_rows(partial(self._turned, norm=self.key_norm), plain, rotations)
             made = torch.stack((keys, by_rows(self._normed, values)), 1)
         shape = self.kv_heads, self.head_dim
-        data = cache[self.source, :, 0, :, : shape[0] * shape[1]].unflatten(-1, shape).transpose(1, 2)
+        data = torch.unflatten(cache[self.source, :, 0, :, : shape[0] * shape[1]], -1, shape).transpose(1, 2)
         found = torch.empty_like(queries)
         attend_by_nodes(data, spans, queries, made, scale, found, self.window)
         return self.output(found.flatten(1))
@@ -78,7 +79,7 @@ class LayerInputs:
         shape = len(tokens), -1, len(self.norm)
         own = F.embedding(tokens, self.table).view(shape) * torch.tensor(len(self.norm) ** 0.5, dtype=x.dtype)
         made = (self.projection(x) * x.shape[1] ** -0.5).view(shape)
-        return (by_rows(partial(rms_norm, weight=self.norm, eps=self.eps), made) + own) * 2.0**-0.5
+        return (by_rows(partial(rms_norm, weight=self.norm, eps=self.eps), made) + own) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)
