@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.build.engine import choose_drafter, make_engine
+from forerun.build.engine import choose_drafter, load_target, make_engine
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.params import SamplingParams, SpeculativeConfig
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.eagle import MtpHead, load_mtp, read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig
@@ -20,6 +21,7 @@ from forerun.engine.driver import Driver
 from forerun.heads import open_head
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid.target import torch_decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from tests.drafters.tiny_heads import eagle_config, mtp_weights
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
@@ -87,16 +89,6 @@ def test_both_styles_of_names_are_the_same_layer(style: str, tmp_path: Path) -> 
     assert (found.kind, found.layers, found.norm_output) == ("mtp", (-1,), style == "qwen")
 
 
-def test_a_norm_that_stores_its_weight_less_one_is_read_so(tmp_path: Path) -> None:
-    config, weights = layer_of()
-    write_mtp(tmp_path, config, weights)
-    save_file(named(weights, _QWEN, "mtp."), tmp_path / "model.safetensors")
-    write_config(tmp_path, {**read_config(tmp_path), "model_type": "qwen3_next"})
-    read = read_mtp(tmp_path)[1]
-    torch.testing.assert_close(read["hnorm.weight"], weights["hnorm.weight"] + 1)
-    assert torch.equal(read["fc.weight"], weights["fc.weight"])
-
-
 def test_the_layer_computes_what_its_definition_says(tmp_path: Path) -> None:
     target = _decoder(carrying(tmp_path))
     head, weights = load_mtp(tmp_path, target), read_mtp(tmp_path)[1]
@@ -127,6 +119,92 @@ def test_a_checkpoint_that_brings_a_layer_drafts_with_it_and_writes_what_it_woul
         drafted = sum(seq.stats.drafted for seq in seqs)
     assert texts[0] == texts[1]
     assert drafted > 0
+
+
+FAMILY_LAYERS = ["glm4_moe", "deepseek_v3", "deepseek_v3-odd", "glm4_moe_lite", "qwen3_next"]
+
+
+def with_own_layer(name: str, folder: Path) -> tuple[Any, Any]:
+    """A tiny model of a family, saved with a random layer of its own kind behind it; both as transformers has them."""
+    from transformers.modeling_layers import MtpLayer
+
+    model = make_reference(name)
+    base, config = model.model, model.config
+    last = next(i for i, one in reversed(list(enumerate(base.layers))) if hasattr(one, "self_attn"))
+    config.rms_norm_eps = 1e-5 if name == "glm4_moe" else config.rms_norm_eps
+    layer = MtpLayer(config, type(base.layers[last]), type(base.norm), last).float().eval()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for key, weight in [*layer.named_parameters(), *layer.named_buffers()]:
+            weight.normal_(0.0, 0.25)
+            if "norm" in key and name != "qwen3_next":
+                weight.add_(1.0)
+    _, weights = save(model, folder)
+    held = dict[str, Tensor]()
+    for key, weight in layer.state_dict().items():
+        inside = key.removeprefix("mtp_block.")
+        if name == "qwen3_next":
+            outside = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
+            outside |= {"post_norm": "norm"}
+            start, _, rest = inside.partition(".")
+            held["mtp." + (f"layers.0.{inside}" if inside != key else f"{outside[start]}.{rest}")] = weight
+        else:
+            count = config.num_hidden_layers
+            held[f"model.layers.{count}.{inside.replace('post_norm', 'shared_head.norm')}"] = weight
+    save_file(weights | {key: one.contiguous() for key, one in held.items()}, folder / "model.safetensors")
+    return model, layer
+
+
+def seen_before(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """Causal attention of rows in the order of their positions."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (one.transpose(0, 1)[None] for one in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("name", FAMILY_LAYERS)
+def test_layers_of_the_family_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
+    model, layer = with_own_layer(name, tmp_path)
+    head = load_mtp(tmp_path, _decoder(tmp_path))
+    draws, count = torch.Generator().manual_seed(1), 9
+    tokens = torch.randint(0, VOCAB, (count,), generator=draws)
+    hidden = torch.randn(count, head.config.width, generator=draws)
+    positions = torch.arange(count)
+    with torch.no_grad():
+        turns = model.model.rotary_emb(hidden[None], positions[None])
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        embedded = model.get_input_embeddings()(tokens)[None]
+        wanted = layer(embedded, hidden[None], turns, mask, positions[None], None)[0]
+        out = head.run(tokens, head.fuse(hidden), positions, seen_before)
+        torch.testing.assert_close(head._normed(out), wanted, rtol=1e-4, atol=2e-4)
+        alone = head.run(tokens, head.fuse(hidden), positions * 2, seen_before)  # the control: other positions
+    assert not torch.allclose(head._normed(alone), wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_checkpoints_that_bring_a_layer_of_their_own_kind_draft_with_it(name: str, tmp_path: Path) -> None:
+    with_own_layer(name, tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    chosen = choose_drafter(SpeculativeConfig(drafter="mtp", controller="fixed", budget=5), checkpoint)
+    assert chosen.draft_model == str(tmp_path)
+    texts, drafted = [], 0
+    for speculative in (SpeculativeConfig(drafter="none", controller="fixed"), chosen):
+        engine = make_engine(load_target(checkpoint, EngineConfig(device="cpu")), frozenset({0}), speculative)
+        prompts = [(3, 5, 7), (9, 2, 4, 6), (8,)]
+        seqs = Driver(engine).write(Request(prompt, SamplingParams(max_tokens=12)) for prompt in prompts)
+        texts.append([seq.tokens for seq in seqs])
+        drafted = sum(seq.stats.drafted for seq in seqs)
+    assert texts[0] == texts[1]
+    assert drafted > 0
+
+
+def test_a_weight_that_the_family_does_not_read_is_refused(tmp_path: Path) -> None:
+    with_own_layer("glm4_moe", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.3.self_attn.sinks": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="sinks") as raised:
+        read_mtp(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +239,4 @@ def test_gated_attention_and_missing_layers_are_refused(tmp_path: Path) -> None:
 def _decoder(folder: Path) -> Decoder:
     checkpoint = open_checkpoint(str(folder))
     config = DecoderConfig.from_hf(checkpoint.config)
-    return Decoder(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=None)
+    return torch_decoder(config)(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=None)

@@ -1,4 +1,4 @@
-"""Recurrent hybrids in torch on a GPU: a node has the bits of a fresh read of its path, in any company."""
+"""Recurrent hybrids and latent attention in torch on a GPU: a node has the bits of a fresh read of its path."""
 
 import random
 from typing import Any
@@ -11,7 +11,8 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models.config import DecoderConfig
-from forerun.models.hybrid.target import HybridDecoder
+from forerun.models.decoder import Decoder
+from forerun.models.hybrid.target import torch_decoder
 from forerun.models.load.shapes import expected_shapes
 from forerun.testing import FakeSeq, check_target, extend, path_to, random_tree, random_verdict, tree_of
 from tests.gpu.tiny import need_cuda
@@ -39,10 +40,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "sliding_window": 40,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "deepseek_v3": {
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 96,
+        "q_lora_rank": 128,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 128,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
-def make_target(name: str, dtype: torch.dtype = torch.bfloat16) -> HybridDecoder:
+def make_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     need_cuda()
     config, none = DecoderConfig.from_hf({"model_type": name, **_SIZES, **SETTINGS[name]}), dict[str, Any]()
     draws, weights = torch.Generator().manual_seed(1), dict[str, Tensor]()
@@ -50,7 +72,7 @@ def make_target(name: str, dtype: torch.dtype = torch.bfloat16) -> HybridDecoder
         weight = torch.randn(shape, generator=draws)
         vector = len(shape) == 1
         weights[key] = weight * 0.1 + (not config.norm_offset) if vector else weight * shape[-1] ** -0.5
-    return HybridDecoder(config, weights, dtype=dtype, device="cuda", kv_slots=20_000)
+    return torch_decoder(config)(config, weights, dtype=dtype, device="cuda", kv_slots=20_000)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -97,7 +119,7 @@ def test_long_texts_trees_and_turns_have_the_bits_of_a_fresh_read(name: str) -> 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "deepseek_v3"])
 def test_drafted_texts_are_the_plain_ones(name: str, temperature: float) -> None:
     params, texts = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True), []
     for drafter in ("none", "ngram"):

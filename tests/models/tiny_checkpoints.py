@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid.target import HybridDecoder
+from forerun.models.hybrid.target import torch_decoder
 from forerun.testing import FakeSeq
 
 VOCAB = 61
@@ -176,6 +176,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 150.0},
     },
 }
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+FAMILIES |= {
+    "glm4_moe": {  # as GLM-4.5: queries and keys are normed, biases
+        "model_type": "glm4_moe",
+        **_SIGMOID,
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "glm4_moe-groups": {"model_type": "glm4_moe", **_SIGMOID, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+}
 _DELTA_NET = {
     "num_hidden_layers": 4,
     "max_position_embeddings": 512,
@@ -256,11 +274,95 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "tie_word_embeddings": True,
     },
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    **_SIGMOID,
+}
+_YARN_MSCALE = {**_YARN, "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 1.3}
+LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder's
+    "deepseek_v2": {  # as V2-Lite: queries of the layer's input, greedy choice
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": _YARN_MSCALE,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": _YARN_MSCALE,
+    },
+    "deepseek_v3-odd": {  # one group, biases, halves that rotate, weights that do not sum to 1, no q_lora
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": None,
+        "kv_lora_rank": 7,
+        "qk_rope_head_dim": 6,
+        "attention_bias": True,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 3,
+        "first_k_dense_replace": 0,
+    },
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+}
+
+_SIZED = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's
+    "gemma4": {  # as E2B: layers that share keys and values, twice as wide, inputs of every layer
+        **_SIZED,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4-equal": {  # as 31B: values that are keys in layers without a window, no inputs of layers
+        **_SIZED,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 1,
+        "attention_bias": True,
+    },
+}
 
 
 def make_reference(name: str) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **{**FAMILIES, **HYBRIDS}[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name]}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (
@@ -268,12 +370,17 @@ def make_reference(name: str) -> Any:
         .float()
         .eval()
     )
-    offset = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    offset = config.model_type.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.normal_(0.0, 0.25)
             if "norm" in key and (not offset or "linear_attn" in key):
                 weight.add_(1.0)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+            if key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 
@@ -285,8 +392,7 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
     parsed = DecoderConfig.from_hf(config)
-    made = Decoder if parsed.recurrent is None else HybridDecoder
-    return made(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+    return torch_decoder(parsed)(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
 
 
 def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:

@@ -1,5 +1,5 @@
 /* The experts' kernels by themselves, on exact-sized buffers: packed and plain weights, with and without a shared expert,
- * with biases and limited gates.
+ * with biases and limited gates, with groups and corrected scores.
  *
  * Called by check.c on every path; 0 where a row has the same bits alone and beside others, and where no more experts
  * are read than were picked.
@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WIDTH = 64, INNER = 32, SHARED = 96, EXPERTS = 7, PICKED = 3, ROWS = 45 };
+enum { WIDTH = 64, INNER = 32, SHARED = 96, EXPERTS = 8, PICKED = 3, ROWS = 45 };
 enum { Q8_0 = 8, MXFP4 = 39 }; /* types of weights; 0 = floats */
 
 static uint32_t state = 9;
@@ -51,13 +51,14 @@ static int64_t run(const fr_experts *e, const float *x, float *out, int64_t rows
     return active_experts;
 }
 
-static int check_kind(int type, int shared, float limit) {
+static int check_kind(int type, int shared, float limit, int groups) {
     fr_weights into[EXPERTS], out[EXPERTS];
     for (int i = 0; i < EXPERTS; i++) {
         into[i] = (fr_weights){2, {new_weight(type, INNER, WIDTH), new_weight(type, INNER, WIDTH)}};
         out[i] = one(new_weight(type, WIDTH, INNER));
     }
-    fr_experts e = {.count = EXPERTS, .per_token = PICKED, .inner = INNER, .renormalise = !shared, .gate_up = into, .down = out};
+    fr_experts e = {.count = EXPERTS, .per_token = PICKED, .inner = INNER, .renormalise = !shared, .gate_up = into, .down = out,
+                    .groups = 1, .kept_groups = 1, .scale = 1.0f};
     float biases[WIDTH + 2 * INNER + EXPERTS];
     for (int i = 0; i < WIDTH + 2 * INNER + EXPERTS; i++) biases[i] = (float)(i % 7) / 4 - 1;
     if (limit) e.limit = limit, e.alpha = 1.702f;
@@ -67,11 +68,13 @@ static int check_kind(int type, int shared, float limit) {
     }
     e.router = one(new_weight(0, EXPERTS, WIDTH));
     if (limit) e.router.part[0].bias = biases + WIDTH + 2 * INNER;
+    float *correction = floats(EXPERTS);
+    if (groups > 1) e.groups = groups, e.kept_groups = 2, e.sigmoid = 1, e.correction = correction, e.scale = 1.5f;
     if (shared) {
         e.shared_inner = SHARED;
         e.shared_gate_up = one(new_weight(type, 2 * SHARED, WIDTH));
         e.shared_down = one(new_weight(type, WIDTH, SHARED));
-        e.shared_gate = one(new_weight(0, 1, WIDTH));
+        if (groups == 1) e.shared_gate = one(new_weight(0, 1, WIDTH));
     }
     float *x = floats(ROWS * WIDTH), *together = floats(ROWS * WIDTH), *alone = floats(WIDTH);
     int bad = run(&e, x, together, ROWS) > EXPERTS;
@@ -81,11 +84,11 @@ static int check_kind(int type, int shared, float limit) {
     }
     for (int i = 0; i < EXPERTS; i++) drop(into + i), drop(out + i);
     drop(&e.router), drop(&e.shared_gate_up), drop(&e.shared_down), drop(&e.shared_gate);
-    free(x), free(together), free(alone);
+    free(x), free(together), free(alone), free(correction);
     return bad;
 }
 
 int check_experts(void) {
-    int bad = check_kind(0, 0, 0.5f) | check_kind(MXFP4, 0, 0.5f);
-    return bad | check_kind(0, 0, 0) | check_kind(Q8_0, 0, 0) | check_kind(0, 1, 0) | check_kind(Q8_0, 1, 0);
+    int bad = check_kind(0, 0, 0.5f, 1) | check_kind(MXFP4, 0, 0.5f, 1) | check_kind(0, 1, 0, 4) | check_kind(Q8_0, 0, 0, 4);
+    return bad | check_kind(0, 0, 0, 1) | check_kind(Q8_0, 0, 0, 1) | check_kind(0, 1, 0, 1) | check_kind(Q8_0, 1, 0, 1);
 }

@@ -37,6 +37,8 @@ NEW = [
     "gpt_oss",
     "gpt_oss-packed",
     "gpt_oss-odd",
+    "glm4_moe",
+    "glm4_moe-groups",
 ]
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
@@ -87,6 +89,11 @@ def _unbiased(config: DecoderConfig) -> DecoderConfig:
     return replace(config, moe=replace(config.moe, biases=False))
 
 
+def _routed(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    assert config.moe is not None
+    return replace(config, moe=replace(config.moe, **changes))
+
+
 CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "a window that is one short": ("gemma3", _shorter),
     "a window that is one long": ("gemma2", _longer),
@@ -109,6 +116,11 @@ CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "another alpha": ("gpt_oss-odd", lambda config: _clamped(config, (0.4, 1.702))),
     "plain gates": ("gpt_oss", lambda config: _clamped(config, None)),
     "a router without a bias": ("gpt_oss", _unbiased),
+    "a softmax for sigmoids that are corrected": ("glm4_moe", lambda config: _routed(config, sigmoid=False)),
+    "no groups of experts": ("glm4_moe-groups", lambda config: _routed(config, groups=(1, 1))),
+    "no scale of experts": ("glm4_moe", lambda config: _routed(config, scale=1.0)),
+    "no shared experts": ("glm4_moe-groups", lambda config: _routed(config, shared_inner=None)),
+    "queries and keys without norms": ("glm4_moe", lambda config: replace(config, qk_norm=None)),
 }
 
 
@@ -117,6 +129,13 @@ def test_negative_control(control: str, made: Callable[[str], Made]) -> None:
     name, change = CONTROLS[control]
     model, config, weights = made(name)
     assert _off(model, change(DecoderConfig.from_hf(config)), weights) > FAR
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe-groups"])
+def test_a_choice_without_the_correction_is_caught(name: str, made: Callable[[str], Made]) -> None:
+    model, config, weights = made(name)
+    without = {key: weight * 0 if "correction" in key else weight for key, weight in weights.items()}
+    assert _off(model, DecoderConfig.from_hf(config), without) > FAR
 
 
 @pytest.mark.parametrize("name", NEW)

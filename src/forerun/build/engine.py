@@ -258,8 +258,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     if is_encoder_decoder(checkpoint.config):
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config):
-        from forerun.models.decoder import Decoder
-        from forerun.models.hybrid.target import HybridDecoder
+        from forerun.models.hybrid.target import torch_decoder
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import native_decoder
 
@@ -291,7 +290,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 if kind not in ("plain", "file"):
                     raise
                 log.info("%s: %s", checkpoint.name, error)
-        made = Decoder if family.recurrent is None else HybridDecoder
+        made = torch_decoder(family)
         return made(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory)
     from forerun.models.hf.target import HFTarget
 

@@ -143,12 +143,18 @@ class Checkpoint:
                 self._fill(down[i], files[2:])
         shared = moe.shared_inner
         biases = self._expert_biases(at, moe) if moe.biases else {}
+        router, wide = self._get(at + "gate.weight", (moe.experts, width)), torch.float32
         return Experts(
-            router=self._read(at + "gate.weight", (moe.experts, width)),
+            router=router.to(self.device, wide if moe.wide_router else self.dtype).contiguous(),
             gate_up=gate_up,
             down=down,
             shared=self._mlp(at + "shared_expert.", shared) if shared else None,
-            shared_gate=self._read(at + "shared_expert_gate.weight", (1, width)) if shared else None,
+            shared_gate=self._read(at + "shared_expert_gate.weight", (1, width))
+            if shared and moe.shared_gate
+            else None,
+            correction=self._get(at + "gate.e_score_correction_bias", (moe.experts,)).to(self.device, wide)
+            if moe.sigmoid
+            else None,
             **biases,
         )
 

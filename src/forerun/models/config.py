@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.families import BEFORE, COMMON, FAMILIES, WRAPPED, Family, Norms, RecurrentKind, rotates
-from forerun.models.rope import RopeConfig
+from forerun.models.rope import RopeConfig, magnitude
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -25,11 +25,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
-_OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 # Settings that only some families read: others have them in their files and do without.
 _SOME_FAMILIES = {key for described in FAMILIES.values() for key in described.settings} - {
     *COMMON, "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor",
-    "rope_parameters", "num_experts_per_tok", "norm_topk_prob",
+    "rope_parameters", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
 }  # fmt: skip
 
 
@@ -44,6 +44,47 @@ class MoeConfig:
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
+    sigmoid: bool = False  # scores are sigmoids; for the choice, a learned number is added to each
+    groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row may pick from: those of the best scores
+    scale: float = 1.0  # of the picked experts' weights
+    wide_router: bool = False  # its scores are computed in fp32
+    shared_gate: bool = True  # what the shared expert gives is multiplied by a sigmoid of the row
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention: a token's cached row is a latent, normed, and one rotated key of all heads.
+
+    A head's key is made of the latent, without positions, and the rotated part; its value is made of the latent.
+    """
+
+    query_rank: int | None  # queries are made of a short row, too; None = of the layer's input
+    rank: int  # of the latent
+    key_dim: int  # of a head, without the part that rotates
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def row(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class VariedConfig:
+    """Layers of different sizes, some of which read the keys and values of an earlier layer (Gemma 4)."""
+
+    sizes: tuple[tuple[int, int], ...]  # [L] KV heads, and numbers of a head
+    inners: tuple[int, ...]  # [L] feed-forward widths
+    sources: tuple[int, ...]  # [L] whose keys and values a layer reads, counted among the layers that have their own
+    owns: tuple[bool, ...]  # [L]
+    keys_are_values: tuple[bool, ...]  # [L] values are made of what keys are made of
+    input_width: int  # of what a token adds to every layer apart from its embedding; 0 = nothing
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token's keys in the largest layer."""
+        return max(heads * dim for heads, dim in self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +132,29 @@ class DecoderConfig:
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
     moe: MoeConfig | None = None
     sparse: tuple[bool, ...] = ()  # [L] which layers have experts
+    latent: LatentConfig | None = None  # kv_heads is 1 then, and head_dim what is cached of a token
+    varied: VariedConfig | None = None  # likewise, of a token's keys
     recurrent: RecurrentConfig | None = None
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
     names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in the files
 
     @property
     def kv_layers(self) -> int:
-        """Layers with keys and values."""
+        """Layers with keys and values of their own."""
+        if self.varied is not None:
+            return self.varied.owns.count(True)
         return self.layers if self.recurrent is None else self.recurrent.layers.count(False)
+
+    @property
+    def kv_parts(self) -> int:
+        """Rows per token, head and layer in the KV cache: a key and a value, or one latent that is both."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def special(self) -> str | None:
+        """What only the decoder in torch that works row by row has (models/hybrid); None = nothing."""
+        kinds = ("recurrent states", "latent attention", "layers of different sizes")
+        return next((name for name in kinds if name in self.features), None)
 
     def file_name(self, name: str) -> str:
         """What the files call a weight."""
@@ -130,6 +186,14 @@ class DecoderConfig:
             "experts": self.moe is not None,
             "experts with biases": self.moe is not None and self.moe.biases,
             "clamped gates": self.moe is not None and self.moe.clamp is not None,
+            "sigmoid routers": self.moe is not None and self.moe.sigmoid,
+            "groups of experts": self.moe is not None and self.moe.groups[0] > 1,
+            "scaled experts": self.moe is not None and self.moe.scale != 1.0,
+            "shared experts without a gate": self.moe is not None
+            and self.moe.shared_inner is not None
+            and not self.moe.shared_gate,
+            "latent attention": self.latent is not None,
+            "layers of different sizes": self.varied is not None,
             "recurrent states": self.recurrent is not None,
             "gates behind attention": self.gated_attention,
         }
@@ -171,9 +235,14 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
             f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
         )
     described = FAMILIES[family]
-    kinds = _layer_types(family, values, layers)
+    latent, kinds = _latent(values) if described.latent else None, _layer_types(family, values, layers)
+    varied = _varied(values, kinds, kv_heads, head_dim) if described.varied else None
+    rotary = (head_dim, head_dim) if latent is None else (latent.rope_dim, latent.rope_dim)
+    if varied is not None:
+        rotary = varied.sizes[-1][1], head_dim
+    kv_heads, head_dim = (kv_heads, head_dim) if (rows := latent or varied) is None else (1, rows.row)
     window = _size(values, "sliding_window") if values.get("sliding_window") else None
-    ropes, layer_ropes = _ropes(family, values, kinds, head_dim)
+    ropes, layer_ropes = _ropes(family, values, kinds, rotary)
     moe = _moe(described, values)
     return DecoderConfig(
         family=family,
@@ -191,23 +260,74 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         ropes=ropes,
         layer_ropes=layer_ropes,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        attention_scale=_attention_scale(values, head_dim),
+        attention_scale=_attention_scale(values, head_dim) if latent is None else _latent_scale(values, latent),
         attention_softcap=_softcap(values, "attn_logit_softcapping"),
         logit_softcap=_softcap(values, "final_logit_softcapping"),
         embedding_scale=width**0.5 if described.scaled_embedding else _positive(values, "embedding_multiplier", 1.0),
         residual_scale=_positive(values, "residual_multiplier", 1.0),
         logit_scale=1.0 / _positive(values, "logits_scaling", 1.0),
-        qk_norm=described.qk_norm,
+        qk_norm=described.qk_norm if values.get("use_qk_norm", True) else None,
         norm_offset=described.norm_offset,
         norms=described.norms,
-        rope_pairs=described.rope_pairs,
+        rope_pairs=described.rope_pairs if values.get("rope_interleave", True) else "halves",
         sinks=described.sinks,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
+        latent=latent,
+        varied=varied,
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
         gated_attention=described.gated_attention,
         names=described.names,
     )
+
+
+def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim: int) -> VariedConfig:
+    """By layer, from the file's list of exceptions, or from the settings of layers without a window."""
+    if values["enable_moe_block"]:
+        raise UnsupportedModel(
+            "enable_moe_block=True: experts beside a dense layer are not supported; use transformers"
+        )
+    layers, full, equal = len(kinds), "full_attention", bool(values["attention_k_eq_v"])
+    whole = {"head_dim": values["global_head_dim"]}
+    if equal and values["num_global_key_value_heads"]:
+        whole["num_key_value_heads"] = values["num_global_key_value_heads"]
+    listed = values["per_layer_config"] or {str(i): whole for i, kind in enumerate(kinds) if kind == full}
+    usual = {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    sizes = [{**usual, **listed.get(str(i), {})} for i in range(layers)]
+    first = layers - int(values["num_kv_shared_layers"])
+    if not 1 <= first <= layers or not set(kinds) <= set(kinds[:first]):
+        raise ValueError(f"num_kv_shared_layers={values['num_kv_shared_layers']} of {layers} layers")
+    lasts = {kind: i for i, kind in enumerate(kinds[:first])}
+    wide = 2 if values["use_double_wide_mlp"] else 1
+    inner, width = _size(values, "intermediate_size"), int(values["hidden_size_per_layer_input"])
+    return VariedConfig(
+        sizes=tuple(
+            (_size(one, "num_key_value_heads", _MOST_HEADS), _size(one, "head_dim", _MOST_HEADS)) for one in sizes
+        ),
+        inners=tuple(inner * (wide if i >= first else 1) for i in range(layers)),
+        sources=tuple(i if i < first else lasts[kind] for i, kind in enumerate(kinds)),
+        owns=tuple(i < first for i in range(layers)),
+        keys_are_values=tuple(equal and kind == full for kind in kinds),
+        input_width=width,
+    )
+
+
+def _latent(values: Mapping[str, Any]) -> LatentConfig:
+    return LatentConfig(
+        query_rank=None if values["q_lora_rank"] is None else _size(values, "q_lora_rank"),
+        rank=_size(values, "kv_lora_rank"),
+        key_dim=_size(values, "qk_nope_head_dim", _MOST_HEADS),
+        rope_dim=_size(values, "qk_rope_head_dim", _MOST_HEADS),
+        value_dim=_size(values, "v_head_dim", _MOST_HEADS),
+    )
+
+
+def _latent_scale(values: Mapping[str, Any], latent: LatentConfig) -> float:
+    """YaRN's magnitude of all dimensions multiplies queries and keys, also those that do not rotate."""
+    rope, scale = values.get("rope_scaling") or values.get("rope_parameters") or {}, 1.0
+    if (rope.get("rope_type") or rope.get("type") or "default") != "default" and rope.get("mscale_all_dim"):
+        scale = magnitude(float(rope["factor"]), float(rope["mscale_all_dim"]))
+    return float((latent.key_dim + latent.rope_dim) ** -0.5 * scale * scale)
 
 
 def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> RecurrentConfig:
@@ -286,7 +406,11 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (
+        None,
+        False,
+        "vision",
+    ):  # of text, all are causal with the last
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
@@ -328,13 +452,15 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
         raise UnsupportedModel(
             f"layer_types={kinds!r:.120} of {family}: {layers} of full_attention or sliding_attention"
         )
+    if FAMILIES[family].varied:
+        kinds[-1] = "full_attention"  # whatever the file says
     return kinds
 
 
 def _ropes(
-    family: str, values: Mapping[str, Any], kinds: list[str], head_dim: int
+    family: str, values: Mapping[str, Any], kinds: list[str], dims: tuple[int, int]
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
-    """The distinct ropes, and which one each layer uses."""
+    """The distinct ropes, and which one each layer uses; `dims` are those of layers without and with a window."""
     given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if FAMILIES[family].local_rope:
         nested = dict(values.get("rope_parameters") or {})
@@ -342,11 +468,11 @@ def _ropes(
         full.update(values.get("rope_scaling") or {})
         theta = values.get("rope_local_base_freq", values["rope_theta"])
         local = {"rope_theta": theta, **(nested.get("sliding_attention") or {})}
-        both = (RopeConfig.from_hf(full, values, head_dim), RopeConfig.from_hf(local, values, head_dim))
+        both = (RopeConfig.from_hf(full, values, dims[0]), RopeConfig.from_hf(local, values, dims[1]))
         if both[0] == both[1]:
             return both[:1], (0,) * len(kinds)
         return both, tuple(int(kind == "sliding_attention") for kind in kinds)
-    rope = RopeConfig.from_hf(given, values, head_dim)
+    rope = RopeConfig.from_hf(given, values, dims[0])
     if family == "phi3" and rope.kind == "yarn":
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
     if values.get("position_embedding_type", "rope") != "rope":
@@ -368,7 +494,38 @@ def _activation(name: object) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
+    """Experts in groups beside shared ones, without a gate; the settings that name a router must be the family's."""
+    method, scoring = values["topk_method"], values["scoring_func"]
+    known = ("noaux_tc",) if scoring == "sigmoid" else ("greedy", "group_limited_greedy")
+    if scoring != described.settings["scoring_func"] or method not in known:
+        raise UnsupportedModel(f"topk_method={method!r:.60} with scoring_func={scoring!r:.40} is no router of ours")
+    if values["moe_layer_freq"] != 1:
+        raise UnsupportedModel(f"moe_layer_freq={values['moe_layer_freq']!r:.40}: only 1 is supported")
+    experts, inner = _size(values, "n_routed_experts", _MOST_LAYERS), _size(values, "moe_intermediate_size")
+    groups = 1, 1
+    if method != "greedy":
+        count = _size(values, "n_group", experts)
+        groups = (1, 1) if count == 1 else (count, _size(values, "topk_group", count))
+    if experts % groups[0] or experts < 2 * groups[0]:
+        raise ValueError(f"n_routed_experts {experts} cannot be in n_group {groups[0]}")
+    return MoeConfig(
+        experts=experts,
+        per_token=_size(values, "num_experts_per_tok", experts // groups[0] * groups[1]),
+        inner=inner,
+        renormalise=scoring == "sigmoid" and bool(values["norm_topk_prob"]),
+        shared_inner=inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None,
+        sigmoid=scoring == "sigmoid",
+        groups=groups,
+        scale=_positive(values, "routed_scaling_factor"),
+        wide_router=True,
+        shared_gate=False,
+    )
+
+
 def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
+    if described.experts == "deepseek":
+        return _deepseek_moe(described, values)
     key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
     if described.experts is None or not values.get(key):
         return None
@@ -386,5 +543,10 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
 
 
 def _sparse_layers(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if kinds := values.get("mlp_layer_types"):
+        if len(kinds) != layers or not set(kinds) <= {"sparse", "dense"}:
+            raise ValueError(f"mlp_layer_types={kinds!r:.120}: must be {layers} of sparse or dense")
+        return tuple(kind == "sparse" for kind in kinds)
     period, dense = int(values.get("decoder_sparse_step", 1)), values.get("mlp_only_layers") or ()
-    return tuple(i not in dense and (i + 1) % period == 0 for i in range(layers))
+    first = int(values.get("first_k_dense_replace", 0))
+    return tuple(i >= first and i not in dense and (i + 1) % period == 0 for i in range(layers))

@@ -75,7 +75,9 @@ class Family:
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
-    experts: Literal["mixtral", "qwen", "gpt_oss", "granite"] | None = None
+    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek"] | None = None
+    varied: bool = False  # layers of two sizes, some of which read the keys and values of earlier ones (Gemma 4)
+    latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
     spellings: Mapping[str, str] = field(default_factory=dict)  # its own names of common settings, and ours
@@ -117,6 +119,16 @@ _DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_SHARED_EXPERTS = (("mlp.shared_expert.", "mlp.shared_experts."),)
+_SIGMOID_ROUTER = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+}
 _QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     {**_DELTA_NET, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
@@ -125,6 +137,31 @@ _QWEN3_NEXT = Family(
     experts="qwen",
     recurrent="delta_net",
     gated_attention=True,
+)
+
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        **_SIGMOID_ROUTER,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
+    latent=True,
+    rope_pairs="neighbours",
+    experts="deepseek",
+    names=_SHARED_EXPERTS,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -194,6 +231,35 @@ FAMILIES: dict[str, Family] = {
         slides=_but_every_nth,
         local_rope=True,
         gguf="gemma3",
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA,
+            "vocab_size": 262144,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "attention_multiplier": 1.0,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256,
+            "enable_moe_block": False,
+        },
+        norms=_SANDWICH,
+        scaled_embedding=True,
+        qk_norm="head",
+        slides=_but_every_nth,
+        local_rope=True,
+        varied=True,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -287,6 +353,68 @@ FAMILIES: dict[str, Family] = {
         experts="gpt_oss",
         gguf="gpt-oss",
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {
+            **_DEEPSEEK_V3.settings,
+            "max_position_embeddings": 2048,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+            "num_experts_per_tok": None,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+        },
+        latent=True,
+        rope_pairs="neighbours",
+        experts="deepseek",
+        names=_SHARED_EXPERTS,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        class_name="Glm4MoeLiteForCausalLM",
+        settings={
+            **_DEEPSEEK_V3.settings,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+        },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            **_SIGMOID_ROUTER,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+        },
+        qk_norm="head",
+        experts="deepseek",
+        names=_SHARED_EXPERTS,
+    ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
         {
@@ -367,6 +495,7 @@ class Wrapped(NamedTuple):
 # Text alone has the same law with and without the other parts: of mrope's three positions per token all are equal.
 WRAPPED: dict[str, Wrapped] = {
     "gemma3": Wrapped("gemma3_text"),
+    "gemma4": Wrapped("gemma4_text"),
     "qwen2_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
     "qwen2_5_vl": Wrapped("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}),
     "qwen3_vl": Wrapped("qwen3", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),

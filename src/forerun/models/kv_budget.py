@@ -28,7 +28,7 @@ def row_numbers(head_dim: int, dtype: torch.dtype) -> int:
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers that have them."""
-    return 2 * config.kv_layers * config.kv_heads * row_numbers(config.head_dim, dtype) * dtype.itemsize
+    return config.kv_parts * config.kv_layers * config.kv_heads * row_numbers(config.head_dim, dtype) * dtype.itemsize
 
 
 def reason_against(kv_dtype: str, device: str) -> str | None:

@@ -6,8 +6,9 @@ of a pass over few rows is memory traffic and the number of operations, so each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from forerun.core.errors import ModelError
 from forerun.models.config import Activation, MoeConfig
 from forerun.models.rope import RopeConfig, frequencies
+
+Over = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]  # a function of rows, and rows -> what it makes of them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -174,39 +177,84 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, D]
     router_bias: Tensor | None = None  # [E]
+    correction: Tensor | None = None  # [E] fp32, added to the scores for the choice only
     gate_up_bias: Tensor | None = None  # [E, 2I]
     down_bias: Tensor | None = None  # [E, D]
 
 
-def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) -> Tensor:
+def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation, over: Over | None = None) -> Tensor:
     """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router, added up in the order of their numbers.
 
-    Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once.
+    Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once. `over`
+    applies a function to rows in calls of its own choice; None = all at once.
     """
-    weights, picked = route(x, experts.router, config, experts.router_bias)  # [M, K]
-    into, out_of = experts.gate_up_bias, experts.down_bias
+    over = over or _at_once
+    both = over(partial(_routed, experts=experts, config=config), x)  # fp32: small numbers of experts are exact in it
+    weights, picked = both[:, : config.per_token].to(x.dtype), both[:, config.per_token :].long()  # [M, K]
     found = x.new_empty(len(x), config.per_token, x.shape[1])
     for expert, rows, ranks in by_expert(picked, config.experts):
-        both = linear(x[rows], experts.gate_up[expert], None if into is None else into[expert])
-        inner = gate(both, activation) if config.clamp is None else clamped_gate(both, *config.clamp)
-        found[rows, ranks] = linear(inner, experts.down[expert], None if out_of is None else out_of[expert])
+        run = partial(_run_expert, experts=experts, expert=expert, config=config, activation=activation)
+        found[rows, ranks] = over(run, x[rows])
     out = found[:, 0] * weights[:, :1]
     for rank in range(1, config.per_token):
         out += found[:, rank] * weights[:, rank : rank + 1]
-    if experts.shared is not None and experts.shared_gate is not None:
-        inner = gate(linear(x, experts.shared.gate_up), activation)
-        out += linear(inner, experts.shared.down) * linear(x, experts.shared_gate).sigmoid()
+    if experts.shared is not None:
+        out += over(partial(_run_shared, experts=experts, activation=activation), x)
     return out
 
 
-def route(x: Tensor, router: Tensor, config: MoeConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _at_once(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return function(rows)
+
+
+def _routed(x: Tensor, experts: Experts, config: MoeConfig) -> Tensor:
+    """[M, 2 K] what `route` gives, side by side."""
+    weights, picked = route(x, experts.router, config, experts.router_bias, experts.correction)
+    return torch.cat((weights.float(), picked.float()), -1)
+
+
+def _run_expert(x: Tensor, experts: Experts, expert: int, config: MoeConfig, activation: Activation) -> Tensor:
+    into, out_of = experts.gate_up_bias, experts.down_bias
+    both = linear(x, experts.gate_up[expert], None if into is None else into[expert])
+    inner = gate(both, activation) if config.clamp is None else clamped_gate(both, *config.clamp)
+    return linear(inner, experts.down[expert], None if out_of is None else out_of[expert])
+
+
+def _run_shared(x: Tensor, experts: Experts, activation: Activation) -> Tensor:
+    assert experts.shared is not None
+    out = linear(gate(linear(x, experts.shared.gate_up), activation), experts.shared.down)
+    return out if experts.shared_gate is None else out * linear(x, experts.shared_gate).sigmoid()
+
+
+def route(
+    x: Tensor, router: Tensor, config: MoeConfig, bias: Tensor | None = None, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """[M, K] the weights of the experts that each row picks, and their numbers, which ascend."""
-    laws = linear(x, router, bias).softmax(-1, dtype=torch.float32)  # [M, E]
-    weights, picked = laws.topk(config.per_token, dim=-1)
+    logits = linear(x.to(router.dtype), router, bias)
+    laws = logits.float().sigmoid() if config.sigmoid else logits.softmax(-1, dtype=torch.float32)  # [M, E]
+    scores = laws if correction is None else laws + correction
+    if config.groups[0] > 1:
+        scores = scores.masked_fill(~in_best_groups(scores, config), float("-inf"))
+    picked = scores.topk(config.per_token, dim=-1).indices
+    weights = laws.gather(-1, picked)
     if config.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.sigmoid else 0.0))
+    if config.scale != 1.0:
+        weights = weights * config.scale
     picked, order = picked.sort(-1)
     return weights.gather(-1, order).to(x.dtype), picked
+
+
+def in_best_groups(scores: Tensor, config: MoeConfig) -> Tensor:
+    """[M, E] whether an expert is in one of the groups that its row may pick from.
+
+    A group counts for its best expert, or for the sum of its best two where scores are sigmoids.
+    """
+    groups, kept = config.groups
+    grouped = scores.view(len(scores), groups, -1)
+    best = grouped.topk(2 if config.sigmoid else 1, dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(kept, dim=-1).indices, True)
+    return chosen.repeat_interleave(grouped.shape[-1], -1)
 
 
 def by_expert(picked: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:

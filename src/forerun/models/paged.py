@@ -57,7 +57,7 @@ def slots_of(pages: Sequence[int], first: int, end: int) -> list[int]:
 
 
 class PagedKV:
-    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1.
+    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1, or one row that is both.
 
     A row of D numbers is copied as a whole: what else it holds (kv_budget.row_numbers) is of no concern here.
     """
@@ -72,6 +72,7 @@ class PagedKV:
         device: torch.device,
         capacity: int | None,
         limit: int | None = None,
+        parts: int = 2,
     ) -> None:
         """`capacity` slots, made at once; None = as many as are needed, up to `limit`."""
         pages = pages_for(capacity or 0)
@@ -79,7 +80,7 @@ class PagedKV:
         self.pool = PagePool(pages)
         self.hidden: dict[int, Tensor] = {}  # layer -> [S, width] rows kept for drafters
         with torch.inference_mode(False):  # written in every mode
-            self.data = torch.empty(layers, 2, kv_heads, pages * PAGE, head_dim, dtype=dtype, device=device)
+            self.data = torch.empty(layers, parts, kv_heads, pages * PAGE, head_dim, dtype=dtype, device=device)
         self._extents: dict[int, Extent] = {}
         # slots copied since it was emptied, for processes with parts of the cache; None = there are none
         self.journal: list[list[tuple[int, int]]] | None = None

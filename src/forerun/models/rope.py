@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.core.errors import UnsupportedModel
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 _KINDS: dict[str, RopeKind] = {
     "default": "default",
@@ -26,6 +26,7 @@ _KINDS: dict[str, RopeKind] = {
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "proportional",
     "su": "longrope",  # the name in the first Phi-3 files
 }
 
@@ -46,6 +47,7 @@ class RopeConfig:
     frequency_factors: tuple[float, float] = (1.0, 4.0)  # llama3: low, high
     short_factors: tuple[float, ...] = ()  # longrope: up to `context`
     long_factors: tuple[float, ...] = ()  # longrope: beyond
+    angles: int | None = None  # proportional: pairs that rotate, the fastest; the others stay
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], values: Mapping[str, Any], head_dim: int) -> RopeConfig:
@@ -59,7 +61,8 @@ class RopeConfig:
             key = "original_max_position_embeddings"
             context = int(values.get(key) or given.get(key) or longest)
         share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-        dims = int(head_dim * share)
+        is_proportional = _KINDS[name] == "proportional"
+        dims = head_dim if is_proportional else int(head_dim * share)
         if not 2 <= dims <= head_dim or dims % 2 or context < 1:
             raise ValueError(f"a rope over {dims} of {head_dim} dimensions and a context of {context}")
         for key in ("short_factor", "long_factor"):
@@ -80,6 +83,7 @@ class RopeConfig:
             frequency_factors=(float(given.get("low_freq_factor", 1)), float(given.get("high_freq_factor", 4))),
             short_factors=tuple(map(float, given.get("short_factor") or ())),
             long_factors=tuple(map(float, given.get("long_factor") or ())),
+            angles=int(head_dim * share // 2) if is_proportional else None,
         )
         for regime in {0, rope.regime(context + 1)}:
             rates, scale = frequencies(rope, regime)
@@ -104,6 +108,8 @@ def frequencies(rope: RopeConfig, regime: int) -> tuple[Tensor, float]:
     plain = 1.0 / rope.theta**powers
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
+    if rope.kind == "proportional":
+        return torch.where(torch.arange(len(plain)) < (rope.angles or 0), plain / rope.factor, 0.0), 1.0
     if rope.kind == "dynamic":
         stretch = rope.factor * max(regime, rope.context) / rope.context - (rope.factor - 1)
         return 1.0 / (rope.theta * stretch ** (rope.dims / (rope.dims - 2))) ** powers, 1.0
@@ -145,9 +151,10 @@ def _yarn(rope: RopeConfig, powers: Tensor) -> tuple[Tensor, float]:
     if rope.attention_factor is not None:
         return blended, rope.attention_factor
     if rope.mscales is not None:
-        return blended, _magnitude(rope.factor, rope.mscales[0]) / _magnitude(rope.factor, rope.mscales[1])
-    return blended, _magnitude(rope.factor, 1.0)
+        return blended, magnitude(rope.factor, rope.mscales[0]) / magnitude(rope.factor, rope.mscales[1])
+    return blended, magnitude(rope.factor, 1.0)
 
 
-def _magnitude(factor: float, weight: float) -> float:
+def magnitude(factor: float, weight: float) -> float:
+    """YaRN's: what queries and keys of a context stretched by this factor are multiplied by."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -62,6 +62,7 @@ class SlotTarget(BaseTarget):
             device=device,
             capacity=kv_slots,
             limit=None if kv_memory is None else kv_memory // slot_bytes(config, kept),
+            parts=config.kv_parts,
         )
 
     @property

@@ -437,6 +437,8 @@ def why_not(config: EagleConfig, target: object) -> str:
     """Why a head cannot draft on the device; empty where it can."""
     if not isinstance(target, CudaDecoder):
         return "the target is not our decoder on a GPU"
+    if config.family is not None:
+        return f"its layer is one of {config.family.family}, which runs on the host"
     if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
         return f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
     return ""

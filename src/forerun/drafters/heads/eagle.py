@@ -33,7 +33,7 @@ from forerun.drafters.heads.base import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, Kind, default_layers, read_head
+from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, default_layers, read_head
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
 from forerun.drafters.heads.eagle_runner import TorchRunner
 from forerun.drafters.heads.formats import (
@@ -45,6 +45,7 @@ from forerun.drafters.heads.formats import (
     write_shards,
 )
 from forerun.drafters.heads.growth import Ranks, Steps, Tree, grow_ranked, lay_out, sample_trees
+from forerun.drafters.heads.mtp_layer import FamilyLayer, check_layer, family_layer
 from forerun.models.base import Target
 from forerun.models.layers import rms_norm
 
@@ -267,9 +268,16 @@ class MtpHead(EagleHead):
     Names are read in two styles. DeepSeek-V3 puts the layer behind the target's last (`model.layers.L.enorm`,
     `hnorm`, `eh_proj`, `shared_head.norm`, `shared_head.head`), and a step reads the output of the one before it as
     it is. Qwen3-Next has `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.fc`, `mtp.layers.0`,
-    `mtp.norm`, and a step reads the normed output. Layers of another kind (compressed or gated attention, experts)
-    are refused.
+    `mtp.norm`, and a step reads the normed output. A layer with parts beyond Llama's (latent or gated attention,
+    half-rotated heads, experts) is read as a layer of the checkpoint's family; where that has none, it is refused.
     """
+
+    def _read_layers(self, weights: Mapping[str, Tensor]) -> list[HeadLayer]:
+        self._family_layer: FamilyLayer | None = None
+        if self.config.family is None:
+            return super()._read_layers(weights)
+        self._family_layer = FamilyLayer(self.config.family, weights, self.dtype, self.device)
+        return []
 
     def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         eps = self.config.norm_eps
@@ -277,7 +285,7 @@ class MtpHead(EagleHead):
         embedded = rms_norm(self._embed(tokens), self._enorm, eps)
         before = rms_norm(carried.to(self.dtype), self._hnorm, eps)
         x = self._through_fc(torch.cat((embedded, before), -1))
-        return self._layers[0].behind(x, self._rotations_at(positions), attend)
+        return (self._family_layer or self._layers[0]).behind(x, self._rotations_at(positions), attend)
 
 
 class MtpDrafter(EagleDrafter):
@@ -306,14 +314,21 @@ def read_mtp(folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
     """Shape and weights under our names: fc, enorm, hnorm, midlayer.*, norm; embedding and LM head where stored."""
     values = read_config(folder)
     weights, qwen = _read_layer(folder)
-    _must_be_plain(folder, values, weights)
-    if qwen and str(values.get("model_type", "")).startswith("qwen3_next"):  # there a norm stores weight - 1
-        weights = {n: w + 1.0 if n.endswith("norm.weight") else w for n, w in weights.items()}
-    config = EagleConfig.from_json(values, "mtp")
+    config, family = EagleConfig.from_json(values, "mtp"), family_layer(values, weights)
+    if family is None:
+        _must_be_plain(folder, values, weights)
+    else:
+        config = replace(config, heads=family.heads, kv_heads=family.kv_heads, head_dim=family.head_dim, family=family)
+        check_layer(folder, family, weights)
+    if qwen and str(values.get("model_type", "")).startswith(
+        ("qwen3_next", "qwen3_5")
+    ):  # there a norm stores weight - 1
+        ours = {n for n in weights if n.endswith("norm.weight") and (family is None or not n.startswith("midlayer."))}
+        weights = {n: w + 1.0 if n in ours else w for n, w in weights.items()}
     rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
     config = replace(config, norm_output=qwen, draft_vocab_size=rows)
     for name, shape in expected_shapes(config).items():
-        if name in weights or "_norm.weight" not in name:
+        if (name in weights or "_norm.weight" not in name) and (family is None or not name.startswith("midlayer.")):
             check_weight(folder, weights, name, shape)
     return config, weights
 

@@ -41,6 +41,7 @@ from forerun.drafters.heads.formats import (
 )
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
+from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
 
@@ -112,6 +113,7 @@ class EagleConfig(HeadShape):
     norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
     norm_before_fc: bool = False  # one norm over all features, side by side
     norm_before_residual: bool = False
+    family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.mtp_layer)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: Kind) -> EagleConfig:
@@ -207,10 +209,7 @@ class EagleHead:
 
         with torch.no_grad(), torch.inference_mode(False):
             self._fc, self._fc_bias = matrix(get("fc.weight")), maybe("fc.bias")
-            prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
-            self._layers = [
-                HeadLayer(config, weights, prefix, i, dtype, self.device) for i, prefix in enumerate(prefixes)
-            ]
+            self._layers = self._read_layers(weights)
             self._norm = maybe("norm.weight")
             # of a multi-token-prediction layer
             self._enorm, self._hnorm = maybe("enorm.weight"), maybe("hnorm.weight")
@@ -222,8 +221,14 @@ class EagleHead:
             self._shared = checked_shared(config, weights, shared)
             self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
         rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
+        if config.family is not None:
+            rope = config.family.ropes[0]
         self._rotations = Rotations(rope, self.device)
         self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
+
+    def _read_layers(self, weights: Mapping[str, Tensor]) -> list[HeadLayer]:
+        prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, self.config.depth))]
+        return [HeadLayer(self.config, weights, at, i, self.dtype, self.device) for i, at in enumerate(prefixes)]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D], what a row carries of them."""

@@ -67,25 +67,39 @@ class RowLinear:
 
 
 def attend_by_nodes(
-    data: Tensor, spans: Sequence[Span], queries: Tensor, made: Tensor, scale: float, found: Tensor
+    data: Tensor,
+    spans: Sequence[Span],
+    queries: Tensor,
+    made: Tensor | None,
+    scale: float,
+    found: Tensor,
+    window: int | None = None,
 ) -> None:
     """Tree attention of one layer, node by node.
 
-    `data` [2, Hkv, S, D] is the layer's cache, which gets what was `made` [M, 2, Hkv, D]; `queries` and `found` are
-    [M, H, D]. A node's keys lie in the order of their positions, from a multiple of PAGE on, wherever its pages are.
+    `data` [2, Hkv, S, D] is the layer's cache, which gets what was `made` [M, 2, Hkv, D], or has it already; `queries`
+    are [M, H, D], and `found` [M, H, Dv]. With one part instead of two a row is both: its first Dv numbers are the
+    value. A node's keys lie in the order of their positions, from a multiple of PAGE on, wherever its pages are; with a
+    window it sees that many, its own included.
     """
-    groups = queries.view(len(queries), made.shape[2], -1, made.shape[3])  # of queries that share a key
+    width = found.shape[2]
+    groups = queries.view(len(queries), data.shape[1], -1, data.shape[3])  # of queries that share a key
     for span in spans:
-        own = made[span.first : span.end].permute(1, 2, 0, 3)
-        end = span.length + span.shape.deepest + 1
+        end, written = span.length + span.shape.deepest + 1, torch.tensor(span.slots, device=data.device)
+        if made is None:
+            own = data.index_select(2, written)
+        else:
+            own = made[span.first : span.end].permute(1, 2, 0, 3)
+            data.index_copy_(2, written, own)
         slots = slots_of(span.pages, 0, span.length) + span.slots
-        data.index_copy_(2, torch.tensor(span.slots, device=data.device), own)
         places = torch.tensor((slots + [slots[0]] * PAGE)[: -(-end // PAGE) * PAGE], device=data.device)
         seen = data.index_select(2, places)
         for node, (path, depth) in enumerate(zip(span.shape.paths, span.shape.depths, strict=True)):
             if not span.shape.is_chain:
                 seen[:, :, span.length : span.length + depth + 1] = own[:, :, list(path)]
-            keys, values = seen[:, :, : span.length + depth + 1]
+            last = span.length + depth + 1
+            visible = seen[:, :, 0 if window is None else max(0, last - window) : last]
+            keys, values = visible[0], visible[-1, :, :, :width]
             scores = torch.bmm(groups[span.first + node].clone(), keys.transpose(1, 2)).mul_(scale)  # [Hkv, G, N]
             weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
             found[span.first + node] = torch.bmm(weights, values).flatten(0, 1)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import RecurrentConfig
+from forerun.models.config import LatentConfig, RecurrentConfig, VariedConfig
+from forerun.models.hybrid.latent import LatentAttention
 from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mamba2, Memory, Mixer, ShortConv
 from forerun.models.hybrid.rows import RowLinear
-from forerun.models.layers import Experts
+from forerun.models.hybrid.sized import LayerEnd, LayerInputs, SizedAttention
+from forerun.models.layers import Experts, pair_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,13 @@ class HybridBlock:
     """One layer."""
 
     norm: Tensor  # [D]
-    mixer: GatedAttention | Mixer
+    mixer: GatedAttention | LatentAttention | SizedAttention | Mixer
     mlp_norm: Tensor
     mlp: RowMlp | None
     experts: Experts | None  # what both give is added up
+    after_mixer: Tensor | None = None  # [D]; where what attention gives is normed
+    after_mlp: Tensor | None = None
+    end: LayerEnd | None = None
 
 
 class HybridCheckpoint(Checkpoint):
@@ -47,17 +52,76 @@ class HybridCheckpoint(Checkpoint):
 
     def hybrid_block(self, index: int) -> HybridBlock:
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
-        assert recurrent is not None
-        norm, _, mlp_norm, _ = self.norms(at)
+        norm, after, mlp_norm, mlp_after = self.norms(at)
         assert norm is not None and mlp_norm is not None  # noqa: PT018
-        experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
-        if experts is None or recurrent.kind == "mamba2":  # Granite has both
-            plain = self._mlp(at + "mlp.", self.config.inner)
+        experts, mlp, varied = self._experts(at) if self.config.sparse[index] else None, None, self.config.varied
+        if experts is None or (recurrent is not None and recurrent.kind == "mamba2"):  # Granite has both
+            plain = self._mlp(at + "mlp.", self.config.inner if varied is None else varied.inners[index])
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
-        if not recurrent.layers[index]:
-            return HybridBlock(norm, self._attention(at + "self_attn.", index), mlp_norm, mlp, experts)
-        make = self._short_conv if recurrent.kind == "short_conv" else self._memory
-        return HybridBlock(norm, make(at, recurrent), mlp_norm, mlp, experts)
+        end = None if varied is None else self._end(at, varied)
+        return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end)
+
+    def _mixer(self, at: str, index: int) -> GatedAttention | LatentAttention | SizedAttention | Mixer:
+        config, recurrent = self.config, self.config.recurrent
+        if config.latent is not None:
+            return self._latent(at + "self_attn.", index, config.latent)
+        if config.varied is not None:
+            return self._sized(at + "self_attn.", index, config.varied)
+        if recurrent is None or not recurrent.layers[index]:
+            return self._attention(at + "self_attn.", index)
+        return self._short_conv(at, recurrent) if recurrent.kind == "short_conv" else self._memory(at, recurrent)
+
+    def layer_inputs(self) -> LayerInputs | None:
+        config, varied, at = self.config, self.config.varied, self.prefix + "per_layer_"
+        if varied is None or not varied.input_width:
+            return None
+        outputs = config.layers * varied.input_width
+        return LayerInputs(
+            self._read(self.prefix + "embed_tokens_per_layer.weight", (config.vocab_size, outputs)),
+            RowLinear(self._read(at + "model_projection.weight", (outputs, config.width))),
+            self.norm(at + "projection_norm.weight", varied.input_width),
+            config.norm_eps,
+        )
+
+    def _end(self, at: str, varied: VariedConfig) -> LayerEnd:
+        width, inputs, scale = self.config.width, varied.input_width, self._read(at + "layer_scalar", (1,))
+        if not inputs:
+            return LayerEnd(None, None, None, scale)
+        return LayerEnd(
+            RowLinear(self._read(at + "per_layer_input_gate.weight", (inputs, width))),
+            RowLinear(self._read(at + "per_layer_projection.weight", (width, inputs))),
+            self.norm(at + "post_per_layer_input_norm.weight"),
+            scale,
+        )
+
+    def _sized(self, at: str, index: int, varied: VariedConfig) -> SizedAttention:
+        config, (kv_heads, dim) = self.config, varied.sizes[index]
+        owns, sizes = varied.owns[index], {"q": config.heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+
+        def linear(name: str) -> RowLinear:
+            weight, bias = self._read(f"{at}{name}_proj.weight", (sizes[name], config.width)), f"{at}{name}_proj.bias"
+            biases = self._maybe(bias)
+            if name == "v":
+                return RowLinear(weight, biases)
+            return RowLinear(pair_up(weight, dim, dim), None if biases is None else pair_up(biases, dim, dim))
+
+        # values that are made of what keys are made of lie in the keys' order, which the output must undo
+        outputs, equal = self._read(at + "o_proj.weight", (config.width, config.heads * dim)), varied.keys_are_values
+        if equal[varied.sources[index]]:
+            outputs = pair_up(outputs.t(), dim, dim).t().contiguous()
+        return SizedAttention(
+            kv_heads,
+            dim,
+            config.windows[index],
+            varied.sources[index],
+            config.norm_eps,
+            linear("q"),
+            pair_up(self.norm(at + "q_norm.weight", dim), dim, dim),
+            linear("k") if owns else None,
+            pair_up(self.norm(at + "k_norm.weight", dim), dim, dim) if owns else None,
+            linear("v") if owns and not equal[index] else None,
+            RowLinear(outputs, self._maybe(at + "o_proj.bias")),
+        )
 
     def _attention(self, at: str, index: int) -> GatedAttention:
         config, rope = self.config, self.config.layer_ropes[index]
@@ -73,6 +137,47 @@ class HybridCheckpoint(Checkpoint):
             self._qk_norm(at, dims) if config.qk_norm else None,
             RowLinear(self._read(at + "o_proj.weight", (config.width, queries)), self._maybe(at + "o_proj.bias")),
         )
+
+    def _latent(self, at: str, index: int, latent: LatentConfig) -> LatentAttention:
+        config, width, rank = self.config, self.config.width, latent.rank
+        both, queries = latent.key_dim + latent.value_dim, latent.key_dim + latent.rope_dim
+        name, inputs = ("q_proj", width) if latent.query_rank is None else ("q_b_proj", latent.query_rank)
+        expand = self._read(at + "kv_b_proj.weight", (config.heads * both, rank)).view(config.heads, both, rank)
+        short, norm = None, None
+        if latent.query_rank is not None:
+            weight = self._read(at + "q_a_proj.weight", (latent.query_rank, width))
+            short = RowLinear(weight, self._maybe(at + "q_a_proj.bias"))
+            norm = self.norm(at + "q_a_layernorm.weight", latent.query_rank)
+        cached, bias = at + "kv_a_proj_with_mqa.", self._maybe(at + "kv_a_proj_with_mqa.bias")
+        made = self._paired(self._read(cached + "weight", (latent.row, width)), 1)
+        return LatentAttention(
+            latent,
+            index,
+            short,
+            norm,
+            RowLinear(self._paired(self._read(f"{at}{name}.weight", (config.heads * queries, inputs)), config.heads)),
+            RowLinear(made, None if bias is None else self._paired(bias, 1)),
+            self.norm(at + "kv_a_layernorm.weight", rank),
+            keys=expand[:, : latent.key_dim].contiguous(),
+            values=expand[:, latent.key_dim :].transpose(1, 2).contiguous(),
+            output=RowLinear(
+                self._read(at + "o_proj.weight", (width, config.heads * latent.value_dim)),
+                self._maybe(at + "o_proj.bias"),
+            ),
+        )
+
+    def _paired(self, weight: Tensor, heads: int) -> Tensor:
+        """The rotated part, which ends the rows of every head, in the order that `rotate_` takes."""
+        rope = self.config.ropes[0].dims
+        if self.config.rope_pairs == "neighbours":
+            return weight
+        assert self.config.latent is not None
+        dims = self.config.latent.rope_dim
+        parts = weight.view(heads, -1, *weight.shape[1:]).clone()
+        parts[:, -dims:] = pair_up(parts[:, -dims:].reshape(heads * dims, *weight.shape[1:]), dims, rope).view_as(
+            parts[:, -dims:]
+        )
+        return parts.view_as(weight)
 
     def _gates(self, name: str, columns: tuple[int, ...]) -> Tensor:
         """The second half of every head's rows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from forerun.models.config import DecoderConfig, MoeConfig, RecurrentConfig
+from forerun.models.config import DecoderConfig, LatentConfig, MoeConfig, RecurrentConfig, VariedConfig
 from forerun.models.load.weights import Weights, missing_weight, surplus_weights, wrong_shape
 
 Shape = tuple[int, ...]
@@ -20,7 +20,7 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 # what a decoder need not read: tables that are computed, a tied head, towers for pictures, and drafting layers
 UNREAD = re.compile(
     r"rotary_emb\.inv_freq$|(^|\.)lm_head\.weight$|(^|\.)mtp\.|"
-    r"^(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\."
+    r"^(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 
 
@@ -53,19 +53,28 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
     if not config.tied:
         head = next((name for name in _HEADS if name in weights), _HEADS[0])
         yield head, (config.vocab_size, config.width)
+    if config.varied is not None and (inputs := config.layers * config.varied.input_width):
+        yield prefix + "embed_tokens_per_layer.weight", (config.vocab_size, inputs)
+        yield prefix + "per_layer_model_projection.weight", (inputs, config.width)
+        yield prefix + "per_layer_projection_norm.weight", (config.varied.input_width,)
     norms = [name for name in config.norms if name is not None]
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
         yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
         if config.recurrent is not None and config.recurrent.layers[i]:
             yield from _recurrent(config.recurrent, config.width, weights, at)
+        elif config.latent is not None:
+            yield from _latent(config, config.latent, weights, at + "self_attn.")
+        elif config.varied is not None:
+            yield from _sized(config, config.varied, i, weights, at)
         else:
             yield from _attention(config, weights, at + "self_attn.")
         if config.sparse[i]:
             assert config.moe is not None
             yield from _experts(config, config.moe, weights, at)
         if not config.sparse[i] or (config.recurrent is not None and config.recurrent.kind == "mamba2"):
-            yield from _mlp(config, config.inner, weights, at + "mlp.")
+            inner = config.inner if config.varied is None else config.varied.inners[i]
+            yield from _mlp(config, inner, weights, at + "mlp.")
 
 
 def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -82,6 +91,43 @@ def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tup
             yield f"{at}{name}_norm.weight", (size if whole else config.head_dim,)
     if config.sinks:
         yield f"{at}sinks", (config.heads,)
+
+
+def _latent(config: DecoderConfig, latent: LatentConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    width, queries = config.width, config.heads * (latent.key_dim + latent.rope_dim)
+    if latent.query_rank is None:
+        yield at + "q_proj.weight", (queries, width)
+    else:
+        yield from _with_bias(weights, at + "q_a_proj", latent.query_rank, width)
+        yield at + "q_a_layernorm.weight", (latent.query_rank,)
+        yield at + "q_b_proj.weight", (queries, latent.query_rank)
+    yield from _with_bias(weights, at + "kv_a_proj_with_mqa", latent.row, width)
+    yield at + "kv_a_layernorm.weight", (latent.rank,)
+    yield at + "kv_b_proj.weight", (config.heads * (latent.key_dim + latent.value_dim), latent.rank)
+    yield from _with_bias(weights, at + "o_proj", width, config.heads * latent.value_dim)
+
+
+def _sized(
+    config: DecoderConfig, varied: VariedConfig, index: int, weights: Weights, layer: str
+) -> Iterator[tuple[str, Shape]]:
+    at, width, (kv_heads, dim) = layer + "self_attn.", config.width, varied.sizes[index]
+    queries, keys = config.heads * dim, kv_heads * dim
+    yield from _with_bias(weights, at + "q_proj", queries, width)
+    yield from _with_bias(weights, at + "o_proj", width, queries)
+    yield at + "q_norm.weight", (dim,)
+    own: dict[str, Shape] = {"k_proj": (keys, width), "v_proj": (keys, width), "k_norm": (dim,)}
+    if varied.keys_are_values[index]:
+        del own["v_proj"]
+    for name, shape in own.items():  # layers that read those of another may have their own in the file, unread
+        if varied.owns[index] or f"{at}{name}.weight" in weights:
+            yield f"{at}{name}.weight", shape
+        if f"{at}{name}.bias" in weights:
+            yield f"{at}{name}.bias", shape[:1]
+    yield layer + "layer_scalar", (1,)
+    if inputs := varied.input_width:
+        yield layer + "per_layer_input_gate.weight", (inputs, width)
+        yield layer + "per_layer_projection.weight", (width, inputs)
+        yield layer + "post_per_layer_input_norm.weight", (width,)
 
 
 def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
@@ -157,4 +203,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
             yield from ((f"{at}experts.{i}.{name}.bias", (size,)) for name, size in sizes.items())
     if moe.shared_inner is not None:
         yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
-        yield at + "shared_expert_gate.weight", (1, width)
+        if moe.shared_gate:
+            yield at + "shared_expert_gate.weight", (1, width)
+    if moe.sigmoid:
+        yield at + "gate.e_score_correction_bias", (moe.experts,)

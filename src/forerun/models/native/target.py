@@ -99,8 +99,8 @@ class NativeDecoder(Decoder):
     @staticmethod
     def reason_against(config: DecoderConfig) -> str | None:
         """What about this model the kernels cannot run; None = nothing."""
-        if config.recurrent is not None:
-            return "it has recurrent states"
+        if config.special is not None:
+            return f"it has {config.special}"
         if config.head_dim % 4:
             return f"head_dim={config.head_dim} is no multiple of 4"
         if len({rope.dims for rope in config.ropes}) > 1:

@@ -124,12 +124,12 @@ class NativeReader:
             output=self._projection(at + "self_attn.", "o", {"o": config.width}, queries),
             window=window or 0,
             rotate=0 if rope is None else 1 + rope,
-            sinks=self._sinks(at + "self_attn.sinks") if config.sinks else None,
+            sinks=self._floats(at + "self_attn.sinks", config.heads) if config.sinks else None,
             **(self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner)),
         )
 
-    def _sinks(self, name: str) -> int:
-        self._check(name, (self.config.heads,))
+    def _floats(self, name: str, count: int) -> int:
+        self._check(name, (count,))
         return self._keep(self.weights[name].detach().float().contiguous())
 
     def _mlp(self, at: str, inner: int) -> dict[str, Any]:
@@ -146,7 +146,9 @@ class NativeReader:
         at += "block_sparse_moe." if f"{at}block_sparse_moe.gate.weight" in self.weights else "mlp."
         packed = [self._expert(at, i, moe) for i in range(moe.experts)]
         arrays = [(Parts * moe.experts)(*map(side_by_side, parts)) for parts in zip(*packed, strict=True)]
-        found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.shared_inner or 0)
+        found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.sigmoid, *moe.groups)
+        found.shared_inner, found.scale = moe.shared_inner or 0, moe.scale
+        found.correction = self._floats(at + "gate.e_score_correction_bias", moe.experts) if moe.sigmoid else None
         found.activation = _ACTIVATIONS[self.config.activation]
         found.limit, found.alpha = moe.clamp or (0.0, 0.0)
         found.router = self._router(at + "gate", moe.experts, moe.biases)
@@ -154,7 +156,8 @@ class NativeReader:
         if moe.shared_inner is not None:
             shared = self._mlp(at + "shared_expert.", moe.shared_inner)
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
-            found.shared_gate = self._router(at + "shared_expert_gate", 1)
+            if moe.shared_gate:
+                found.shared_gate = self._router(at + "shared_expert_gate", 1)
         size = sum(part.data.nbytes for parts in packed for some in parts for part in some)
         self.inactive_bytes.append(size * (moe.experts - moe.per_token) // moe.experts)
         self.kept.extend((*arrays, found))

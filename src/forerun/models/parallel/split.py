@@ -45,8 +45,8 @@ class Part:
 
 def check_split(config: DecoderConfig, size: int) -> None:
     """Raise where there is not a KV head for every rank, or a norm or a state is that of all heads."""
-    if size > 1 and config.recurrent is not None:
-        raise InvalidInput(f"tensor_parallel_size={size}: {config.family} has recurrent states; use 1")
+    if size > 1 and config.special is not None:
+        raise InvalidInput(f"tensor_parallel_size={size}: {config.family} has {config.special}; use 1")
     if size > 1 and config.qk_norm == "all":
         raise InvalidInput(f"tensor_parallel_size={size}: {config.family} norms all heads at once; use 1")
     if size > config.kv_heads:

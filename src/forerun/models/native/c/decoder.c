@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 10, FR_ABI = 20 };
+enum { BUFFERS = 10, FR_ABI = 22 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle;

@@ -11,6 +11,7 @@
 /* Where everything lies while a layer runs. */
 typedef struct {
     float *logits, *weights;       /* [rows, count], [rows, per_token] */
+    float *choice;                 /* [count + groups] of the row that picks now */
     int32_t *picked, *place;       /* [rows, per_token] experts in order; rows of the segments */
     fr_segment *into, *out;        /* [count] */
     float *x, *gate_up, *mlp, *y;  /* [room, ..] rows by segment */
@@ -35,6 +36,7 @@ static size_t lay_out(const fr_experts *e, int64_t rows, int64_t width, void *me
         int64_t bytes;
     } parts[] = {
         {(void **)&r->logits, rows * e->count * 4},   {(void **)&r->weights, pairs * 4},
+        {(void **)&r->choice, (e->count + e->groups) * 4},
         {(void **)&r->picked, pairs * 4},             {(void **)&r->place, pairs * 4},
         {(void **)&r->into, e->count * (int64_t)sizeof(fr_segment)},
         {(void **)&r->out, e->count * (int64_t)sizeof(fr_segment)},
@@ -56,19 +58,48 @@ size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width) {
     return lay_out(e, rows, width, NULL, &r);
 }
 
-/* The likeliest experts of one row, the first on a tie, in the order of their numbers; and their weights. */
-static void pick(const fr_experts *e, float *laws, int32_t *picked, float *weights) {
-    int64_t k = e->per_token;
-    float most = laws[0], total = 0.0f, kept = 0.0f;
+/* The scores of one row's experts, in place; returns what they must be divided by. */
+static float score(const fr_experts *e, float *laws) {
+    float most = laws[0], total = 0.0f;
+    for (int64_t i = 0; i < e->count && e->sigmoid; i++) laws[i] = 1.0f / (1.0f + expf(-laws[i]));
+    if (e->sigmoid) return 1.0f;
     for (int64_t i = 1; i < e->count; i++)
         if (laws[i] > most) most = laws[i];
     for (int64_t i = 0; i < e->count; i++) total += laws[i] = expf(laws[i] - most);
+    return total;
+}
+
+/* Takes the experts outside the best groups out of the choice; a group counts for its best score, or its best two. */
+static void keep_groups(const fr_experts *e, float *choice, float *best) {
+    int64_t size = e->count / e->groups;
+    for (int64_t g = 0; g < e->groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t i = g * size; i < (g + 1) * size; i++) {
+            if (choice[i] > first) second = first, first = choice[i];
+            else if (choice[i] > second) second = choice[i];
+        }
+        best[g] = e->sigmoid ? first + second : first;
+    }
+    for (int64_t g = 0; g < e->groups; g++) {
+        int64_t before = 0;
+        for (int64_t other = 0; other < e->groups; other++)
+            before += best[other] > best[g] || (best[other] == best[g] && other < g);
+        for (int64_t i = g * size; i < (g + 1) * size && before >= e->kept_groups; i++) choice[i] = -INFINITY;
+    }
+}
+
+/* The likeliest experts of one row, the first on a tie, in the order of their numbers; and their weights. */
+static void pick(const fr_experts *e, float *laws, float *choice, int32_t *picked, float *weights) {
+    int64_t k = e->per_token;
+    float total = score(e, laws), kept = e->sigmoid ? 1e-20f : 0.0f;
+    for (int64_t i = 0; i < e->count; i++) choice[i] = laws[i] + (e->correction ? e->correction[i] : 0.0f);
+    if (e->groups > 1) keep_groups(e, choice, choice + e->count);
     for (int64_t j = 0; j < k; j++) {
         int64_t best = -1;
         for (int64_t i = 0; i < e->count; i++) {
             int taken = 0;
             for (int64_t t = 0; t < j; t++) taken |= picked[t] == i;
-            if (!taken && (best < 0 || laws[i] > laws[best])) best = i;
+            if (!taken && (best < 0 || choice[i] > choice[best])) best = i;
         }
         int64_t t = j; /* keep them sorted */
         for (; t > 0 && picked[t - 1] > best; t--) picked[t] = picked[t - 1];
@@ -78,7 +109,7 @@ static void pick(const fr_experts *e, float *laws, int32_t *picked, float *weigh
         weights[j] = laws[picked[j]] / total;
         kept += weights[j];
     }
-    for (int64_t j = 0; j < k && e->renormalise; j++) weights[j] /= kept;
+    for (int64_t j = 0; j < k; j++) weights[j] = (e->renormalise ? weights[j] / kept : weights[j]) * e->scale;
 }
 
 /* Segments of the experts that were picked, in order, and the place of every pick in them; returns how many. */
@@ -100,8 +131,8 @@ static void run_shared(const fr_experts *e, const float *x, int64_t rows, room *
     fr_linear(&e->shared_gate_up, x, r->gate_up, rows, r->quants);
     fr_gate(r->gate_up, r->mlp, rows, e->shared_inner, (int)e->activation);
     fr_linear(&e->shared_down, r->mlp, r->shared, rows, r->quants);
-    fr_linear(&e->shared_gate, x, r->gates, rows, r->quants);
-    for (int64_t i = 0; i < rows; i++) r->gates[i] = 1.0f / (1.0f + expf(-r->gates[i]));
+    if (e->shared_gate.count) fr_linear(&e->shared_gate, x, r->gates, rows, r->quants);
+    for (int64_t i = 0; i < rows; i++) r->gates[i] = e->shared_gate.count ? 1.0f / (1.0f + expf(-r->gates[i])) : 1.0f;
 }
 
 typedef struct {
@@ -168,7 +199,7 @@ int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_
     if (e->shared_inner) run_shared(e, x, rows, &r); /* first: it uses the buffers of the segments */
     fr_linear(&e->router, x, r.logits, rows, r.quants);
     for (int64_t i = 0; i < rows; i++)
-        pick(e, r.logits + i * e->count, r.picked + i * e->per_token, r.weights + i * e->per_token);
+        pick(e, r.logits + i * e->count, r.choice, r.picked + i * e->per_token, r.weights + i * e->per_token);
     int64_t count = sort_rows(e, rows, &r), most = most_rows(e, rows);
     rows_job job = {e, &r, x, delta, width};
     fr_parallel(copy_rows, &job, rows, 4);

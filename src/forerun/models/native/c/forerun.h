@@ -147,12 +147,16 @@ void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64
 typedef struct {
     int64_t count, per_token, inner;
     int64_t renormalise;              /* the weights of a row's experts sum to one */
+    int64_t sigmoid;                  /* scores are sigmoids, not a softmax */
+    int64_t groups, kept_groups;      /* of experts, and how many a row may pick from: those of the best scores */
     int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
     int64_t activation;
+    float scale;                      /* of the weights of a row's experts */
+    const float *correction;          /* [count] added to the scores for the choice only; NULL = nothing */
     float limit, alpha;               /* 0, or as gpt-oss: gate sigmoid(alpha gate) (up + 1), both limited first */
     fr_weights router;                /* [count, width] */
     const fr_weights *gate_up, *down; /* [count] */
-    fr_weights shared_gate_up, shared_down, shared_gate; /* the last: [1, width] */
+    fr_weights shared_gate_up, shared_down, shared_gate; /* the last: [1, width], or none */
 } fr_experts;
 size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width);
 /* delta[rows, width] = the experts' outputs; scratch holds fr_experts_bytes. Returns how many experts were read. */
