@@ -17,6 +17,7 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.target import HybridDecoder
+from forerun.models.native.target import native_decoder
 from forerun.testing import FakeSeq
 
 VOCAB = 61
@@ -212,6 +213,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
+    "lfm2-biased": {  # the same for the native kernels, whose heads have a multiple of four dimensions
+        "model_type": "lfm2",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_bias": True,
+        "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     "qwen3_next": {
         "model_type": "qwen3_next",
         **_DELTA_NET,
@@ -283,10 +296,16 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
+def make_decoder(
+    config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None, *, native: bool = True
+) -> Decoder:
+    """In torch; hybrids on the native kernels where these can run them, and `native` does not say otherwise."""
     parsed = DecoderConfig.from_hf(config)
-    made = Decoder if parsed.recurrent is None else HybridDecoder
-    return made(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+    if parsed.recurrent is None:
+        return Decoder(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+    if native and (made := native_decoder(parsed, weights, "float32", kv_slots, None)) is not None:
+        return made
+    return HybridDecoder(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
 
 
 def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:

@@ -43,6 +43,7 @@ class MoeConfig:
     renormalise: bool  # the picked experts' weights sum to 1
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
+    beside_mlp: bool = False  # what a dense feed-forward layer gives is added
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
 
 
@@ -381,6 +382,7 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
         renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
         shared_inner=_size(values, shared) if shared in described.settings else None,
         biases=described.experts == "gpt_oss",
+        beside_mlp=described.experts == "granite",
         clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
     )
 

@@ -19,9 +19,7 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.config import RecurrentConfig
 from forerun.models.hybrid.rows import RowLinear, by_rows
-
-LayerState = tuple[Tensor, ...]
-Made = Mapping[int, LayerState]  # node -> its state
+from forerun.models.hybrid.states import LayerState, Made
 
 
 @dataclass(frozen=True, slots=True)

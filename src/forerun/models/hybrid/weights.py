@@ -51,7 +51,7 @@ class HybridCheckpoint(Checkpoint):
         norm, _, mlp_norm, _ = self.norms(at)
         assert norm is not None and mlp_norm is not None  # noqa: PT018
         experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
-        if experts is None or recurrent.kind == "mamba2":  # Granite has both
+        if experts is None or (self.config.moe is not None and self.config.moe.beside_mlp):
             plain = self._mlp(at + "mlp.", self.config.inner)
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         if not recurrent.layers[index]:

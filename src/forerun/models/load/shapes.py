@@ -64,7 +64,7 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
         if config.sparse[i]:
             assert config.moe is not None
             yield from _experts(config, config.moe, weights, at)
-        if not config.sparse[i] or (config.recurrent is not None and config.recurrent.kind == "mamba2"):
+        if not config.sparse[i] or (config.moe is not None and config.moe.beside_mlp):
             yield from _mlp(config, config.inner, weights, at + "mlp.")
 
 

@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
+MOST_TAPS = 16  # inputs that a convolution of a recurrent layer reads
 _MOST_PARTS = 3
-ABI = 20  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 21  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -67,6 +68,28 @@ class Experts(Structure):
     ]
 
 
+class Mixer(Structure):
+    """fr_mixer: a recurrent layer."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_int64) for name in ("kind", "kernel", "channels", "wide", "convolved_at", "gates_at", "steps_at")],
+        *[(name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "state", "norm_size")],
+        *[(name, Weights) for name in ("inputs", "output")],
+        *[(name, c_void_p) for name in ("taps", "bias", "rates", "step_bias", "skip", "norm")],
+    ]
+
+
+class Walk(Structure):
+    """fr_walk: the rows of one sequence in a pass, for recurrent layers."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_int64) for name in ("first", "nodes")],
+        *[(name, c_void_p) for name in ("parents", "start")],
+        ("kept", c_int64),
+        *[(name, c_void_p) for name in ("kept_nodes", "states")],
+    ]
+
+
 class Layer(Structure):
     """fr_layer."""
 
@@ -79,6 +102,8 @@ class Layer(Structure):
         ("after_attention", c_void_p),
         ("after_mlp", c_void_p),
         ("sinks", c_void_p),
+        ("mixer", POINTER(Mixer)),
+        ("gate", Weights),
     ]
 
 
@@ -155,6 +180,10 @@ class Pass(Structure):
         ("tops", c_void_p),
         ("active_experts", c_void_p),
         ("adapters", c_void_p),
+        ("walks", c_void_p),
+        ("walk_count", c_int64),
+        ("inputs", c_void_p),
+        ("replayed", c_int64),
     ]
 
 
@@ -305,6 +334,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_unpack_rows": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "fr_linear_rows": (c_int, [POINTER(Weights), c_void_p, c_void_p, c_int64]),
     "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
+    "fr_state_numbers": (c_int64, [POINTER(Mixer)]),
+    "fr_replay": (c_int, [POINTER(Model), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p]),
     "fr_decode_run": (c_int, [POINTER(Model), POINTER(Pass), POINTER(Run)]),
     "fr_argmax_rows": (None, [c_void_p, c_int64, c_int64, c_void_p]),
     "fr_head_layout": (c_int64, []),

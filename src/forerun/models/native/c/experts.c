@@ -100,8 +100,8 @@ static void run_shared(const fr_experts *e, const float *x, int64_t rows, room *
     fr_linear(&e->shared_gate_up, x, r->gate_up, rows, r->quants);
     fr_gate(r->gate_up, r->mlp, rows, e->shared_inner, (int)e->activation);
     fr_linear(&e->shared_down, r->mlp, r->shared, rows, r->quants);
-    fr_linear(&e->shared_gate, x, r->gates, rows, r->quants);
-    for (int64_t i = 0; i < rows; i++) r->gates[i] = 1.0f / (1.0f + expf(-r->gates[i]));
+    if (e->shared_gate.count) fr_linear(&e->shared_gate, x, r->gates, rows, r->quants);
+    for (int64_t i = 0; i < rows; i++) r->gates[i] = e->shared_gate.count ? 1.0f / (1.0f + expf(-r->gates[i])) : 1.0f;
 }
 
 typedef struct {
