@@ -17,6 +17,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.hybrid.stateful import StatefulDecoder
 from forerun.models.hybrid.states import States
 from forerun.models.native import library as native
+from forerun.models.native.target import native_decoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, extend, path_to, random_tree, random_verdict, tree_of
 from tests.models.tiny_checkpoints import HYBRIDS, VOCAB, make_decoder, make_reference, reference_logits, save
@@ -81,6 +82,25 @@ def test_hybrids_are_targets_to_the_bit_without_native_kernels(made: Any, monkey
     _, config, weights = made("qwen3_next")
     monkeypatch.setattr(native, "available", lambda: False)
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native library")
+@pytest.mark.parametrize("dtype", ["q8", "bfloat16"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "granite4"])
+def test_rounded_weights_are_targets_to_the_bit_and_near_the_float_ones(name: str, dtype: str, made: Any) -> None:
+    model, config, weights = made(name)
+
+    def rounded() -> Decoder:
+        target = native_decoder(DecoderConfig.from_hf(config), weights, dtype, None, None)
+        assert target is not None
+        assert target.mode == dtype
+        return target
+
+    check_target(rounded, vocab_size=VOCAB, rounds=4, atol=0.0)
+    tokens = text(1, 70)
+    wanted, got = reference_logits(model, tokens), fresh(rounded(), tokens, len(tokens))
+    assert not torch.equal(got, wanted)
+    assert (got - wanted).norm() < 0.2 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
