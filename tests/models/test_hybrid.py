@@ -24,7 +24,7 @@ from tests.models.tiny_checkpoints import HYBRIDS, VOCAB, make_decoder, make_ref
 
 Make = Callable[..., Decoder]
 ALL = sorted(HYBRIDS)
-ONE_EACH = ["lfm2-biased", "qwen3_next", "granite4"]
+ONE_EACH = ["lfm2-biased", "qwen3_next", "granite4", "nemotron_h"]
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -303,6 +303,16 @@ def test_time_steps_with_limits_are_refused(made: Any) -> None:
     config = made("granite4")[1]
     with pytest.raises(UnsupportedModel, match="time_step_limit"):
         DecoderConfig.from_hf({**config, "time_step_limit": [0.0, 0.5]})
+
+
+def test_patterns_of_nemotron_name_its_layers_and_experts_are_refused(made: Any) -> None:
+    config = made("nemotron_h")[1]
+    old = {key: value for key, value in config.items() if key != "layers_block_type"}
+    read = DecoderConfig.from_hf({**old, "hybrid_override_pattern": "M-*-M"})
+    assert read == DecoderConfig.from_hf(config)
+    assert read.kv_layers == 1
+    with pytest.raises(UnsupportedModel, match="moe"):
+        DecoderConfig.from_hf({**old, "hybrid_override_pattern": "ME*-M"})
 
 
 def test_vision_wrappers_are_read_as_text(made: Any, make: Make) -> None:

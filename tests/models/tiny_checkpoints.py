@@ -268,6 +268,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "mamba_proj_bias": True,
         "tie_word_embeddings": True,
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "max_position_embeddings": 512,
+        "head_dim": 12,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 0.6,
+    },
 }
 
 

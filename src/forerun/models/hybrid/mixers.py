@@ -245,7 +245,7 @@ class Mamba2(Memory):
     def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
         values, keys, queries = torch.split(F.silu(mixed).float(), [self.values, self.keys, self.keys], -1)
         groups = [one.reshape(len(one), -1, self.config.key_dim) for one in (queries, keys)]
-        strengths = F.softplus(steps.float() + self.step_bias)
+        strengths = F.softplus(steps.float() + self.step_bias).clamp(min=self.config.least_step)
         return torch.cat((*map(self._of_all_heads, groups), values, strengths, (strengths * self.rates).exp()), -1)
 
     def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -256,5 +256,5 @@ class Mamba2(Memory):
         return torch.bmm(query, memory) + self.skip.view(-1, 1, 1) * value
 
     def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
-        gated = found.float() * F.silu(gates.float())
-        return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).to(found.dtype)
+        gated = (found.float() * F.silu(gates.float())).unflatten(-1, (self.config.norm_groups, -1))
+        return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(1).to(found.dtype)

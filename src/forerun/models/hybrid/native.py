@@ -36,6 +36,15 @@ _KINDS: dict[RecurrentKind, int] = {"short_conv": 0, "delta_net": 1, "mamba2": 2
 class HybridReader(NativeReader):
     """Recurrent layers beside what every decoder has."""
 
+    def _layer(self, index: int) -> native.Layer:
+        alone, at = self.config.recurrent and self.config.recurrent.mlp_alone, f"{self.names.prefix}layers.{index}."
+        if not alone:
+            return super()._layer(index)
+        norm = self._keep(self.names.norm(at + "norm.weight").contiguous())
+        if alone[index]:
+            return native.Layer(mlp_norm=norm, **self._mlp(at + "mlp.", self.config.inner))
+        return native.Layer(attention_norm=norm, **self._attention(at + "self_attn.", index))
+
     def _attention(self, at: str, index: int) -> dict[str, Any]:
         recurrent = self.config.recurrent
         assert recurrent is not None
@@ -86,7 +95,8 @@ class HybridReader(NativeReader):
             wide=values + channels + heads,
             convolved_at=values,
             steps_at=values + channels,
-            norm_size=values,
+            norm_size=values // recurrent.norm_groups,
+            least_step=recurrent.least_step,
             inputs=side_by_side([self._linear(at + "in_proj.weight", values + channels + heads, self.config.width)]),
             skip=self._floats(at + "D", (heads,)),
             **self._memory(at, recurrent, values),

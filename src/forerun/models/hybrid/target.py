@@ -6,7 +6,7 @@ It runs on GPUs, and on CPUs where the native kernels cannot (native.py). Every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -54,7 +54,8 @@ class HybridDecoder(StatefulDecoder):
         self._head_linear = RowLinear(self._head)
         self._rotations = [Rotations(rope, self.device) for rope in config.ropes]
         self.early_exits = {}
-        self._mixers = [block.mixer for block in self._hybrid_blocks if not isinstance(block.mixer, GatedAttention)]
+        mixers = [block.mixer for block in self._hybrid_blocks]
+        self._mixers = [one for one in mixers if one is not None and not isinstance(one, GatedAttention)]
         self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
 
     def shared(self) -> SharedWeights:
@@ -129,8 +130,10 @@ class HybridDecoder(StatefulDecoder):
         for i, block in enumerate(self._hybrid_blocks):
             if i in hidden:
                 hidden[i].copy_(x)
-            rows = by_rows(partial(rms_norm, weight=block.norm, eps=self.config.norm_eps), x)
-            if isinstance(block.mixer, GatedAttention):
+            rows = x if block.norm is None else by_rows(self._norm_by(block.norm), x)
+            if block.mixer is None:
+                pass
+            elif isinstance(block.mixer, GatedAttention):
                 turns = None if self.config.layer_ropes[i] is None else rotations
                 x += self._attend(rows, block.mixer, attends, spans, turns) * scale
                 attends += 1
@@ -140,7 +143,8 @@ class HybridDecoder(StatefulDecoder):
                 made.append(states)
             if unread and i == self.config.layers - 1:
                 break
-            x += self._feed_forward(x, block) * scale
+            if block.mlp is not None or block.experts is not None:
+                x += self._feed_forward(x, block) * scale
         if self.config.layers in hidden:
             hidden[self.config.layers].copy_(x)
         if not unread:
@@ -154,6 +158,9 @@ class HybridDecoder(StatefulDecoder):
             hidden[-1].copy_(x)
         if logits is not None:
             logits.copy_(self._head_product(x[: len(logits)]))
+
+    def _norm_by(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(rms_norm, weight=weight, eps=self.config.norm_eps)
 
     def final_norm_of(self, rows: Tensor) -> Tensor:
         return by_rows(super().final_norm_of, rows)
@@ -211,7 +218,8 @@ class HybridDecoder(StatefulDecoder):
         return torch.cat(parts)
 
     def _feed_forward(self, x: Tensor, block: HybridBlock) -> Tensor:
-        rows = by_rows(partial(rms_norm, weight=block.mlp_norm, eps=self.config.norm_eps), x)
+        assert block.mlp_norm is not None
+        rows = by_rows(self._norm_by(block.mlp_norm), x)
         activation, moe, added = self.config.activation, self.config.moe, list[Tensor]()
         if block.experts is not None:
             assert moe is not None

@@ -35,9 +35,9 @@ class RowMlp:
 class HybridBlock:
     """One layer."""
 
-    norm: Tensor  # [D]
-    mixer: GatedAttention | Mixer
-    mlp_norm: Tensor
+    norm: Tensor | None  # [D]
+    mixer: GatedAttention | Mixer | None  # None = a feed-forward layer alone
+    mlp_norm: Tensor | None
     mlp: RowMlp | None
     experts: Experts | None  # what both give is added up
 
@@ -49,7 +49,13 @@ class HybridCheckpoint(Checkpoint):
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
         assert recurrent is not None
         norm, _, mlp_norm, _ = self.norms(at)
-        assert norm is not None and mlp_norm is not None  # noqa: PT018
+        if recurrent.mlp_alone and recurrent.mlp_alone[index]:
+            up, down = (self._linear(f"{at}mlp.{name}_proj.", *sizes) for name, sizes in self._plain_mlp().items())
+            return HybridBlock(None, None, norm, RowMlp(up, down), None)
+        if recurrent.mlp_alone:
+            make = self._memory if recurrent.layers[index] else None
+            mixer = self._attention(at + "self_attn.", index) if make is None else make(at, recurrent)
+            return HybridBlock(norm, mixer, None, None, None)
         experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
         if experts is None or (self.config.moe is not None and self.config.moe.beside_mlp):
             plain = self._mlp(at + "mlp.", self.config.inner)
@@ -58,6 +64,13 @@ class HybridCheckpoint(Checkpoint):
             return HybridBlock(norm, self._attention(at + "self_attn.", index), mlp_norm, mlp, experts)
         make = self._short_conv if recurrent.kind == "short_conv" else self._memory
         return HybridBlock(norm, make(at, recurrent), mlp_norm, mlp, experts)
+
+    def _plain_mlp(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a feed-forward layer without a gate."""
+        return {"up": (self.config.inner, self.config.width), "down": (self.config.width, self.config.inner)}
+
+    def _linear(self, at: str, outputs: int, inputs: int) -> RowLinear:
+        return RowLinear(self._read(at + "weight", (outputs, inputs)), self._maybe(at + "bias"))
 
     def _attention(self, at: str, index: int) -> GatedAttention:
         config, rope = self.config, self.config.layer_ropes[index]

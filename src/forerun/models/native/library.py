@@ -76,6 +76,7 @@ class Mixer(Structure):
         *[(name, c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "state", "norm_size")],
         *[(name, Weights) for name in ("inputs", "output")],
         *[(name, c_void_p) for name in ("taps", "bias", "rates", "step_bias", "skip", "norm")],
+        ("least_step", c_float),
     ]
 
 

@@ -25,7 +25,7 @@ from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as forerun.h has them
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as forerun.h has them
 
 
 class NativeReader:
@@ -151,7 +151,7 @@ class NativeReader:
         return self._keep(self.weights[name].detach().float().contiguous())
 
     def _mlp(self, at: str, inner: int) -> dict[str, Any]:
-        gates, width = {"gate": inner, "up": inner}, self.config.width
+        gates, width = {"gate": inner, "up": inner} if self.config.gated else {"up": inner}, self.config.width
         return {
             "gate_up": self._projection(at, "gate_up", gates, width),
             "down": self._projection(at, "down", {"down": width}, inner),

@@ -14,7 +14,7 @@ typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found;
     void *quants, *experts, *mixing;
     int32_t *tiles;
-    int64_t tile_count, mixers; /* mixers: recurrent layers so far, and places in `inputs` of the pass */
+    int64_t tile_count, uncached; /* uncached: layers so far that have no keys and values */
     float *replay;
     int pending; /* delta is not in x yet; `after` norms it first */
     const float *after;
@@ -96,7 +96,7 @@ static void leave(buffers *b, const float *after) { b->pending = 1, b->after = a
 /* Attention of the first n rows, which see the keys and values of all. */
 static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
     const fr_layer *layer = m->layer + i;
-    const int64_t cache = i - b->mixers;
+    const int64_t cache = i - b->uncached;
     const float *rows = norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
     fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, rows, p->nodes, 0, n, b->qkv, b->quants);
     int64_t keys = m->kv_heads * m->head_dim;
@@ -139,7 +139,6 @@ static void mix_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t 
         memcpy(b->replay, b->inputs, (size_t)(p->replayed * mixer->wide) * sizeof(float));
         b->replay += p->replayed * mixer->wide;
     }
-    b->mixers++;
     if (!n) return;
     fr_linear(&mixer->output, b->found, b->delta, n, b->quants);
     leave(b, layer->after_attention);
@@ -150,6 +149,7 @@ static void mix_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t 
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
+    b->uncached += layer->mixer || !layer->output.count;
     if (layer->mixer) mix_layer(m, p, i, n, b);
     else if (layer->qkv.count) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
@@ -236,7 +236,7 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     if (p->tokens && m->embedding_scale) fr_scale_and_cap(b.x, p->nodes * m->width, m->embedding_scale, 0.0f);
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, m->kv_heads, b.tiles);
     b.pending = 0, b.after = NULL;
-    b.mixers = 0, b.replay = p->inputs;
+    b.uncached = 0, b.replay = p->inputs;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
             if (p->hidden_layers[j] == i) {

@@ -76,7 +76,7 @@ void fr_add_norm(float *x, fr_added added, const float *weight, float eps, float
 FR_INLINE int64_t fr_rows_at_once(int64_t width) { return width < FR_AT_ONCE ? FR_AT_ONCE / width : 1; }
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
-enum { FR_SILU, FR_GELU_TANH }; /* activations */
+enum { FR_SILU, FR_GELU_TANH, FR_RELU2 }; /* activations; the last is the square of what is positive, without a gate */
 #define FR_GELU_LINEAR 1.59576912f  /* 2 sqrt(2 / pi): gelu(g) = g / (1 + exp(-(linear g + cubic g^3))), by tanh */
 #define FR_GELU_CUBIC 0.0713548163f /* 0.044715 times as much */
 typedef void fr_gate_row(const float *gate, const float *up, float *y, int64_t width, int activation);
@@ -207,6 +207,7 @@ typedef struct {
     const float *taps, *bias;              /* [kernel, channels], [channels] or NULL */
     const float *rates, *step_bias, *skip; /* [value_heads]; skip is Mamba-2's */
     const float *norm;
+    float least_step; /* of Mamba-2's steps */
 } fr_mixer;
 /* The rows of one sequence in a pass. A row's state follows from that of its parent. */
 typedef struct {

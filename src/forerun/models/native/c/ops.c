@@ -97,6 +97,12 @@ static void gate_rows(void *arg, int64_t begin, int64_t end, int worker) {
     const gate_job *job = arg;
     int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
+        if (job->activation == FR_RELU2) {
+            const float *restrict x = job->gate_up + r * width;
+            float *restrict y = job->y + r * width;
+            for (int64_t i = 0; i < width; i++) y[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; /* what is not a number stays so */
+            continue;
+        }
         const float *gate = job->gate_up + 2 * r * width;
         job->row(gate, gate + width, job->y + r * width, width, job->activation);
     }

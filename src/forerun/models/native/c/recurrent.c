@@ -115,8 +115,10 @@ static void find_steps(const mix_job *job, const float *steps, float *row) {
     const fr_mixer *m = job->m;
     for (int64_t h = 0; h < m->value_heads; h++) {
         float strength, step;
-        if (m->kind == FR_MAMBA2) strength = step = softplus(steps[h] + m->step_bias[h]);
-        else {
+        if (m->kind == FR_MAMBA2) {
+            step = softplus(steps[h] + m->step_bias[h]);
+            strength = step = step < m->least_step ? m->least_step : step;
+        } else {
             strength = 1.0f / (1.0f + expf(-steps[h]));
             step = softplus(steps[m->value_heads + h] + m->step_bias[h]);
         }
