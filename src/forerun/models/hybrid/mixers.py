@@ -256,5 +256,5 @@ class Mamba2(Memory):
         return torch.bmm(query, memory) + self.skip.view(-1, 1, 1) * value
 
     def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
-        gated = (found.float() * F.silu(gates.float())).unflatten(-1, (self.config.norm_groups, -1))
+        gated = (found.float() * F.silu(gates.float())).view(len(found), self.config.norm_groups, -1)
         return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(1).to(found.dtype)

@@ -53,9 +53,9 @@ class HybridCheckpoint(Checkpoint):
             up, down = (self._linear(f"{at}mlp.{name}_proj.", *sizes) for name, sizes in self._plain_mlp().items())
             return HybridBlock(None, None, norm, RowMlp(up, down), None)
         if recurrent.mlp_alone:
-            make = self._memory if recurrent.layers[index] else None
-            mixer = self._attention(at + "self_attn.", index) if make is None else make(at, recurrent)
-            return HybridBlock(norm, mixer, None, None, None)
+            if recurrent.layers[index]:
+                return HybridBlock(norm, self._memory(at, recurrent), None, None, None)
+            return HybridBlock(norm, self._attention(at + "self_attn.", index), None, None, None)
         experts, mlp = self._experts(at) if self.config.sparse[index] else None, None
         if experts is None or (self.config.moe is not None and self.config.moe.beside_mlp):
             plain = self._mlp(at + "mlp.", self.config.inner)

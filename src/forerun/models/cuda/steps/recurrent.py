@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from forerun.models.attention import Span
@@ -35,10 +34,10 @@ def scan(
     for node, i in places.items():
         slots[node] = i
     numbers = [torch.tensor(one, dtype=torch.int32, device=start.device) for one in (list(parents), slots)]
-    kernels.scan[heads, triton.cdiv(values, kernels.COLUMNS)](
+    kernels.scan[heads, -(-values // kernels.COLUMNS)](
         prepared, found, start, kept, *numbers, start.new_zeros(heads) if skip is None else skip,
         first, len(parents), prepared.stride(0), HEADS=heads, KEYS=keys, VALUES=values,
-        ROWS=triton.next_power_of_2(keys), DELTA=skip is None, BLOCK=kernels.COLUMNS,
+        ROWS=1 << (keys - 1).bit_length(), DELTA=skip is None, BLOCK=kernels.COLUMNS,
     )  # fmt: skip
     return {node: kept[places[node]] for node in wanted}
 
@@ -57,5 +56,5 @@ def attend(data: Tensor, span: Span, queries: Tensor, scale: float, found: Tenso
     numbers = [torch.tensor(one, dtype=torch.int32, device=data.device) for one in (places, contexts, tails)]
     kernels.attend[span.nodes, heads](
         queries, data, found, *numbers, span.first, depth, data.stride(0), data.stride(1), scale, HEADS=heads,
-        GROUP=heads // data.shape[1], DIM=dim, WIDE=triton.next_power_of_2(dim), BLOCK=kernels.POSITIONS,
+        GROUP=heads // data.shape[1], DIM=dim, WIDE=1 << (dim - 1).bit_length(), BLOCK=kernels.POSITIONS,
     )  # fmt: skip
