@@ -13,7 +13,7 @@ from forerun.core.params import SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.model.layer_skip import default_plan, draft_part
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid.target import HybridDecoder
+from forerun.models.hybrid.stateful import StatefulDecoder
 from forerun.models.pages import PAGE
 from tests.engine.test_prefix import GREEDY, SEEDED, engine_on, play, text, written
 from tests.models.tiny_checkpoints import HYBRIDS, make_decoder, make_reference, save
@@ -44,7 +44,7 @@ def test_greedy_texts_equal_transformers_plain_and_drafted(name: str, tmp_path: 
         more: dict[str, Any] = {"draft_model": other} if drafter == "draft_model" else {}
         config = SpeculativeConfig(drafter=drafter, controller="fixed", budget=6, **more)
         with LLM(folder, speculative_config=config, device="cpu") as llm:
-            assert isinstance(llm.engine.target, HybridDecoder)
+            assert isinstance(llm.engine.target, StatefulDecoder)
             done = llm.generate(PROMPTS, params)
             assert [[token for token in one.token_ids if token != 1] for one in done] == wanted, drafter
 
@@ -88,7 +88,6 @@ def test_preempted_sequences_go_on_with_the_same_text(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"dtype": "q8"}, "recurrent states"),
     ({"tensor_parallel_size": 2}, "recurrent states"),
 ])  # fmt: skip
 def test_what_hybrids_cannot_do_is_said_in_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:

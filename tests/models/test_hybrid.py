@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,17 @@ from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.hybrid.stateful import StatefulDecoder
 from forerun.models.hybrid.states import States
-from forerun.models.hybrid.target import HybridDecoder
 from forerun.models.native import library as native
+from forerun.models.native.target import native_decoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, extend, path_to, random_tree, random_verdict, tree_of
 from tests.models.tiny_checkpoints import HYBRIDS, VOCAB, make_decoder, make_reference, reference_logits, save
 
 Make = Callable[..., Decoder]
 ALL = sorted(HYBRIDS)
-ONE_EACH = ["lfm2-odd", "qwen3_next", "granite4"]
+ONE_EACH = ["lfm2-biased", "qwen3_next", "granite4", "nemotron_h"]
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -42,6 +44,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     return make
 
 
+@pytest.fixture(params=["native", "torch"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Decoders on the native kernels, and in torch."""
+    if request.param == "native" and not native.available():
+        pytest.skip("needs the native library")
+    return partial(make_decoder, native=request.param == "native")
+
+
 def fresh(target: Decoder, tokens: list[int], count: int = 1) -> Tensor:
     """[count, V] behind the last tokens of a text that nothing else shares: read at once, then scored as a chain."""
     seq = FakeSeq(1 << 40, tokens[: len(tokens) - count + 1], max_length=500)
@@ -52,9 +62,9 @@ def fresh(target: Decoder, tokens: list[int], count: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Any) -> None:
+def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Any, make: Make) -> None:
     model, config, weights = made(name)
-    target, tokens = make_decoder(config, weights), text(1, 150)
+    target, tokens = make(config, weights), text(1, 150)
     wanted = reference_logits(model, tokens)
     for cached in (0, 1, 70, 149):
         got = fresh(target, tokens, len(tokens) - cached)
@@ -63,9 +73,9 @@ def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Any) -
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ALL)
-def test_hybrids_are_targets_to_the_bit(name: str, made: Any) -> None:
+def test_hybrids_are_targets_to_the_bit(name: str, made: Any, make: Make) -> None:
     _, config, weights = made(name)
-    check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=0.0)
+    check_target(lambda: make(config, weights), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=0.0)
 
 
 def test_hybrids_are_targets_to_the_bit_without_native_kernels(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +84,29 @@ def test_hybrids_are_targets_to_the_bit_without_native_kernels(made: Any, monkey
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_trees_equal_transformers_along_every_path(name: str, made: Any) -> None:
+@pytest.mark.skipif(not native.available(), reason="needs the native library")
+@pytest.mark.parametrize("dtype", ["q8", "bfloat16"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "granite4"])
+def test_rounded_weights_are_targets_to_the_bit_and_near_the_float_ones(name: str, dtype: str, made: Any) -> None:
     model, config, weights = made(name)
-    target, rng = make_decoder(config, weights), random.Random(3)
+
+    def rounded() -> Decoder:
+        target = native_decoder(DecoderConfig.from_hf(config), weights, dtype, None, None)
+        assert target is not None
+        assert target.mode == dtype
+        return target
+
+    check_target(rounded, vocab_size=VOCAB, rounds=4, atol=0.0)
+    tokens = text(1, 70)
+    wanted, got = reference_logits(model, tokens), fresh(rounded(), tokens, len(tokens))
+    assert not torch.equal(got, wanted)
+    assert (got - wanted).norm() < 0.2 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_trees_equal_transformers_along_every_path(name: str, made: Any, make: Make) -> None:
+    model, config, weights = made(name)
+    target, rng = make(config, weights), random.Random(3)
     seqs = [FakeSeq(b, text(b, n), max_length=200) for b, n in enumerate((30, 1, 9))]
     target.prefill(seqs, Needs())
     trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 8) for seq in seqs])
@@ -110,9 +139,9 @@ def play(target: Decoder, plain: Decoder, rounds: int, seed: int) -> list[FakeSe
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ALL)
-def test_logits_after_every_rollback_are_those_of_a_fresh_read(name: str, made: Any) -> None:
+def test_logits_after_every_rollback_are_those_of_a_fresh_read(name: str, made: Any, make: Make) -> None:
     _, config, weights = made(name)
-    target, plain = make_decoder(config, weights), make_decoder(config, weights)
+    target, plain = make(config, weights), make(config, weights)
     seqs = play(target, plain, 6, seed=5)
     for seq in seqs:
         target.release(seq)
@@ -138,29 +167,29 @@ def first_state(self: Any, seq: Any, tokens: Any, nodes: Any) -> None:
     self._states.now[seq.id] = type(self._states.now[seq.id])(self._states.now[seq.id].length, before)
 
 
-advance = HybridDecoder._advance
+advance = StatefulDecoder._advance
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("wrong", [last_node, first_state])
 def test_a_state_that_is_not_rolled_back_is_caught(
-    name: str, wrong: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong: Any, made: Any, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, config, weights = made(name)
-    target, plain = make_decoder(config, weights), make_decoder(config, weights)
+    target, plain = make(config, weights), make(config, weights)
     monkeypatch.setattr(target, "_advance", wrong.__get__(target))
     with pytest.raises(AssertionError):
         play(target, plain, 4, seed=5)
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
-def test_chunks_and_company_change_no_bit(name: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_company_change_no_bit(name: str, made: Any, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     _, config, weights = made(name)
     tokens = text(9, 140)
-    wanted = fresh(make_decoder(config, weights), tokens, 3)
+    wanted = fresh(make(config, weights), tokens, 3)
     monkeypatch.setattr(decoder_module, "CHUNK", 11)
-    assert torch.equal(fresh(make_decoder(config, weights), tokens, 3), wanted)
-    target = make_decoder(config, weights)
+    assert torch.equal(fresh(make(config, weights), tokens, 3), wanted)
+    target = make(config, weights)
     others = [FakeSeq(b, text(20 + b, 5 + b), max_length=200) for b in range(4)]
     seq = FakeSeq(9, tokens[:-2], max_length=200)
     target.prefill(others, Needs())
@@ -175,12 +204,12 @@ def test_chunks_and_company_change_no_bit(name: str, made: Any, monkeypatch: pyt
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_found_has_the_bits_of_what_is_read(name: str, made: Any) -> None:
+def test_what_is_found_has_the_bits_of_what_is_read(name: str, made: Any, make: Make) -> None:
     _, config, weights = made(name)
-    tokens, target = text(4, 200), make_decoder(config, weights)
+    tokens, target = text(4, 200), make(config, weights)
     first = FakeSeq(1, tokens[:150], max_length=400, cache_salt="")
     target.prefill([first], Needs())
-    plain = make_decoder(config, weights)
+    plain = make(config, weights)
     for ends, found in ((150, 2 * PAGE), (100, PAGE), (65, PAGE), (63, 0)):
         seq = FakeSeq(2, [*tokens[:ends], 3], max_length=400, cache_salt="")
         target.prefill([seq], Needs())
@@ -199,11 +228,11 @@ def test_what_is_found_has_the_bits_of_what_is_read(name: str, made: Any) -> Non
     assert torch.equal(both, fresh(plain, tokens).expand_as(both))
 
 
-def test_states_that_no_longer_fit_are_read_again(made: Any) -> None:
+def test_states_that_no_longer_fit_are_read_again(made: Any, make: Make) -> None:
     _, config, weights = made("qwen3_next")
-    target, tokens = make_decoder(config, weights), text(4, 200)
-    assert isinstance(target, HybridDecoder)
-    state = [mixer.start() for mixer in target._mixers]
+    target, tokens = make(config, weights), text(4, 200)
+    assert isinstance(target, StatefulDecoder)
+    state = target._empty_state()
     target._states = States(sum(part.nbytes for layer in state for part in layer))  # room for one
     first = FakeSeq(1, list(tokens), max_length=400, cache_salt="")
     target.prefill([first], Needs())
@@ -213,13 +242,13 @@ def test_states_that_no_longer_fit_are_read_again(made: Any) -> None:
     target.prefill([shorter], Needs())
     assert target.reused_tokens(shorter) == 0
     got = target.score([shorter], TreeBatch.chains([tokens[179:180]]), Needs()).required_logits
-    assert torch.equal(got, fresh(make_decoder(config, weights), tokens[:180]))
+    assert torch.equal(got, fresh(make(config, weights), tokens[:180]))
 
 
 @pytest.mark.parametrize("salt", [None, ""])
-def test_truncated_texts_go_on_to_the_bit(salt: str | None, made: Any) -> None:
+def test_truncated_texts_go_on_to_the_bit(salt: str | None, made: Any, make: Make) -> None:
     _, config, weights = made("lfm2")
-    target, plain, tokens = make_decoder(config, weights), make_decoder(config, weights), text(4, 150)
+    target, plain, tokens = make(config, weights), make(config, weights), text(4, 150)
     seq = FakeSeq(1, list(tokens), max_length=400, cache_salt=salt)
     target.prefill([seq], Needs())
     for length in (140, 128, 70, 64, 2, 0):
@@ -232,9 +261,11 @@ def test_truncated_texts_go_on_to_the_bit(salt: str | None, made: Any) -> None:
         assert torch.equal(got, fresh(plain, seq.tokens))
 
 
-def test_a_commit_that_was_interrupted_leaves_no_state_for_others(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_was_interrupted_leaves_no_state_for_others(
+    made: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, config, weights = made("lfm2")
-    target, tokens = make_decoder(config, weights), text(4, 80)
+    target, tokens = make(config, weights), text(4, 80)
     seq = FakeSeq(1, list(tokens), max_length=400, cache_salt="")
     target.prefill([seq], Needs())
     tree = TreeBatch.chains([[tokens[-1], 3]])
@@ -248,13 +279,15 @@ def test_a_commit_that_was_interrupted_leaves_no_state_for_others(made: Any, mon
     again = FakeSeq(2, [*seq.tokens, 9], max_length=400, cache_salt="")
     target.prefill([again], Needs())
     got = target.score([again], TreeBatch.chains([[9]]), Needs()).required_logits
-    assert torch.equal(got, fresh(make_decoder(config, weights), again.tokens))
+    assert torch.equal(got, fresh(make(config, weights), again.tokens))
 
 
-def test_a_release_that_was_interrupted_is_finished_by_the_next(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_was_interrupted_is_finished_by_the_next(
+    made: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, config, weights = made("lfm2")
-    target = make_decoder(config, weights)
-    assert isinstance(target, HybridDecoder)
+    target = make(config, weights)
+    assert isinstance(target, StatefulDecoder)
     seq = FakeSeq(1, text(4, 80), max_length=400, cache_salt="")
     target.prefill([seq], Needs())
     monkeypatch.setattr(target._states, "drop", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -272,12 +305,22 @@ def test_time_steps_with_limits_are_refused(made: Any) -> None:
         DecoderConfig.from_hf({**config, "time_step_limit": [0.0, 0.5]})
 
 
-def test_vision_wrappers_are_read_as_text(made: Any) -> None:
+def test_patterns_of_nemotron_name_its_layers_and_experts_are_refused(made: Any) -> None:
+    config = made("nemotron_h")[1]
+    old = {key: value for key, value in config.items() if key != "layers_block_type"}
+    read = DecoderConfig.from_hf({**old, "hybrid_override_pattern": "M-*-M"})
+    assert read == DecoderConfig.from_hf(config)
+    assert read.kv_layers == 1
+    with pytest.raises(UnsupportedModel, match="moe"):
+        DecoderConfig.from_hf({**old, "hybrid_override_pattern": "ME*-M"})
+
+
+def test_vision_wrappers_are_read_as_text(made: Any, make: Make) -> None:
     _, config, weights = made("qwen3_5")
     renamed = {"model.language_model." + key.removeprefix("model."): one for key, one in weights.items()}
     nested = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": True}
     tokens = text(5, 12)
-    assert torch.equal(fresh(make_decoder(nested, renamed), tokens), fresh(make_decoder(config, weights), tokens))
+    assert torch.equal(fresh(make(nested, renamed), tokens), fresh(make(config, weights), tokens))
 
 
 def test_states_are_no_part_of_the_kv_cache(made: Any) -> None:

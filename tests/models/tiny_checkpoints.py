@@ -17,6 +17,7 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.target import torch_decoder
+from forerun.models.native.target import native_decoder
 from forerun.testing import FakeSeq
 
 VOCAB = 61
@@ -230,6 +231,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "block_auto_adjust_ff_dim": False,
         "tie_word_embeddings": False,
     },
+    "lfm2-biased": {  # the same for the native kernels, whose heads have a multiple of four dimensions
+        "model_type": "lfm2",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_bias": True,
+        "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     "qwen3_next": {
         "model_type": "qwen3_next",
         **_DELTA_NET,
@@ -272,6 +285,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "mamba_conv_bias": False,
         "mamba_proj_bias": True,
         "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "max_position_embeddings": 512,
+        "head_dim": 12,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 0.6,
     },
 }
 _LATENT = {
@@ -390,8 +415,15 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
+def make_decoder(
+    config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None, *, native: bool = True
+) -> Decoder:
+    """In torch; hybrids on the native kernels where these can run them, and `native` does not say otherwise."""
     parsed = DecoderConfig.from_hf(config)
+    if native and parsed.recurrent is not None:
+        made = native_decoder(parsed, weights, "float32", kv_slots, None)
+        if made is not None:
+            return made
     return torch_decoder(parsed)(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
 
 

@@ -24,7 +24,7 @@ from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.options import DataOptions
 from forerun.train.run import train
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
-from tests.models.tiny_checkpoints import VOCAB
+from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 from tests.train.test_recipes import options_for
 
 SMALL = "--steps 2 --batch-tokens 256 --max-length 48 --holdout 0.15 --device cpu"
@@ -151,19 +151,19 @@ def test_a_head_for_another_target_is_named(tiny: Checkpoint, tmp_path: Path) ->
     assert "some/other" in stranger.verdict
 
 
+class Letters:
+    eos_ids = frozenset({0})
+    has_chat_template = False
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(letter) % (VOCAB - 1) for letter in text][:12]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
 def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random head of the right shape is reported: almost nothing is accepted."""
-
-    class Letters:
-        eos_ids = frozenset({0})
-        has_chat_template = False
-
-        def encode(self, text: str) -> list[int]:
-            return [1 + ord(letter) % (VOCAB - 1) for letter in text][:12]
-
-        def decode(self, ids: list[int]) -> str:
-            return "".join(chr(97 + i % 26) for i in ids)
-
     monkeypatch.setattr(Checkpoint, "tokenizer", lambda self: Letters())
     config = eagle_config("eagle3", VOCAB, width=32)
     write_head(tmp_path, config, eagle_weights(config))
@@ -173,6 +173,20 @@ def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch
     assert 1.0 <= report.tokens_per_round < 1.3
     assert report.fits is (report.tokens_per_round >= 1.1)
     assert "EAGLE-3, 32 wide" in report.about
+
+
+def test_recurrent_hybrids_are_trained_for_and_checked(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = tmp_path / "target", tmp_path / "head"
+    save(make_reference("lfm2"), target)
+    words = ["train", "eagle3", "--target", str(target), "--data", str(texts), "--out", str(head)]
+    ended = CliRunner().invoke(app, [*words, *SMALL.split()])
+    assert ended.exit_code == 0, ended.output
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda self: Letters())
+    report = check_head(head, str(target), EngineConfig(device="cpu", dtype="float32"), tokens=12)
+    assert report.kind == "eagle3"
+    assert 1.0 <= report.tokens_per_round < 2.0
 
 
 def test_the_fingerprint_of_the_target_lies_beside_its_head(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.families import BEFORE, COMMON, FAMILIES, WRAPPED, Family, Norms, RecurrentKind, rotates
 from forerun.models.rope import RopeConfig, magnitude
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
+_PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # letters of hybrid_override_pattern
 # Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
@@ -43,6 +45,7 @@ class MoeConfig:
     renormalise: bool  # the picked experts' weights sum to 1
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
+    beside_mlp: bool = False  # what a dense feed-forward layer gives is added
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
     sigmoid: bool = False  # scores are sigmoids; for the choice, a learned number is added to each
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row may pick from: those of the best scores
@@ -98,6 +101,9 @@ class RecurrentConfig:
     value_heads: int = 0
     key_dim: int = 0  # of a head
     value_dim: int = 0
+    norm_groups: int = 1  # Mamba-2: what is found is normed in so many groups
+    least_step: float = 0.0  # Mamba-2: steps are at least as long
+    mlp_alone: tuple[bool, ...] = ()  # [L] a layer is one part: which are feed-forward ones; () = layers have both
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ class DecoderConfig:
     varied: VariedConfig | None = None  # likewise, of a token's keys
     recurrent: RecurrentConfig | None = None
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
+    gated: bool = True  # feed-forward layers multiply an opened gate by a second product
     names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in the files
 
     @property
@@ -143,7 +150,9 @@ class DecoderConfig:
         """Layers with keys and values of their own."""
         if self.varied is not None:
             return self.varied.owns.count(True)
-        return self.layers if self.recurrent is None else self.recurrent.layers.count(False)
+        if self.recurrent is None:
+            return self.layers
+        return self.recurrent.layers.count(False) - self.recurrent.mlp_alone.count(True)
 
     @property
     def kv_parts(self) -> int:
@@ -255,7 +264,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         max_length=_max_length(described, _size(values, "max_position_embeddings"), ropes),
         norm_eps=_positive(values, "rms_norm_eps"),
-        activation=_activation(values["hidden_act"]),
+        activation=_activation(values["hidden_act"], described.gated),
         tied=bool(values["tie_word_embeddings"]),
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -277,6 +286,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         varied=varied,
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
         gated_attention=described.gated_attention,
+        gated=described.gated,
         names=described.names,
     )
 
@@ -338,9 +348,10 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
         every = _size(values, "full_attention_interval", default=layers + 1)
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
-    if len(kinds) != layers or not set(kinds) <= {*attention, "conv", "linear_attention", "mamba"}:
+    parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp",)  # of layers that are one part
+    if len(kinds) != layers or not set(kinds) <= {*attention, *parts, "conv", "linear_attention", "mamba"}:
         raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
-    which = tuple(one not in attention for one in kinds)
+    which = tuple(one not in (*attention, *parts) for one in kinds)
     if kind == "short_conv":
         return RecurrentConfig(kind, which, _size(values, "conv_L_cache", _MOST_HEADS))
     names = [f"linear_{name}" for name in ("conv_kernel_dim", "num_key_heads", "num_value_heads", "key_head_dim")]
@@ -349,6 +360,10 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
     kernel, key_heads, value_heads, key_dim = (_size(values, name, _MOST_HEADS) for name in names)
     if value_heads % key_heads:
         raise ValueError(f"{names[2]} {value_heads} is no multiple of {names[1]} {key_heads}")
+    if parts:  # Nemotron-H
+        least, alone = float(values["time_step_min"]), tuple(one in parts for one in kinds)
+        value_dim = _size(values, "mamba_d_head", _MOST_HEADS)
+        return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, key_heads, least, alone)
     if kind == "mamba2":
         low, high = values.get("time_step_limit") or (0.0, float("inf"))
         if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
@@ -416,6 +431,10 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
     spelled = FAMILIES[family].spellings
     given = {spelled.get(key, key): value for key, value in given.items()}
+    if "hybrid_override_pattern" in described and "hybrid_override_pattern" in given:
+        given.setdefault("layer_types", [_PATTERN.get(one, one) for one in given["hybrid_override_pattern"]])
+    if "layer_types" in given and "hybrid_override_pattern" in described:
+        given["num_hidden_layers"] = len(given["layer_types"])
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
     unread = {key for key in _SOME_FAMILIES if key not in described}
@@ -488,8 +507,8 @@ def _max_length(described: Family, longest: int, ropes: tuple[RopeConfig, ...]) 
     return longest
 
 
-def _activation(name: object) -> Activation:
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
+def _activation(name: object, gated: bool) -> Activation:
+    if not isinstance(name, str) or name not in _ACTIVATIONS or (name == "relu2") == gated:
         raise UnsupportedModel(f"hidden_act={name!r:.60} is not one of {', '.join(_ACTIVATIONS)}: use transformers")
     return _ACTIVATIONS[name]
 
@@ -538,6 +557,7 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
         renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
         shared_inner=_size(values, shared) if shared in described.settings else None,
         biases=described.experts == "gpt_oss",
+        beside_mlp=described.experts == "granite",
         clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
     )
 

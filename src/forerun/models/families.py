@@ -80,6 +80,7 @@ class Family:
     latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
     gated_attention: bool = False  # what attention finds is multiplied by a sigmoid of the layer's input
+    gated: bool = True  # feed-forward layers multiply an opened gate by a second product
     spellings: Mapping[str, str] = field(default_factory=dict)  # its own names of common settings, and ours
     names: tuple[tuple[str, str], ...] = ()  # parts of the names of weights: ours, and those in its files
     gguf: str | None = None  # llama.cpp's name of the architecture
@@ -480,6 +481,46 @@ FAMILIES: dict[str, Family] = {
             ("mlp.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
             ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
             ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
+        ),
+    ),
+    "nemotron_h": Family(  # a layer is one part: Mamba-2, attention or a feed-forward layer
+        "NemotronHForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "position_embedding_type": None,
+            "layer_types": None,
+            "hybrid_override_pattern": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_head": 64,
+            "mamba_d_conv": 4,
+            "time_step_min": 0.001,
+        },
+        norms=Norms("norm", None, None, None),
+        recurrent="mamba2",
+        gated=False,
+        spellings={
+            "layers_block_type": "layer_types",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "mlp_hidden_act": "hidden_act",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "ssm_state_size": "mamba_d_state",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+        },
+        names=(
+            ("model.norm.", "backbone.norm_f."),
+            ("model.", "backbone."),
+            ("embed_tokens.", "embeddings."),
+            ("self_attn.", "mixer."),
+            ("mamba.", "mixer."),
+            ("mlp.", "mixer."),
         ),
     ),
 }

@@ -86,7 +86,9 @@ def norm_heads_(rotary: Tensor, weight: Tensor, heads: int, whole: bool, eps: fl
 
 
 def gate(x: Tensor, activation: Activation) -> Tensor:
-    """[M, 2I], gate and up side by side -> activation(gate) * up [M, I]."""
+    """[M, 2I], gate and up side by side -> activation(gate) * up [M, I]; relu2 [M, I] has no gate."""
+    if activation == "relu2":
+        return F.relu(x).square_()
     inner = x.shape[-1] // 2
     return activate(x[:, :inner], activation).mul_(x[:, inner:])
 

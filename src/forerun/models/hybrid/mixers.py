@@ -1,8 +1,9 @@
 """Recurrent layers over trees: every node's state follows from its parent's, in the same few calls wherever it is.
 
 A layer's state is a tuple of tensors: the last inputs of its convolution, and what else the layer remembers. Nodes are
-taken one by one, prompts too, so that a state does not depend on how its tokens were cut into passes and trees. What a
-layer remembers is large: a tree's nodes do not keep it beyond their layer, and a verdict walks the accepted path again.
+taken one by one, prompts too, so that a state does not depend on how its tokens were cut into passes and trees: on GPUs
+by one kernel per layer and sequence, elsewhere in torch. What a layer remembers is large: a tree's nodes do not keep it
+beyond their layer, and a verdict walks the accepted path again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from torch import Tensor
 
 from forerun.models.attention import Span
 from forerun.models.config import RecurrentConfig
-from forerun.models.hybrid.rows import RowLinear, by_rows
-
-LayerState = tuple[Tensor, ...]
-Made = Mapping[int, LayerState]  # node -> its state
+from forerun.models.hybrid.rows import RowLinear, by_rows, kernels_run_on
+from forerun.models.hybrid.states import LayerState, Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +101,8 @@ class Memory(ABC):
     `inputs` gives what is convolved, then gates of what is found, then steps (`steps` numbers).
     """
 
+    skip: Tensor | None = None  # [Hv] fp32: how much of a value is found directly, in Mamba-2
+
     def __init__(
         self,
         config: RecurrentConfig,
@@ -131,7 +132,7 @@ class Memory(ABC):
         found, made = prepared.new_empty(len(x), self.values), list[Made]()
         for walk, state, last in zip(walks, states, inputs, strict=True):
             some = slice(walk.span.first, walk.span.end)
-            memories = self._walk(walk, state[1], prepared[some], found[some])
+            memories = self._walk(walk, state[1], prepared, found)
             if walk.is_tree and walk.span.nodes > 1:
                 made.append(_Replayed(self, walk, state[1], prepared[some], last))
             else:
@@ -140,13 +141,32 @@ class Memory(ABC):
 
     def _walk(self, walk: Walk, start: Tensor, prepared: Tensor, found: Tensor) -> Mapping[int, Tensor]:
         """Fill what each node finds in its memory; the memories of all nodes, of a chain those that are kept."""
-        memories, shape = dict[int, Tensor](), walk.span.shape
+        if kernels_run_on(start.device):
+            wanted = () if walk.is_tree and walk.span.nodes > 1 else sorted(walk.kept)
+            return self._scan(start, prepared, found, walk.span.first, walk.span.shape.parents, wanted)
+        memories, shape, first = dict[int, Tensor](), walk.span.shape, walk.span.first
         for node, parent in enumerate(shape.parents):
             before = start if parent < 0 else memories[parent]
-            memories[node], found[node] = self.step(before, prepared[node])
+            memories[node], found[first + node] = self.step(before, prepared[first + node])
             if shape.is_chain and (walk.is_tree or parent not in walk.kept):
                 memories.pop(parent, None)
         return memories
+
+    def _scan(
+        self, start: Tensor, prepared: Tensor, found: Tensor, first: int, parents: Sequence[int], wanted: Sequence[int]
+    ) -> dict[int, Tensor]:
+        from forerun.models.cuda.steps.recurrent import scan
+
+        return scan(start, prepared, found, first, parents, wanted, self.skip)
+
+    def walk_path(self, start: Tensor, prepared: Tensor) -> Tensor:
+        """The memory behind nodes that follow each other."""
+        if kernels_run_on(start.device):
+            found, last = prepared.new_empty(len(prepared), self.values), len(prepared) - 1
+            return self._scan(start, prepared, found, 0, range(-1, last), [last])[last]
+        for row in prepared:
+            start = self.step(start, row)[0]
+        return start
 
     def step(self, before: Tensor, prepared: Tensor) -> tuple[Tensor, Tensor]:
         """One node: its memory from its parent's [Hv, Dk, Dv], and what it finds there [Hv Dv]."""
@@ -185,10 +205,8 @@ class _Replayed(Mapping[int, LayerState]):
         self._memory, self._walk, self._start, self._prepared, self._last = memory, walk, start, prepared, last
 
     def __getitem__(self, node: int) -> LayerState:
-        found = self._start
-        for one in self._walk.span.shape.paths[node]:
-            found = self._memory.step(found, self._prepared[one])[0]
-        return self._last[node], found
+        path = list(self._walk.span.shape.paths[node])
+        return self._last[node], self._memory.walk_path(self._start, self._prepared[path])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._walk.kept)
@@ -224,20 +242,19 @@ class DeltaNet(Memory):
 class Mamba2(Memory):
     """Granite 4: values come first among what is convolved, then keys and queries of groups of heads."""
 
-    skip: Tensor  # [Hv] fp32: how much of a value is found directly
-
     def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
         values, keys, queries = torch.split(F.silu(mixed).float(), [self.values, self.keys, self.keys], -1)
         groups = [one.reshape(len(one), -1, self.config.key_dim) for one in (queries, keys)]
-        strengths = F.softplus(steps.float() + self.step_bias)
+        strengths = F.softplus(steps.float() + self.step_bias).clamp(min=self.config.least_step)
         return torch.cat((*map(self._of_all_heads, groups), values, strengths, (strengths * self.rates).exp()), -1)
 
     def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return value
 
     def _read(self, memory: Tensor, query: Tensor, value: Tensor) -> Tensor:
+        assert self.skip is not None
         return torch.bmm(query, memory) + self.skip.view(-1, 1, 1) * value
 
     def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
-        gated = found.float() * F.silu(gates.float())
-        return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).to(found.dtype)
+        gated = (found.float() * F.silu(gates.float())).view(len(found), self.config.norm_groups, -1)
+        return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(1).to(found.dtype)

@@ -136,13 +136,15 @@ class RowDecoder(Decoder):
             elif isinstance(mixer, GatedAttention):
                 mixed = self._attend(rows, mixer, attends, spans, rotations)
                 attends += 1
-            else:
+            elif mixer is not None:
                 assert recur is not None
                 mixed = recur(mixer, rows)
-            x += norm(mixed, block.after_mixer) * scale
+            if mixer is not None:
+                x += norm(mixed, block.after_mixer) * scale
             if unread and i == self.config.layers - 1:
                 break
-            x += norm(self._feed_forward(x, block), block.after_mlp) * scale
+            if block.mlp is not None or block.experts is not None:
+                x += norm(self._feed_forward(x, block), block.after_mlp) * scale
             if block.end is not None:
                 own = None if inputs is None else inputs[:, i]
                 x = block.end.apply(x, own, self.config.activation, self.config.norm_eps)

@@ -3,7 +3,7 @@
 torch and its libraries choose kernels, tiles and the order of sums by the shape of a call, and treat the last few
 numbers of a buffer unlike the others. So on a CPU a row is a call of its own, but for linear layers, which run on the
 native kernels, whose rows are independent; on a GPU a call has TILE rows, the last ones padding. Attention is computed
-node by node, over the positions that the node sees.
+node by node, over the positions that the node sees: in torch, or by a program for each node and head.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ def by_rows(function: Callable[..., Tensor], *inputs: Tensor, size: int | None =
             some = [F.pad(one, (0, 0) * (one.dim() - 1) + (0, lacking)) for one in some]
         found.append(function(*some))
     return found[0][:rows] if len(found) == 1 else torch.cat(found)[:rows]
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Do recurrences and attention run in Triton there, rather than node by node in torch?"""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 @contextmanager
@@ -91,6 +97,9 @@ def attend_by_nodes(
         else:
             own = made[span.first : span.end].permute(1, 2, 0, 3)
             data.index_copy_(2, written, own)
+            if kernels_run_on(data.device) and window is None and len(data) == 2:
+                _attend_in_triton(data, span, queries, scale, found)
+                continue
         slots = slots_of(span.pages, 0, span.length) + span.slots
         places = torch.tensor((slots + [slots[0]] * PAGE)[: -(-end // PAGE) * PAGE], device=data.device)
         seen = data.index_select(2, places)
@@ -103,3 +112,9 @@ def attend_by_nodes(
             scores = torch.bmm(groups[span.first + node].clone(), keys.transpose(1, 2)).mul_(scale)  # [Hkv, G, N]
             weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
             found[span.first + node] = torch.bmm(weights, values).flatten(0, 1)
+
+
+def _attend_in_triton(data: Tensor, span: Span, queries: Tensor, scale: float, found: Tensor) -> None:
+    from forerun.models.cuda.steps.recurrent import attend
+
+    attend(data, span, queries, scale, found)

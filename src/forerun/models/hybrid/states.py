@@ -7,11 +7,13 @@ and where a text ended. It is never written again, so sequences share it. Those 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.models.hybrid.mixers import LayerState, Made
+from torch import Tensor
 
+LayerState = tuple[Tensor, ...]
+Made = Mapping[int, LayerState]  # node -> its state
 State = tuple[LayerState, ...]  # by recurrent layer
 KEPT_BYTES = 1 << 30
 

@@ -37,9 +37,9 @@ class RowMlp:
 class HybridBlock:
     """One layer."""
 
-    norm: Tensor  # [D]
-    mixer: GatedAttention | LatentAttention | SizedAttention | Mixer
-    mlp_norm: Tensor
+    norm: Tensor | None  # [D]
+    mixer: GatedAttention | LatentAttention | SizedAttention | Mixer | None  # None = a feed-forward layer alone
+    mlp_norm: Tensor | None
     mlp: RowMlp | None
     experts: Experts | None  # what both give is added up
     after_mixer: Tensor | None = None  # [D]; where what attention gives is normed
@@ -53,9 +53,14 @@ class HybridCheckpoint(Checkpoint):
     def hybrid_block(self, index: int) -> HybridBlock:
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
         norm, after, mlp_norm, mlp_after = self.norms(at)
-        assert norm is not None and mlp_norm is not None  # noqa: PT018
+        alone = recurrent.mlp_alone if recurrent is not None else ()
+        if alone and alone[index]:
+            up, down = (self._linear(f"{at}mlp.{name}_proj.", *sizes) for name, sizes in self._plain_mlp().items())
+            return HybridBlock(None, None, norm, RowMlp(up, down), None)
+        if alone:
+            return HybridBlock(norm, self._mixer(at, index), None, None, None)
         experts, mlp, varied = self._experts(at) if self.config.sparse[index] else None, None, self.config.varied
-        if experts is None or (recurrent is not None and recurrent.kind == "mamba2"):  # Granite has both
+        if experts is None or (self.config.moe is not None and self.config.moe.beside_mlp):
             plain = self._mlp(at + "mlp.", self.config.inner if varied is None else varied.inners[index])
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         end = None if varied is None else self._end(at, varied)
@@ -122,6 +127,13 @@ class HybridCheckpoint(Checkpoint):
             linear("v") if owns and not equal[index] else None,
             RowLinear(outputs, self._maybe(at + "o_proj.bias")),
         )
+
+    def _plain_mlp(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a feed-forward layer without a gate."""
+        return {"up": (self.config.inner, self.config.width), "down": (self.config.width, self.config.inner)}
+
+    def _linear(self, at: str, outputs: int, inputs: int) -> RowLinear:
+        return RowLinear(self._read(at + "weight", (outputs, inputs)), self._maybe(at + "bias"))
 
     def _attention(self, at: str, index: int) -> GatedAttention:
         config, rope = self.config, self.config.layer_ropes[index]

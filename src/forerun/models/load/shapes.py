@@ -61,18 +61,21 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
     for i in range(config.layers):
         at = f"{prefix}layers.{i}."
         yield from ((f"{at}{norm}.weight", (config.width,)) for norm in norms)
+        alone = () if config.recurrent is None else config.recurrent.mlp_alone
         if config.recurrent is not None and config.recurrent.layers[i]:
-            yield from _recurrent(config.recurrent, config.width, weights, at)
+            yield from _recurrent(config, config.recurrent, weights, at)
         elif config.latent is not None:
             yield from _latent(config, config.latent, weights, at + "self_attn.")
         elif config.varied is not None:
             yield from _sized(config, config.varied, i, weights, at)
-        else:
+        elif not (alone and alone[i]):
             yield from _attention(config, weights, at + "self_attn.")
+        if alone and not alone[i]:
+            continue
         if config.sparse[i]:
             assert config.moe is not None
             yield from _experts(config, config.moe, weights, at)
-        if not config.sparse[i] or (config.recurrent is not None and config.recurrent.kind == "mamba2"):
+        if not config.sparse[i] or (config.moe is not None and config.moe.beside_mlp):
             inner = config.inner if config.varied is None else config.varied.inners[i]
             yield from _mlp(config, inner, weights, at + "mlp.")
 
@@ -130,7 +133,8 @@ def _sized(
         yield layer + "post_per_layer_input_norm.weight", (width,)
 
 
-def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+def _recurrent(whole: DecoderConfig, config: RecurrentConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    width = whole.width
     if config.kind == "short_conv":
         yield from _with_bias(weights, at + "conv.in_proj", 3 * width, width)
         yield from _with_bias(weights, at + "conv.out_proj", width, width)
@@ -143,7 +147,7 @@ def _recurrent(config: RecurrentConfig, width: int, weights: Weights, at: str) -
         at += "mamba."
         yield from _with_bias(weights, at + "in_proj", 2 * values + 2 * keys + config.value_heads, width)
         yield from _with_bias(weights, at + "out_proj", width, values)
-        if f"{at}conv1d.bias" in weights:
+        if whole.file_name(f"{at}conv1d.bias") in weights:
             yield at + "conv1d.bias", (2 * keys + values,)
         yield at + "D", (config.value_heads,)
         yield at + "norm.weight", (values,)
@@ -166,7 +170,7 @@ def _delta_net(config: RecurrentConfig, width: int, weights: Weights, at: str) -
 
 
 def _mlp(config: DecoderConfig, inner: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
-    sizes, width = {"gate": inner, "up": inner}, config.width
+    sizes, width = {"gate": inner, "up": inner} if config.gated else {"up": inner}, config.width
     if config.file_name(f"{at}gate_up_proj.weight") in weights:
         sizes = {"gate_up": 2 * inner}
     for name, size in sizes.items():

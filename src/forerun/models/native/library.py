@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
+MOST_TAPS = numbers()["FR_MOST_TAPS"]  # inputs that a convolution of a recurrent layer reads
 ABI = 22  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
@@ -46,6 +47,16 @@ class Weights(Structure):
 @in_header("fr_experts")
 class Experts(Structure):
     """A router, the experts it picks from, and one that every row goes through."""
+
+
+@in_header("fr_mixer")
+class Mixer(Structure):
+    """A recurrent layer."""
+
+
+@in_header("fr_walk")
+class Walk(Structure):
+    """The rows of one sequence in a pass, for recurrent layers."""
 
 
 @in_header("fr_layer")

@@ -45,6 +45,8 @@ _KV_KINDS = {torch.float32: native.FLOATS, torch.float16: native.HALVES, torch.i
 class NativeDecoder(Decoder):
     """Implements forerun.models.base.Target."""
 
+    reader = NativeReader
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -80,7 +82,7 @@ class NativeDecoder(Decoder):
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
         self.early_exits = {}
         with torch.no_grad(), torch.inference_mode(False):
-            reader = NativeReader(config, weights, mode)
+            reader = self.reader(config, weights, mode)
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
             self._final_norm = reader.names.final_norm()
@@ -99,8 +101,10 @@ class NativeDecoder(Decoder):
     @staticmethod
     def reason_against(config: DecoderConfig) -> str | None:
         """What about this model the kernels cannot run; None = nothing."""
-        if config.special is not None:
+        if config.special not in (None, "recurrent states"):
             return f"it has {config.special}"
+        if config.recurrent is not None and config.recurrent.kernel > native.MOST_TAPS:
+            return f"its convolutions read {config.recurrent.kernel} rows, more than {native.MOST_TAPS}"
         if config.head_dim % 4:
             return f"head_dim={config.head_dim} is no multiple of 4"
         if len({rope.dims for rope in config.ropes}) > 1:
@@ -328,7 +332,12 @@ def native_decoder(
         if reason is not None:
             log.info("the C kernels cannot run this model: %s; it runs in torch", reason)
         return None
-    return NativeDecoder(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory, kv_dtype=kv_dtype)
+    made = NativeDecoder
+    if config.recurrent is not None:
+        from forerun.models.hybrid.native import NativeHybrid
+
+        made = NativeHybrid
+    return made(config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory, kv_dtype=kv_dtype)
 
 
 def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:

@@ -20,12 +20,12 @@ from forerun.models.config import Activation, DecoderConfig, MoeConfig
 from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
-from forerun.models.native.library import Experts, Layer, Model
+from forerun.models.native.library import Experts, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as forerun.h has them
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as forerun.h has them
 
 
 class NativeReader:
@@ -35,7 +35,7 @@ class NativeReader:
         self.config, self.mode = config, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.weights = self.names.weights
-        self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
+        self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts | Mixer] = []
         self.inactive_bytes = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
             head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
@@ -99,41 +99,59 @@ class NativeReader:
         return layer
 
     def _layer(self, index: int) -> Layer:
-        config, at = self.config, f"{self.names.prefix}layers.{index}."
-        window, rope = config.windows[index], config.layer_ropes[index]
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        sizes = {"q": queries, "k": keys, "v": keys}
+        at = f"{self.names.prefix}layers.{index}."
         before, after, mlp_before, mlp_after = (
             None if norm is None else self._keep(norm.contiguous()) for norm in self.names.norms(at)
         )
-        norms: list[int | None] = [None, None]
-        if config.qk_norm is not None:
-            lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
-            norms = [
-                self._keep(self.names.norm(f"{at}self_attn.{one}_norm.weight", size).contiguous())
-                for one, size in zip("qk", lengths, strict=True)
-            ]
         return Layer(
             attention_norm=before,
             mlp_norm=mlp_before,
             after_attention=after,
             after_mlp=mlp_after,
-            q_norm=norms[0],
-            k_norm=norms[1],
-            qkv=self._projection(at + "self_attn.", "qkv", sizes, config.width),
-            output=self._projection(at + "self_attn.", "o", {"o": config.width}, queries),
-            window=window or 0,
-            rotate=0 if rope is None else 1 + rope,
-            sinks=self._floats(at + "self_attn.sinks", config.heads) if config.sinks else None,
-            **(self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner)),
+            **self._attention(at + "self_attn.", index),
+            **(self._experts(at) if self.config.sparse[index] else self._mlp(at + "mlp.", self.config.inner)),
         )
+
+    def _attention(self, at: str, index: int) -> dict[str, Any]:
+        config = self.config
+        window, rope = config.windows[index], config.layer_ropes[index]
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        norms: list[int | None] = [None, None]
+        if config.qk_norm is not None:
+            lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
+            norms = [
+                self._keep(self.names.norm(f"{at}{one}_norm.weight", size).contiguous())
+                for one, size in zip("qk", lengths, strict=True)
+            ]
+        return {
+            "q_norm": norms[0],
+            "k_norm": norms[1],
+            **self._queries_keys_values(at),
+            "output": self._projection(at, "o", {"o": config.width}, queries),
+            "window": window or 0,
+            "rotate": 0 if rope is None else 1 + rope,
+            "sinks": self._floats(at + "sinks", config.heads) if config.sinks else None,
+        }
+
+    def _queries_keys_values(self, at: str) -> dict[str, Any]:
+        """With gates, the second half of every head's rows of the queries' weight, where the family has them."""
+        config = self.config
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        if not config.gated_attention:
+            return {"qkv": self._projection(at, "qkv", {"q": queries, "k": keys, "v": keys}, config.width)}
+        halves = torch.arange(2 * queries).view(config.heads, 2, config.head_dim)
+        query, gate = (
+            self._linear(at + "q_proj.weight", 2 * queries, config.width, rows=halves[:, i].flatten()) for i in (0, 1)
+        )
+        others = [self._linear(f"{at}{name}_proj.weight", keys, config.width) for name in "kv"]
+        return {"qkv": side_by_side([query, *others]), "gate": side_by_side([gate])}
 
     def _floats(self, name: str, count: int) -> int:
         self._check(name, (count,))
         return self._keep(self.weights[name].detach().float().contiguous())
 
     def _mlp(self, at: str, inner: int) -> dict[str, Any]:
-        gates, width = {"gate": inner, "up": inner}, self.config.width
+        gates, width = {"gate": inner, "up": inner} if self.config.gated else {"up": inner}, self.config.width
         return {
             "gate_up": self._projection(at, "gate_up", gates, width),
             "down": self._projection(at, "down", {"down": width}, inner),
@@ -153,6 +171,9 @@ class NativeReader:
         found.limit, found.alpha = moe.clamp or (0.0, 0.0)
         found.router = self._router(at + "gate", moe.experts, moe.biases)
         found.gate_up, found.down = arrays
+        if moe.beside_mlp:  # which is an expert that every row goes through, without a gate
+            shared, found.shared_inner = self._mlp(at, self.config.inner), self.config.inner
+            found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
         if moe.shared_inner is not None:
             shared = self._mlp(at + "shared_expert.", moe.shared_inner)
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
@@ -193,17 +214,20 @@ class NativeReader:
         parts = [self._linear(f"{at}{name}_proj.weight", size, inputs) for name, size in sizes.items()]
         return side_by_side(parts)
 
-    def _linear(self, name: str, outputs: int, inputs: int, biased: bool = False) -> PackedWeight:
-        """A matrix, and its bias where there is one; `biased`: there must be."""
+    def _linear(
+        self, name: str, outputs: int, inputs: int, biased: bool = False, rows: Tensor | None = None
+    ) -> PackedWeight:
+        """A matrix, or these rows of it, and its bias where there is one; `biased`: there must be."""
         self._check(name, (outputs, inputs))
         bias_name, weights = name.removesuffix("weight") + "bias", self.weights
         bias = self._bias(bias_name, outputs) if bias_name in weights or biased else None
         blocks = weights.blocks(name) if self.mode == "gguf" and isinstance(weights, Weights) else None
         weight = weights[name] if blocks is None else blocks
         if self.config.rope_pairs == "neighbours" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            order = unpair(torch.arange(outputs), self.config.head_dim, self.config.ropes[0].dims)
-            weight = take_rows(weight, order) if isinstance(weight, Blocks) else weight[order]
-            bias = None if bias is None else bias[order]
+            rows = unpair(torch.arange(outputs), self.config.head_dim, self.config.ropes[0].dims)
+        if rows is not None:
+            weight = take_rows(weight, rows) if isinstance(weight, Blocks) else weight[rows]
+            bias = None if bias is None else bias[rows]
         return self._pack(weight, bias)
 
     def _pack(self, weight: Tensor | Blocks, bias: Tensor | None) -> PackedWeight:

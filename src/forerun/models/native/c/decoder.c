@@ -8,13 +8,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 10, FR_ABI = 22 };
+enum { BUFFERS = 13, FR_ABI = 22 };
 
 typedef struct {
-    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle;
-    void *quants, *experts;
+    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found;
+    void *quants, *experts, *mixing;
     int32_t *tiles;
-    int64_t tile_count;
+    int64_t tile_count, uncached; /* uncached: layers so far that have no keys and values */
+    float *replay;
     int pending; /* delta is not in x yet; `after` norms it first */
     const float *after;
 } buffers;
@@ -47,14 +48,14 @@ typedef struct {
     const fr_decoder *m;
     const fr_pass *p;
     fr_projected made;
-    int64_t layer, n;
+    int64_t layer, cache, n; /* cache: of the layers with keys and values */
 } heads_job;
 
 static void write_row(const heads_job *job, int64_t r, const float *k) {
     const fr_decoder *m = job->m;
     const fr_pass *p = job->p;
     for (int64_t h = 0; h < m->kv_heads; h++, k += m->head_dim) {
-        int64_t head = job->layer * p->layer_stride + h * p->head_stride, row = p->write[r] * fr_row_bytes(p->kind, m->head_dim);
+        int64_t head = job->cache * p->layer_stride + h * p->head_stride, row = p->write[r] * fr_row_bytes(p->kind, m->head_dim);
         write_head((char *)cache_at(p->keys, p->kind, head) + row, p->kind, k, m->head_dim);
         write_head((char *)cache_at(p->values, p->kind, head) + row, p->kind, k + m->kv_heads * m->head_dim, m->head_dim);
     }
@@ -95,6 +96,7 @@ static void leave(buffers *b, const float *after) { b->pending = 1, b->after = a
 /* Attention of the first n rows, which see the keys and values of all. */
 static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
     const fr_layer *layer = m->layer + i;
+    const int64_t cache = i - b->uncached;
     const float *rows = norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
     fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, rows, p->nodes, 0, n, b->qkv, b->quants);
     int64_t keys = m->kv_heads * m->head_dim;
@@ -102,22 +104,43 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
                                   {FR_V, made.k + keys, made.k_stride, keys, p->nodes},
                                   {FR_Q, made.q, made.q_stride, m->heads * m->head_dim, n}};
     fr_adapt(p->adapters, i, changed, 3, rows, m->width, b->middle);
-    heads_job job = {m, p, made, i, n};
+    heads_job job = {m, p, made, i, cache, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
     int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, m->kv_heads, b->tiles);
     fr_attention_args attention = {
         .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
-        .keys = cache_at(p->keys, p->kind, i * p->layer_stride), .values = cache_at(p->values, p->kind, i * p->layer_stride),
+        .keys = cache_at(p->keys, p->kind, cache * p->layer_stride),
+        .values = cache_at(p->values, p->kind, cache * p->layer_stride),
         .kind = p->kind,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
         .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
         .cap = m->attention_cap, .sinks = layer->sinks,
     };
     fr_attention(&attention);
+    if (layer->gate.count) {
+        fr_linear(&layer->gate, rows, b->gates, n, b->quants);
+        fr_open_gates(b->gates, b->attended, n, m->heads * m->head_dim);
+    }
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
     const fr_adapted output = {FR_OUTPUT, b->delta, m->width, m->width, n};
     fr_adapt(p->adapters, i, &output, 1, b->attended, m->heads * m->head_dim, b->middle);
+    leave(b, layer->after_attention);
+}
+
+/* A recurrent layer: the state needs all rows, what leaves the layer the first n. */
+static void mix_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    const fr_mixer *mixer = layer->mixer;
+    const float *rows = norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
+    fr_linear(&mixer->inputs, rows, b->inputs, p->nodes, b->quants);
+    fr_mix(mixer, m->eps, b->inputs, p->walks, p->walk_count, p->nodes, b->found, b->mixing);
+    if (p->replayed) {
+        memcpy(b->replay, b->inputs, (size_t)(p->replayed * mixer->wide) * sizeof(float));
+        b->replay += p->replayed * mixer->wide;
+    }
+    if (!n) return;
+    fr_linear(&mixer->output, b->found, b->delta, n, b->quants);
     leave(b, layer->after_attention);
 }
 
@@ -126,7 +149,9 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
-    if (layer->qkv.count) attend_layer(m, p, i, n, b);
+    b->uncached += layer->mixer || !layer->output.count;
+    if (layer->mixer) mix_layer(m, p, i, n, b);
+    else if (layer->qkv.count) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
     if (!(layer->gate_up.count || layer->experts) || !n) return;
     const float *rows = norm_rows(m, layer->mlp_norm, b->normed, n, b);
@@ -146,23 +171,33 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
     leave(b, layer->after_mlp);
 }
 
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     int64_t n = p->nodes, attended = m->heads * m->head_dim;
     int64_t widest = m->inner > m->width ? m->inner : m->width;
     if (attended > widest) widest = attended;
+    int64_t inputs = 0, found = 0, gates = 0;
+    size_t experts = 0, mixing = 0;
+    for (int64_t i = 0; i < m->layers; i++) {
+        const fr_mixer *mixer = m->layer[i].mixer;
+        if (m->layer[i].experts) experts = larger(experts, fr_experts_bytes(m->layer[i].experts, n, m->width));
+        if (m->layer[i].gate.count) gates = attended;
+        if (!mixer) continue;
+        inputs = mixer->wide > inputs ? mixer->wide : inputs;
+        found = mixer->output.part[0].inputs > found ? mixer->output.part[0].inputs : found;
+        mixing = larger(mixing, fr_mixer_bytes(mixer, p->walks, p->walk_count, n));
+    }
+    if (found > widest) widest = found;
     int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
                                2 * n * m->inner, n * m->inner, n * m->width,
                                FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + FR_ROOM),
-                               2 * n * m->heads / m->kv_heads, p->adapters ? n * FR_MOST_PARTS * FR_MOST_RANK : 0};
+                               2 * n * m->heads / m->kv_heads, p->adapters ? n * FR_MOST_PARTS * FR_MOST_RANK : 0,
+                               n * gates, n * inputs, n * found};
     void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
-                          (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles, (void **)&b->middle};
-    size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants, experts = 0;
-    for (int64_t i = 0; i < m->layers; i++)
-        if (m->layer[i].experts) {
-            size_t more = fr_experts_bytes(m->layer[i].experts, n, m->width);
-            if (more > experts) experts = more;
-        }
-    bytes += experts;
+                          (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles, (void **)&b->middle,
+                          (void **)&b->gates, (void **)&b->inputs, (void **)&b->found};
+    size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants + experts + mixing;
     for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
     char *block = malloc(bytes + 64), *next = block;
     if (!block) return NULL;
@@ -174,6 +209,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     if (p->x) b->x = p->x;
     b->quants = next;
     b->experts = next + quants;
+    b->mixing = next + quants + experts;
     return block;
 }
 
@@ -200,6 +236,7 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     if (p->tokens && m->embedding_scale) fr_scale_and_cap(b.x, p->nodes * m->width, m->embedding_scale, 0.0f);
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, m->kv_heads, b.tiles);
     b.pending = 0, b.after = NULL;
+    b.uncached = 0, b.replay = p->inputs;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
             if (p->hidden_layers[j] == i) {
@@ -218,5 +255,24 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
         if (p->tops) fr_argmax_rows(p->logits, p->scored, m->vocab, p->tops);
     }
     free(block);
+    return 0;
+}
+
+FR_API int fr_replay(const fr_decoder *m, const float *inputs, int64_t replayed, const int32_t *path, int64_t length,
+                     const float *start, float *state) {
+    const int32_t last[] = {(int32_t)length - 1};
+    float *const states[] = {state};
+    const fr_walk walk = {0, length, NULL, start, 1, last, states};
+    for (const fr_layer *layer = m->layer; layer < m->layer + m->layers; layer++) {
+        const fr_mixer *mixer = layer->mixer;
+        if (!mixer) continue;
+        size_t wide = (size_t)mixer->wide * sizeof(float), rows = ((size_t)length * wide + 63) / 64 * 64;
+        char *block = malloc(rows + fr_mixer_bytes(mixer, &walk, 1, length));
+        if (!block) return 1;
+        for (int64_t i = 0; i < length; i++) memcpy(block + (size_t)i * wide, inputs + path[i] * mixer->wide, wide);
+        fr_mix(mixer, m->eps, (float *)block, &walk, 1, length, NULL, block + rows);
+        free(block);
+        inputs += replayed * mixer->wide;
+    }
     return 0;
 }

@@ -76,13 +76,14 @@ void fr_add_norm(float *x, fr_added added, const float *weight, float eps, float
 FR_INLINE int64_t fr_rows_at_once(int64_t width) { return width < FR_AT_ONCE ? FR_AT_ONCE / width : 1; }
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
-enum { FR_SILU, FR_GELU_TANH }; /* activations */
+enum { FR_SILU, FR_GELU_TANH, FR_RELU2 }; /* activations; the last is the square of what is positive, without a gate */
 #define FR_GELU_LINEAR 1.59576912f  /* 2 sqrt(2 / pi): gelu(g) = g / (1 + exp(-(linear g + cubic g^3))), by tanh */
 #define FR_GELU_CUBIC 0.0713548163f /* 0.044715 times as much */
 typedef void fr_gate_row(const float *gate, const float *up, float *y, int64_t width, int activation);
 fr_gate_row fr_gate_row_least, fr_gate_row_avx512;
 fr_gate_row *fr_chosen_gate(void); /* dispatch.c */
 void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation);
+void fr_open_gates(const float *gates, float *y, int64_t rows, int64_t width); /* y times a sigmoid of the gates */
 /* x times scale, and where there is a cap, cap tanh(x / cap). */
 void fr_scale_and_cap(float *x, int64_t count, float scale, float cap);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
@@ -197,6 +198,37 @@ const fr_adapt_path *fr_chosen_adapt(void); /* dispatch.c */
 void fr_adapt(const fr_adapter_layer *const *of, int64_t layer, const fr_adapted *parts, int64_t count, const float *x,
               int64_t inputs, float *middle);
 
+/* ---- recurrent.c: layers that keep a state of fixed size in the place of keys and values ---- */
+enum { FR_SHORT_CONV, FR_DELTA_NET, FR_MAMBA2, FR_MOST_TAPS = 16 };
+/* A row of inputs has numbers that are convolved, gates and steps; where each begins is said below. Mamba-2 convolves
+ * values, keys and queries in this order, DeltaNet queries, keys and values. */
+typedef struct {
+    int64_t kind, kernel, channels; /* every channel is convolved with the last `kernel` inputs of a row's own path */
+    int64_t wide, convolved_at, gates_at, steps_at;
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t state, norm_size; /* where its state begins in a sequence's, in numbers; how many numbers are normed together */
+    fr_weights inputs, output;
+    const float *taps, *bias;              /* [kernel, channels], [channels] or NULL */
+    const float *rates, *step_bias, *skip; /* [value_heads]; skip is Mamba-2's */
+    const float *norm;
+    float least_step; /* of Mamba-2's steps */
+} fr_mixer;
+/* The rows of one sequence in a pass. A row's state follows from that of its parent. */
+typedef struct {
+    int64_t first, nodes;
+    const int32_t *parents; /* [nodes] within the walk, -1 = `start` is before it; NULL = each follows the one before it */
+    const float *start;     /* a state, of all layers */
+    int64_t kept;
+    const int32_t *kept_nodes; /* [kept] in ascending order: nodes whose states are wanted */
+    float *const *states;      /* [kept] where they go */
+} fr_walk;
+FR_API int64_t fr_state_numbers(const fr_mixer *m); /* of one layer */
+/* Rows of inputs, `wide` numbers each, through convolution and recurrence: found[rows, values] and the states that are
+ * kept. Scratch holds fr_mixer_bytes. Where `found` is NULL only states are wanted. */
+size_t fr_mixer_bytes(const fr_mixer *m, const fr_walk *walks, int64_t count, int64_t rows);
+void fr_mix(const fr_mixer *m, float eps, float *inputs, const fr_walk *walks, int64_t count, int64_t rows, float *found,
+            void *scratch);
+
 /* ---- decoder.c: a whole pass ---- */
 /* Where queries, and keys with the values behind them, lie; heads of a row end to end. */
 typedef struct {
@@ -216,6 +248,8 @@ typedef struct {
     const fr_experts *experts; /* in place of gate_up and down, or NULL */
     const float *after_attention, *after_mlp; /* [width] norms of what these parts add, or NULL */
     const float *sinks;                       /* [heads] or NULL */
+    const fr_mixer *mixer; /* in the place of attention, or NULL; such a layer has no keys and values */
+    fr_weights gate;       /* what attention finds is multiplied by a sigmoid of this; or without weights */
 } fr_layer;
 
 typedef struct {
@@ -253,10 +287,17 @@ typedef struct {
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
     int32_t *active_experts; /* [layers] how many experts the layer read, or NULL */
     const fr_adapter_layer *const *adapters; /* [nodes] -> the first of these layers in each row's adapter, or NULL; or NULL */
+    const fr_walk *walks; /* [walk_count] of models with recurrent layers */
+    int64_t walk_count;
+    float *inputs;          /* by recurrent layer, the inputs of the first `replayed` rows, for fr_replay */
+    int64_t replayed;
 } fr_pass;
 
 FR_API int64_t fr_layout(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
+/* The state behind a path of rows whose inputs were kept by a pass: 0 = done, 1 = out of memory. */
+FR_API int fr_replay(const fr_decoder *model, const float *inputs, int64_t replayed, const int32_t *path, int64_t length,
+                     const float *start, float *state);
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
 
 /* ---- plain_run.c: passes over one node each behind another pass, each behind the token that the last has found ---- */

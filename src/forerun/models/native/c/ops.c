@@ -97,6 +97,12 @@ static void gate_rows(void *arg, int64_t begin, int64_t end, int worker) {
     const gate_job *job = arg;
     int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
+        if (job->activation == FR_RELU2) {
+            const float *restrict x = job->gate_up + r * width;
+            float *restrict y = job->y + r * width;
+            for (int64_t i = 0; i < width; i++) y[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; /* what is not a number stays so */
+            continue;
+        }
         const float *gate = job->gate_up + 2 * r * width;
         job->row(gate, gate + width, job->y + r * width, width, job->activation);
     }
@@ -105,6 +111,23 @@ static void gate_rows(void *arg, int64_t begin, int64_t end, int worker) {
 void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation) {
     gate_job job = {gate_up, y, width, activation, fr_chosen_gate()};
     fr_parallel(gate_rows, &job, rows, 2);
+}
+
+static void open_rows(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const gate_job *job = arg;
+    int64_t width = job->width, whole = width / 4 * 4;
+    for (int64_t r = begin; r < end; r++) {
+        const float *gate = job->gate_up + r * width;
+        float *y = job->y + r * width;
+        for (int64_t i = 0; i < whole; i += 4) store4(y + i, load4(y + i) / (all4(1.0f) + exp4(-load4(gate + i))));
+        for (int64_t i = whole; i < width; i++) y[i] /= 1.0f + exp4(all4(-gate[i]))[0];
+    }
+}
+
+void fr_open_gates(const float *gates, float *y, int64_t rows, int64_t width) {
+    gate_job job = {gates, y, width, 0, NULL};
+    fr_parallel(open_rows, &job, rows, 2);
 }
 
 typedef struct {
