@@ -53,7 +53,7 @@ Contender = Callable[[int], Sequence[Completion]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
-    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
+    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None, seed=0)
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
 
@@ -129,8 +129,9 @@ def schemas(run: Run) -> Document:
         small = made.small_model(Path(folder), tokenizer)
         llm = LLM(small, threads=flags.threads, max_batch=16, max_length=1024, speculative_config=fixed)
     found = dict.fromkeys(("texts", "valid", "equal", "tokens", "drafted", "accepted"), 0)
-    for first in range(0, flags.schemas, 16):
-        seeds = range(first, min(first + 16, flags.schemas))
+    end = flags.seed + flags.schemas
+    for first in range(flags.seed, end, 16):
+        seeds = range(first, min(first + 16, end))
         kinds, prompts = [made.schema_of(seed) for seed in seeds], [f"Form {seed}." for seed in seeds]
         each = [made.settings_of(kind, seed, tokenizer) for seed, kind in zip(seeds, kinds, strict=True)]
         plain = llm.generate(prompts, each, drafter="none")
