@@ -53,7 +53,7 @@ Contender = Callable[[int], Sequence[Completion]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
-    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None, seed=0)
+    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
 
@@ -117,40 +117,30 @@ def structure(run: Run) -> Document:
 
 
 def schemas(run: Run) -> Document:
-    """Generated schemas: does every text end and validate, and is it the same whether it was drafted or not?
-
-    A random network of two layers writes, with the vocabulary and tokenizer of `--model`: masks, tokens and drafts
-    are those of a real model, and a text takes a second. Drafters take turns, schema by schema.
-    """
-    made, flags, started = import_module("tests.structure.generated"), run.flags, process_time()
+    """Generated schemas, by a random network with a real tokenizer: is every text valid, and drafted as plain?"""
+    made, flags = import_module("tests.structure.generated"), run.flags
     tokenizer = open_checkpoint(flags.model).tokenizer()
     fixed = {"controller": "fixed", "budget": 6}  # drafts in every round
     with TemporaryDirectory() as folder:
         small = made.small_model(Path(folder), tokenizer)
         llm = LLM(small, threads=flags.threads, max_batch=16, max_length=1024, speculative_config=fixed)
-    found = dict.fromkeys(("texts", "valid", "equal", "tokens", "drafted", "accepted"), 0)
-    end = flags.seed + flags.schemas
-    for first in range(flags.seed, end, 16):
-        seeds = range(first, min(first + 16, end))
+    found = dict.fromkeys(("texts", "valid", "equal", "tokens", "accepted"), 0)
+    for first in range(0, flags.schemas, 16):
+        seeds = range(first, min(first + 16, flags.schemas))
         kinds, prompts = [made.schema_of(seed) for seed in seeds], [f"Form {seed}." for seed in seeds]
         each = [made.settings_of(kind, seed, tokenizer) for seed, kind in zip(seeds, kinds, strict=True)]
         plain = llm.generate(prompts, each, drafter="none")
         drafted = llm.generate(prompts, each, drafter=("ngram", "recycling")[first // 16 % 2])
         for seed, kind, one, other in zip(seeds, kinds, plain, drafted, strict=True):
-            found["texts"] += 1
-            found["equal"] += one.token_ids == other.token_ids
-            found["tokens"] += one.tokens
-            found["drafted"] += other.drafted
-            found["accepted"] += other.accepted
+            same = one.token_ids == other.token_ids
+            for name, more in {"texts": 1, "equal": same, "tokens": one.tokens, "accepted": other.accepted}.items():
+                found[name] += more
             try:
-                assert one.finish_reason == "stop", one.finish_reason
                 made.check(one.text, kind)
                 found["valid"] += 1
-            except (AssertionError, ValueError) as error:
-                run.say(f"not valid: seed {seed}: {error}; {one.error}; {one.text[:200]!r}")
-        run.say(str(found))
+            except ValueError as error:
+                run.say(f"not valid: seed {seed}: {one.finish_reason}, {error}; {one.text[:200]!r}")
         run.save({"schemas": found})
-    found["cpu seconds"] = round(process_time() - started)
     return {"schemas": found, "equal": found["texts"] == found["valid"] == found["equal"]}
 
 

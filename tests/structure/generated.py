@@ -194,7 +194,7 @@ def settings_of(schema: Schema, i: int, tokenizer: Any) -> SamplingParams:
     """Half of the texts are greedy. A bias towards tokens that close ends texts that a random network would not end."""
     heat, most = (0.0, 9.0) if i % 2 == 0 else (1.0, 12.0)
     bias = dict.fromkeys(tokenizer.eos_ids, most)
-    for pieces, value in (((":", "@", "."), most - 3), (('"', "}", "]", '"}'), most)):  # the first are in addresses
+    for pieces, value in (((":", "@", "."), most - 3), (("}", "]"), most), (('"', '"}'), most + 2)):  # first: addresses
         bias |= {token: value for piece in pieces for token in tokenizer.encode(piece, False)}
     return SamplingParams.from_dict(
         {"json_schema": schema, "max_tokens": 800, "temperature": heat, "seed": i, "logit_bias": bias}

@@ -86,11 +86,10 @@ def make_engine(
             return drafters.get(spec.name + at + adapter)
         if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
             # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
-            first, second = spec.members
-            members = [drafters.get(first.name), drafters.get(second.name + at + adapter)]
-            return HybridDrafter.compose(*members)
-        own = replace(parts, speculative=with_head(speculative, spec.name, head))
-        return build_drafter(spec, own)
+            return HybridDrafter.compose(
+                *(drafters.get(m.name + (at + adapter) * i) for i, m in enumerate(spec.members))
+            )
+        return build_drafter(spec, replace(parts, speculative=with_head(speculative, spec.name, head)))
 
     def sibling(drafter: str) -> Engine:
         own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
@@ -99,8 +98,7 @@ def make_engine(
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
-    for name, given in config.adapters.items():
-        add_own_head(drafters, name, given)
+    add_own_heads(drafters, config.adapters)
     return Engine(
         target,
         drafters,
@@ -125,6 +123,11 @@ def make_adapters(target: Target, config: EngineConfig) -> AdapterPool:
     for name, folder in config.adapters.items():
         pool.add(name, folder)
     return pool
+
+
+def add_own_heads(drafters: DrafterPool, adapters: Mapping[str, str]) -> None:
+    for name, given in adapters.items():
+        add_own_head(drafters, name, given)
 
 
 def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
