@@ -85,10 +85,8 @@ def make_engine(
         if spec.name != kind:
             return drafters.get(spec.name + at + adapter)
         if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
-            # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
-            return HybridDrafter.compose(
-                *(drafters.get(m.name + (at + adapter) * i) for i, m in enumerate(spec.members))
-            )
+            first, second = (member.name for member in spec.members)  # of other requests too: no captured buffers
+            return HybridDrafter.compose(drafters.get(first), drafters.get(second + at + adapter))
         return build_drafter(spec, replace(parts, speculative=with_head(speculative, spec.name, head)))
 
     def sibling(drafter: str) -> Engine:
