@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any
 
@@ -25,6 +27,7 @@ import httpx
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.measure.bench.alternate import in_turn
+from forerun.models.load.checkpoint import open_checkpoint
 from lab.runner import Document, Run, share
 
 FILES = (
@@ -114,30 +117,31 @@ def structure(run: Run) -> Document:
 
 
 def schemas(run: Run) -> Document:
-    """Generated schemas: is every text valid, and the same whether it was drafted or not?"""
-    jsonschema, schema_of = import_module("jsonschema"), import_module("tests.structure.test_generated").schema_of
-    llm = LLM(run.flags.model, threads=run.flags.threads, max_batch=32, max_length=1024)
-    valid = equal = written = 0
-    for first in range(0, run.flags.schemas, 32):
-        seeds = range(first, min(first + 32, run.flags.schemas))
-        kinds = [schema_of(seed, bounded=True) for seed in seeds]
-        chats = [[{"role": "user", "content": f"Fill this form, number {seed}."}] for seed in seeds]
-        each = [
-            {"json_schema": kind, "max_tokens": 700, "temperature": float(seed % 2), "seed": seed}
-            for seed, kind in zip(seeds, kinds, strict=True)
-        ]
-        plain, drafted = llm.chat(chats, each, drafter="none"), llm.chat(chats, each)
-        for kind, one, other in zip(kinds, plain, drafted, strict=True):
-            written += 1
-            equal += one.token_ids == other.token_ids
+    """Generated schemas, by a random network with a real tokenizer: is every text valid, and drafted as plain?"""
+    made, flags = import_module("tests.structure.generated"), run.flags
+    tokenizer = open_checkpoint(flags.model).tokenizer()
+    fixed = {"controller": "fixed", "budget": 6}  # drafts in every round
+    with TemporaryDirectory() as folder:
+        small = made.small_model(Path(folder), tokenizer)
+        llm = LLM(small, threads=flags.threads, max_batch=16, max_length=1024, speculative_config=fixed)
+    found = dict.fromkeys(("texts", "valid", "equal", "tokens", "accepted"), 0)
+    for first in range(0, flags.schemas, 16):
+        seeds = range(first, min(first + 16, flags.schemas))
+        kinds, prompts = [made.schema_of(seed) for seed in seeds], [f"Form {seed}." for seed in seeds]
+        each = [made.settings_of(kind, seed, tokenizer) for seed, kind in zip(seeds, kinds, strict=True)]
+        plain = llm.generate(prompts, each, drafter="none")
+        drafted = llm.generate(prompts, each, drafter=("ngram", "recycling")[first // 16 % 2])
+        for seed, kind, one, other in zip(seeds, kinds, plain, drafted, strict=True):
+            same = one.token_ids == other.token_ids
+            for name, more in {"texts": 1, "equal": same, "tokens": one.tokens, "accepted": other.accepted}.items():
+                found[name] += more
             try:
-                jsonschema.validate(json.loads(one.text), kind, format_checker=jsonschema.FormatChecker())
-                valid += 1
-            except (ValueError, jsonschema.ValidationError) as error:
-                run.say(f"not valid: {kind} {one.text!r}: {error}")
-        run.say(f"{written} schemas, {valid} valid, {equal} equal")
-        run.save({"schemas": {"texts": written, "valid": valid, "equal": equal}})
-    return {"schemas": {"texts": written, "valid": valid, "equal": equal}, "equal": written == valid == equal}
+                made.check(one.text, kind)
+                found["valid"] += 1
+            except ValueError as error:
+                run.say(f"not valid: seed {seed}: {one.finish_reason}, {error}; {one.text[:200]!r}")
+        run.save({"schemas": found})
+    return {"schemas": found, "equal": found["texts"] == found["valid"] == found["equal"]}
 
 
 def thinking(run: Run) -> Document:

@@ -47,7 +47,7 @@ def drawn(tokenizer: Tokenizer) -> Callable[[GrammarLaw, int], str]:
     """A text of random tokens that the law allows, short ones where it gets long, up to its end."""
     spelt = [tokenizer.decode([token], skip_special=False) for token in range(tokenizer.vocab_size)]
     closing = {token for token, text in enumerate(spelt) if text and set(text) <= set('"]}')}
-    at = {token for token, text in enumerate(spelt) if text == "@"}  # an address has one
+    at = {token for token, text in enumerate(spelt) if text in ("@", ":")}  # an address has one
     short = {token for token, text in enumerate(spelt) if 0 < len(text) < 3 and text.isascii() and text.strip() == text}
 
     def draw(law: GrammarLaw, seed: int) -> str:

@@ -43,6 +43,8 @@ FAILS_LATER: dict[str, Any] = {
         (False, "schema is false"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5)"),
         ({"anyOf": [{**each, "required": ["a"]} for each in WIDE]}, "2100 items"),
+        ({"const": -(2**63) + 1}, "-9223372036854775807 is too low"),  # llguidance ends the process by it
+        ({"type": "integer", "minimum": -1e300, "maximum": -1e19}, "-1e+300 is too low"),
         ({"not": {}}, "not"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"$ref": "https://example.com/schema.json"}, "example.com"),
@@ -168,7 +170,7 @@ def test_a_call_of_a_tool_has_the_name_first_and_its_own_references(grammars: Gr
 
 def fresh_mask(grammars: Grammars, schema: Any, output: list[int]) -> list[int]:
     """By a matcher that has read nothing else."""
-    matcher = law_of(grammars, schema)._matcher
+    matcher = law_of(grammars, schema)._make()
     assert matcher.consume_tokens(output)
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
     assert not matcher.is_error()
@@ -177,7 +179,7 @@ def fresh_mask(grammars: Grammars, schema: Any, output: list[int]) -> list[int]:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["nested", "limits", "with $defs", "formats"])
-def test_one_matcher_says_at_every_node_what_a_fresh_one_does(name: str, grammars: Grammars) -> None:
+def test_matchers_say_at_every_node_what_a_fresh_one_does(name: str, grammars: Grammars) -> None:
     """Over trees that grow, are cut and begin again, as rounds and rejected drafts have it."""
     schema, numbers = SCHEMAS[name][0], random.Random(name)
     law, output, ends = law_of(grammars, schema), list[int](), {2}
@@ -193,6 +195,23 @@ def test_one_matcher_says_at_every_node_what_a_fresh_one_does(name: str, grammar
         output += numbers.choice(nodes)
         if numbers.random() < 0.1:
             output = output[: numbers.randrange(len(output) + 1)]  # a round is undone
+
+
+def test_a_draft_that_was_rejected_leaves_nothing_behind(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """llguidance's own rollback does: here it left `{` allowed behind `"is":`, where a string must follow."""
+    properties = {"more": {"$ref": "#/$defs/one"}, "is": {"type": "string"}}
+    schema = {"$ref": "#/$defs/one", "$defs": {"one": {
+        "type": "object", "properties": properties, "required": ["is"], "additionalProperties": False,
+    }}}  # fmt: skip
+    law = law_of(grammars, schema)
+    output, draft, other = (
+        [token for piece in pieces for token in tokenizer.encode(piece, add_special=False)]
+        for pieces in (['{"more": {"'], ["m", "ore", '"', ":"], ["is", '"', ":"])
+    )
+    for size in range(len(draft) + 1):
+        allowed(law, output, tuple(draft[:size]))
+    for size in range(len(other) + 1):
+        assert allowed(law, output + other[:size]) == fresh_mask(grammars, schema, output + other[:size])
 
 
 def test_a_complete_text_may_only_end(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -182,8 +182,8 @@ def test_what_is_allowed_may_be_said_in_every_form(size: int) -> None:
     packed = torch.tensor([word - 2**32 if word >= 2**31 else word for word in words], dtype=torch.int32)
     wanted = torch.where(mask[:size], logits, -math.inf)
     forms: list[Any] = [allowed, torch.tensor(allowed), mask, mask[:size], packed]
-    assert all(torch.equal(keep_allowed(logits, form), wanted) for form in forms)
-    assert torch.equal(keep_allowed(logits, mask[:6])[6:], torch.full((size - 6,), -math.inf))
+    assert all(torch.equal(keep_allowed(logits.clone(), form), wanted) for form in forms)
+    assert torch.equal(keep_allowed(logits.clone(), mask[:6])[6:], torch.full((size - 6,), -math.inf))
     assert keep_allowed(logits, None) is logits
 
 

@@ -25,6 +25,7 @@ from forerun.api.prompts import (
     check_text,
     is_chat,
 )
+from forerun.build.engine import add_own_head
 from forerun.core.checks import as_name, as_path, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
@@ -59,16 +60,26 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         return [] if self.engine.adapters is None else self.engine.adapters.names
 
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
-        """Serve the LoRA adapter in a folder of PEFT's form under a name, beside the base and other adapters."""
+        """Serve the LoRA adapter in a folder of PEFT's form under a name, beside the base and other adapters.
+
+        `FOLDER,head=FOLDER` names a head that drafts for this adapter's texts alone.
+        """
         if self.engine.adapters is None:
             raise InvalidInput("this engine was made without adapters")
-        self.engine.adapters.add(as_name("name", name), as_path("folder", folder))
+        name, given = as_name("name", name), as_path("folder", folder)
+        self.engine.adapters.add(name, given)
+        try:
+            self.driver.order(lambda engine: add_own_head(engine.drafters, name, given))
+        except Exception:
+            self.engine.adapters.remove(name)
+            raise
 
     def unload_adapter(self, name: str) -> None:
         """Serve it no longer; texts that are being written with it are finished."""
         if self.engine.adapters is None:
             raise InvalidInput("this engine was made without adapters")
         self.engine.adapters.remove(name)
+        self.driver.order(lambda engine: engine.drafters.drop_own(name, engine.scheduler.every))
 
     @overload  # a string is also a sequence of strings: the first signature that fits is meant
     def generate(

@@ -35,7 +35,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
-from forerun.models.adapters import AdapterPool
+from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
 from forerun.models.kv_budget import allowed_bytes, reason_against, usual_batch
 from forerun.models.load.tokenizer import opening_of
@@ -80,15 +80,14 @@ def make_engine(
         speculative, head = replace(speculative, drafter=choice.drafter), choice.head
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
-        spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
-        if spec.name != name:
-            return drafters.get(spec.name)
+        kind, at, adapter = name.partition("@")
+        spec = registry.drafters.spec(kind)  # an old name is the same drafter, not a second one
+        if spec.name != kind:
+            return drafters.get(spec.name + at + adapter)
         if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
-            # on the drafter that other requests have: where drafts lie in no captured buffers, it serves both
-            members = [drafters.get(member.name) for member in spec.members]
-            return HybridDrafter.compose(*members)
-        own = replace(parts, speculative=with_head(speculative, spec.name, head))
-        return build_drafter(spec, own)
+            first, second = (member.name for member in spec.members)  # of other requests too: no captured buffers
+            return HybridDrafter.compose(drafters.get(first), drafters.get(second + at + adapter))
+        return build_drafter(spec, replace(parts, speculative=with_head(speculative, spec.name, head)))
 
     def sibling(drafter: str) -> Engine:
         own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
@@ -97,6 +96,7 @@ def make_engine(
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
+    add_own_heads(drafters, config.adapters)
     return Engine(
         target,
         drafters,
@@ -121,6 +121,24 @@ def make_adapters(target: Target, config: EngineConfig) -> AdapterPool:
     for name, folder in config.adapters.items():
         pool.add(name, folder)
     return pool
+
+
+def add_own_heads(drafters: DrafterPool, adapters: Mapping[str, str]) -> None:
+    for name, given in adapters.items():
+        add_own_head(drafters, name, given)
+
+
+def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
+    """The head that an adapter brings, if it does; one that does not fit the target is refused."""
+    folder = own_head(given)[1]
+    if folder is None:
+        return
+    head = open_head(Path(folder).expanduser())
+    if head is None:
+        raise InvalidInput(
+            f"head={folder} of the adapter {adapter!r} holds no trained head; train one with `forerun train`"
+        )
+    drafters.add_own(adapter, head.drafter, str(head.path))
 
 
 def default_batch(target: Target) -> tuple[int, str]:

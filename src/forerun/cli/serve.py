@@ -44,7 +44,8 @@ MaxSeqs = Annotated[
     int | None, typer.Option(help="Sequences written together; default: by device, cores and KV memory.")
 ]
 Lora = Annotated[
-    list[str] | None, typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER; repeatable.")
+    list[str] | None,
+    typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER[,head=FOLDER]; repeatable."),
 ]
 LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
 AdminKey = Annotated[str | None, typer.Option(help="A key for the routes that change adapters, and for sleep.")]

@@ -198,6 +198,22 @@ class Driver:
         if at_once:
             self._empty_inbox()
 
+    def order(self, order: Callable[[Engine], None]) -> None:
+        """Post it, return when it is done, and raise what it raised."""
+        done, failed = ThreadEvent(), list[Exception]()
+
+        def run(engine: Engine) -> None:
+            try:
+                order(engine)
+            except Exception as error:
+                failed.append(error)
+            done.set()
+
+        self.post(run)
+        done.wait()
+        if failed:
+            raise failed[0]
+
     def wait(self, waiter: Waiter, makes_rounds: bool = True) -> None:
         """Return once it is ready; lead meanwhile, whenever there is no other leader."""
         if waiter.is_ready():

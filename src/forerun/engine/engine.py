@@ -42,7 +42,7 @@ from forerun.engine.round import (
 )
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
-from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
+from forerun.engine.sequence import SWITCHED_OFF, SequenceState, Tokens, check_request, find_adapter
 from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
@@ -567,6 +567,8 @@ class Engine:
         return seq
 
     def enqueue(self, seq: SequenceState) -> None:
+        if not self.drafters.has(seq.drafting):  # it was the head of an adapter that has been unloaded meanwhile
+            seq.draft_with(SWITCHED_OFF)
         if seq.scores_prompt:
             self._scored[seq.id] = []
         self.scheduler.enqueue(seq)

@@ -143,6 +143,7 @@ class DrafterPool:
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
+        self._own: dict[str, str] = {}  # by adapter: the drafter with a head of the adapter's own
         self._retired: dict[str, set[int]] = {}  # drafters with a former head, and the sequences that have them
 
     def has(self, name: str) -> bool:
@@ -175,11 +176,31 @@ class DrafterPool:
             self._failed -= set(known_as)
         self._head = head
 
+    def add_own(self, adapter: str, drafter: str, head: str) -> None:
+        """Draft with the head in this folder for the texts of an adapter that ask for no drafter by name."""
+        if not self._shares:
+            raise InvalidInput(f"the adapter {adapter!r} has a head of its own, which needs a CPU; leave head= out")
+        names = (f"{drafter}@{adapter}{'' if i == 1 else f'.{i}'}" for i in count(1))
+        name = next(name for name in names if name not in self._made)
+        self._made[name] = self._make(drafter, head)
+        self._own[adapter] = name
+
+    def drop_own(self, adapter: str, seqs: Sequence[SequenceState]) -> None:
+        """The reverse; `seqs`, of which drafters hold rows, keep the head to their end."""
+        own = self._own.pop(adapter, None)
+        for name in [name for name in self._made if own is not None and name.endswith(own)]:
+            self._retired[name] = {seq.id for seq in seqs if seq.drafting == name}
+            self._free(name)
+
+    def _free(self, name: str) -> None:
+        if not self._retired[name]:
+            del self._retired[name], self._made[name]
+
     def name_for(self, request: Request, default: str) -> str:
         """Which drafter a request gets: its own or the default, and beside it what drafts its prediction and law."""
         if request.pooling is not None:
             return POOLING
-        name = request.drafter or default
+        name = request.drafter or self._own.get(request.adapter or "") or default
         beside = ["prediction"] if request.prediction else []
         if self._shares and any(isinstance(law, Forces) for law in request.params.processors):
             beside = ["forced", *beside]
@@ -234,9 +255,9 @@ class DrafterPool:
                 self._forget(name, seq)
         if seq.drafting in self._retired:
             self._retired[seq.drafting].discard(seq.id)
-            if not self._retired[seq.drafting]:
-                del self._retired[seq.drafting], self._made[seq.drafting]
-            seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
+            self._free(seq.drafting)
+            # if it is read again, the new one sees all of it
+            seq.draft_with(seq.drafter if seq.drafter in self._made else SWITCHED_OFF)
 
     def never_draft(self, seqs: Sequence[SequenceState]) -> bool:
         """Has none of these sequences a drafter, whatever the controller plans?"""

@@ -104,9 +104,12 @@ class Scheduler:
             del left[seq]
             yield seq
 
+    @property
+    def every(self) -> list[SequenceState]:
+        return [*self.running, *self.reading, *self.waiting]
+
     def find(self, seq_id: int) -> SequenceState | None:
-        every = (*self.running, *self.reading, *self.waiting)
-        return next((seq for seq in every if seq.id == seq_id), None)
+        return next((seq for seq in self.every if seq.id == seq_id), None)
 
     def next_readers(self, rows: int) -> list[SequenceState]:
         """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""

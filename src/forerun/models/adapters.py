@@ -30,6 +30,12 @@ _WEIGHT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.we
 _KEYS = count(1)  # of adapters as they are loaded: one that is loaded again shares no cached prompts with the first
 
 
+def own_head(given: str) -> tuple[str, str | None]:
+    """The folders of an adapter and of a head of its own, from FOLDER or FOLDER,head=FOLDER."""
+    folder, _, head = given.partition(",head=")
+    return folder, head or None
+
+
 class Part(NamedTuple):
     """The change of one projection in one layer."""
 
@@ -104,7 +110,7 @@ class AdapterPool:
 
     def add(self, name: str, folder: str) -> None:
         """Serve the adapter in this folder under a name; it is read now, so that damage is reported now."""
-        where = Path(folder).expanduser()
+        where = Path(own_head(folder)[0]).expanduser()
         self._refuse_taken(name)  # before it is read, and again: another thread may have been faster
         if not is_adapter(where):
             raise ModelNotFound(f"{where} holds no adapter: there is no adapter_config.json of PEFT's in it")

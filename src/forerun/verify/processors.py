@@ -43,7 +43,7 @@ def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> di
         row_of[path] = row
         prefix = Prefix(seq.tokens, seq.prompt_length, path)
         try:
-            block[row] = _processed(block[row], prefix, seq.params.processors)
+            _process(block[row], prefix, seq.params.processors)
         except Exception as error:  # the caller's code may raise anything
             block[row] = IMPOSSIBLE
             failures[row] = error if isinstance(error, CannotSample) else _failed(error)
@@ -55,19 +55,19 @@ def _failed(error: Exception) -> CannotSample:
     return CannotSample(f"a processor failed ({type(error).__name__}: {reason}); fix or remove it")
 
 
-def _processed(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) -> Tensor:
+def _process(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) -> None:
+    """Put one row [V] through all of them, in place."""
     for process in processors:
         if isinstance(process, Masks):
-            row = keep_allowed(row, process.allowed(prefix))
+            keep_allowed(row, process.allowed(prefix))
             continue
         after = process(prefix, row.clone())
         if not isinstance(after, Tensor) or after.shape != row.shape:
             got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
             raise TypeError(f"{shown(process)} returned {got}, not logits {tuple(row.shape)}")
-        row = after.to(row)
+        row.copy_(after)
         if bool((row.isnan() | (row == math.inf)).any()):
             raise ValueError(f"{shown(process)} returned NaN or +inf")
-    return row
 
 
 class Masks:
@@ -134,23 +134,24 @@ class AllowByState(Masks):
 
 
 def keep_allowed(logits: Tensor, allowed: Allowed) -> Tensor:
-    """Logits [V] where everything that is not allowed is impossible."""
+    """The same logits [V], in which everything that is not allowed has become impossible."""
     if allowed is None:
         return logits
-    if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
-        mask = _sized(allowed, len(logits))
-    elif isinstance(allowed, Tensor) and allowed.dtype == torch.int32:
-        bits = np.unpackbits(allowed.cpu().numpy().view(np.uint8), bitorder="little")
-        mask = _sized(torch.from_numpy(bits).bool(), len(logits))
+    size = len(logits)
+    if isinstance(allowed, Tensor) and allowed.dtype == torch.int32:
+        bits = np.unpackbits(~allowed.cpu().numpy().view(np.uint8), bitorder="little")
+        banned = bits.view(np.bool_)[:size]
+    elif isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
+        banned = ~allowed[:size].cpu().numpy()
     else:
-        ids = torch.as_tensor(allowed, dtype=torch.long)
-        mask = torch.zeros(len(logits), dtype=torch.bool)
-        mask[ids[ids < len(logits)]] = True
-    return logits.masked_fill(~mask.to(logits.device), IMPOSSIBLE)
-
-
-def _sized(mask: Tensor, size: int) -> Tensor:
-    """[V]: padding of the vocabulary is not allowed, padding of the mask is not read."""
-    if len(mask) >= size:
-        return mask[:size]
-    return torch.cat([mask, mask.new_zeros(size - len(mask))])
+        ids = np.asarray(allowed, dtype=np.int64)
+        banned = np.ones(size, dtype=np.bool_)
+        banned[ids[ids < size]] = False
+    if logits.device.type == "cpu":  # by numpy: torch would start threads for it, which takes longer than the work
+        row = logits.numpy()
+        np.putmask(row[: len(banned)], banned, IMPOSSIBLE)
+        row[len(banned) :] = IMPOSSIBLE  # padding of the vocabulary
+        return logits
+    logits[len(banned) :] = IMPOSSIBLE
+    logits[: len(banned)].masked_fill_(torch.from_numpy(banned).to(logits.device), IMPOSSIBLE)
+    return logits

@@ -148,7 +148,10 @@ def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, Can
     """Those of these rows that hold no possible token, and why."""
     if not rows:
         return {}
-    possible = (log_weights[rows].amax(-1) > _BANNED).tolist()  # False of NaN too
+    if log_weights.device.type == "cpu":
+        possible = [log_weights[row].numpy().max() > _BANNED for row in rows]  # False of NaN too
+    else:
+        possible = (log_weights[rows].amax(-1) > _BANNED).tolist()
     dead = [row for row, is_possible in zip(rows, possible, strict=True) if not is_possible]
     return {row: failures.get(row) or CannotSample(NOTHING_LEFT) for row in dead}
 
@@ -184,7 +187,8 @@ def _adjust(
     logits = logits.clone()
     for rows in rows_of.values():
         seq, mine = seqs[rows[0]], [paths[row] for row in rows]
-        block = logits[rows]  # [m, V]
+        together = rows[-1] - rows[0] == len(rows) - 1
+        block = logits[rows[0] : rows[-1] + 1] if together else logits[rows]  # [m, V]; no copy where they lie together
         _add_bias(block, seq.params)
         _penalise(block, seq, mine)
         _ban(block, seq, mine)
@@ -193,7 +197,8 @@ def _adjust(
         if seq.params.processors:
             failed = process_block(block, seq, mine)
             failures |= {rows[row]: why for row, why in failed.items()}
-        logits[rows] = block
+        if not together:
+            logits[rows] = block
     return logits
 
 

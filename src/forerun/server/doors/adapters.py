@@ -22,6 +22,7 @@ class UnloadAdapter(Body):
 
 class LoadAdapter(UnloadAdapter):
     lora_path: Name
+    head_path: Name | None = None  # a head that drafts for this adapter's texts alone
 
 
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
@@ -30,7 +31,8 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapter))
     async def load(request: Request) -> Response:
         body = await _admins_body(request, service, LoadAdapter)
-        return await _changed(service.load_adapter(body.lora_name, body.lora_path), body.lora_name, "loaded")
+        given = body.lora_path if body.head_path is None else f"{body.lora_path},head={body.head_path}"
+        return await _changed(service.load_adapter(body.lora_name, given), body.lora_name, "loaded")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=_takes(UnloadAdapter))
     async def unload(request: Request) -> Response:

@@ -7,6 +7,7 @@ text that runs into them would end all others of the same schema, and those that
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,6 +29,8 @@ _SEPARATORS: dict[Whitespace, dict[str, Any]] = {
 # What one text may build of an automaton (some 20 MB), and what may be spent on one mask (some 100 ms).
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 1_000_000, "verbose_errors": False}
 
+_LOWEST = -(2.0**63)  # llguidance overflows its stack, which ends the process, where a constant is its lowest integer
+_NUMBER = re.compile(r"-\d[\d.eE+-]*")
 _PROBED = 4  # masks at most, each behind what can only follow the one before
 
 
@@ -123,6 +126,7 @@ class Grammars:
 def grammar_of(guidance: Any, structure: Structure) -> Any:
     """What must be matched, as llguidance has it."""
     matcher, text = guidance.LLMatcher, structure.text
+    _refuse_lowest(structure)
     match structure.kind:
         case "regex":
             return matcher.grammar_from_regex(text)
@@ -144,6 +148,24 @@ def grammar_of(guidance: Any, structure: Structure) -> Any:
     # what was asked for by name comes before what is in the schema under "x-guidance"
     given = {"defaults" if structure.whitespace == "compact" else "overrides": how}
     return matcher.grammar_from_json_schema(text, **given)
+
+
+def _refuse_lowest(structure: Structure) -> None:
+    """Numbers of a schema that llguidance does not survive; a grammar of Lark's may hold schemas."""
+    if structure.kind in ("json_schema", "structural_tag"):
+        json.loads(structure.text, parse_int=_survived, parse_float=_survived)
+    elif structure.kind == "grammar" and "%json" in structure.text:
+        for number in _NUMBER.findall(structure.text):
+            _survived(number)
+
+
+def _survived(number: str) -> None:
+    try:
+        value = float(number)
+    except ValueError:  # a part of a grammar that looks like one
+        return
+    if value <= _LOWEST:
+        raise ValueError(f"the number {number[:40]} is too low: numbers above {_LOWEST:.0f} can be used")
 
 
 def _with_options(schema: Any) -> Any:

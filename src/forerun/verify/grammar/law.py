@@ -26,76 +26,93 @@ KEPT = 256  # masks: those of a round, and of a drafter that asked before
 class GrammarLaw(Masks):
     """Implements forerun.core.params.LawProcessor, for the nodes of one text.
 
-    One matcher of llguidance goes from node to node: back to where the paths part, then on. What it has built for
-    drafts beside the text counts against its limits. So where it meets one, a new matcher reads the path alone, and
-    decides: whether a text can go on does not depend on what was drafted.
+    Matchers of llguidance only ever read on, since masks behind a rollback were seen to be wrong: one reads what is
+    committed, and a copy of it reads the path of a draft. What a lexer has built for drafts beside the text counts
+    against its limits. So where it meets one, a new matcher reads the path alone, and decides: whether a text can go
+    on does not depend on what was drafted.
     """
 
     def __init__(self, start: Any, make: Callable[[], Any], ends: frozenset[int]) -> None:
-        self._start, self._matcher = start, start.deep_copy()  # which share a lexer
-        self._make, self._ends = make, ends
-        self._read: tuple[int, ...] = ()  # what the matcher has read of the output
+        self._start, self._make, self._ends = start, make, ends  # copies share a lexer
+        self._text, self._draft = _Reader(start), _Reader(start)
         self._known: OrderedDict[tuple[int, ...], Tensor | GrammarFailed] = OrderedDict()  # by output
 
     def allowed(self, prefix: Prefix) -> Allowed:
         output = prefix.output
         if not self._ends.isdisjoint(output):  # it is complete: whoever ignores the end reads it again
             return sorted(self._ends)
-        found = self._mask(output)
+        found = self._mask(output, len(prefix.path))
         if isinstance(found, GrammarFailed):
             raise found.with_traceback(None)
         return found
 
     def forced(self, prefix: Prefix) -> list[int]:
         """The tokens that must follow: the mask that is made here is the one that the coming round asks for."""
-        output = prefix.output
-        if not self._ends.isdisjoint(output) or isinstance(self._mask(output), GrammarFailed):
+        output, drafted = prefix.output, len(prefix.path)
+        if not self._ends.isdisjoint(output) or isinstance(self._mask(output, drafted), GrammarFailed):
             return []
-        if self._read != output and self._compute(output) is None:
-            self._go_back()
-            return []
-        return list(self._matcher.compute_ff_tokens())
+        return list(self._read(output, drafted).matcher.compute_ff_tokens())
 
-    def _mask(self, output: tuple[int, ...]) -> Tensor | GrammarFailed:
+    def _mask(self, output: tuple[int, ...], drafted: int) -> Tensor | GrammarFailed:
         found = self._known.get(output)
         if found is None:
-            found = self._known[output] = self._mask_after(output)
+            found = self._known[output] = self._mask_after(output, drafted)
             if len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return found
 
-    def _mask_after(self, output: tuple[int, ...]) -> Tensor | GrammarFailed:
+    def _mask_after(self, output: tuple[int, ...], drafted: int) -> Tensor | GrammarFailed:
         """One bit per token [V / 32] int32; or why there is none."""
-        mask = self._compute(output)
-        if mask is None and self._is_lexer_full():
-            self._start = self._make()
-            self._go_back()
-            mask = self._compute(output)
+        reader = self._read(output, drafted)
+        if (mask := reader.mask()) is None and reader.is_lexer_full():
+            self._start_over(self._make())
+            reader = self._read(output, drafted)
+            mask = reader.mask()
         if mask is not None:
             return mask
-        failed = GrammarFailed(f"the answer cannot go on: {reason_of(self._matcher)}; simplify what it must match")
-        if self._is_lexer_full():
-            self._start = self._make()
-        self._go_back()  # for other paths: an error is for good
+        failed = GrammarFailed(f"the answer cannot go on: {reason_of(reader.matcher)}; simplify what it must match")
+        self._start_over(self._make() if reader.is_lexer_full() else self._start)  # an error is for good
         return failed
 
-    def _compute(self, output: tuple[int, ...]) -> Tensor | None:
+    def _read(self, output: tuple[int, ...], drafted: int) -> _Reader:
+        """A matcher that has read the output, whose last tokens are drafted."""
+        text = output[: len(output) - drafted]
+        if not self._text.is_before(text):
+            self._text = _Reader(self._start)
+        self._text.read(text)
+        if not drafted:
+            return self._text
+        if not self._draft.is_before(output) or len(self._draft.output) < len(text):
+            self._draft = _Reader(self._text.matcher, text)
+        self._draft.read(output)
+        return self._draft
+
+    def _start_over(self, start: Any) -> None:
+        self._start, self._text, self._draft = start, _Reader(start), _Reader(start)
+
+
+class _Reader:
+    """A copy of a matcher, and what it has read of an output."""
+
+    def __init__(self, matcher: Any, output: tuple[int, ...] = ()) -> None:
+        self.matcher, self.output = matcher.deep_copy(), output
+
+    def is_before(self, output: tuple[int, ...]) -> bool:
+        return output[: len(self.output)] == self.output
+
+    def read(self, output: tuple[int, ...]) -> None:
+        if len(output) > len(self.output):
+            self.matcher.consume_tokens(list(output[len(self.output) :]))
+            self.output = output
+
+    def mask(self) -> Tensor | None:
         """None where the matcher failed, which a stopped matcher must not be taken for: that one allows the end."""
-        matcher, shared = self._matcher, min(len(self._read), len(output))
-        while self._read[:shared] != output[:shared]:
-            shared -= 1
-        matcher.rollback(len(self._read) - shared)
-        matcher.consume_tokens(list(output[shared:]))
-        self._read = output
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
-        return None if matcher.is_error() else torch.from_numpy(bits.copy())
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.int32)
+        return None if self.matcher.is_error() else torch.from_numpy(bits.copy())
 
-    def _is_lexer_full(self) -> bool:
+    def is_lexer_full(self) -> bool:
         """Has the matcher failed by what its lexer has built, for this path and for others?"""
-        return str(self._matcher.get_error()).startswith("lexer error")
-
-    def _go_back(self) -> None:
-        self._matcher, self._read = self._start.deep_copy(), ()
+        return str(self.matcher.get_error()).startswith("lexer error")
 
 
 def reason_of(matcher: Any) -> str:
