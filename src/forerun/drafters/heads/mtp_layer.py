@@ -70,6 +70,7 @@ class FamilyLayer:
     def behind(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
         """Rows x [N, D] through the layer."""
         block, config = self._block, self._config
+        assert block.norm is not None and block.mlp_norm is not None  # noqa: PT018
         norm = partial(rms_norm, eps=config.norm_eps)
         with threads_for_rows(x.device):
             rows, turns = norm(x, weight=block.norm), torch.view_as_real(rotations)

@@ -98,7 +98,7 @@ class HybridReader(NativeReader):
             norm_size=values // recurrent.norm_groups,
             least_step=recurrent.least_step,
             inputs=side_by_side([self._linear(at + "in_proj.weight", values + channels + heads, self.config.width)]),
-            skip=self._floats(at + "D", (heads,)),
+            skip=self._floats(at + "D", heads),
             **self._memory(at, recurrent, values),
         )
 
@@ -109,8 +109,8 @@ class HybridReader(NativeReader):
         self._check(at + "A_log", (heads,))
         return {
             "rates": self._keep(-self.weights[at + "A_log"].detach().float().exp().contiguous()),
-            "step_bias": self._floats(at + "dt_bias", (heads,)),
-            "norm": self._floats(at + "norm.weight", (normed,)),
+            "step_bias": self._floats(at + "dt_bias", heads),
+            "norm": self._floats(at + "norm.weight", normed),
             "output": side_by_side([self._linear(at + "out_proj.weight", self.config.width, values)]),
             **self._convolution(at + "conv1d.", channels, recurrent.kernel),
         }
@@ -143,12 +143,8 @@ class HybridReader(NativeReader):
     def _convolution(self, at: str, channels: int, kernel: int) -> dict[str, Any]:
         self._check(at + "weight", (channels, 1, kernel))
         taps = self.weights[at + "weight"].detach().float().view(channels, kernel).t().contiguous()
-        bias = self._floats(at + "bias", (channels,)) if at + "bias" in self.weights else None
+        bias = self._floats(at + "bias", channels) if at + "bias" in self.weights else None
         return {"taps": self._keep(taps), "bias": bias}
-
-    def _floats(self, name: str, shape: tuple[int, ...]) -> int:
-        self._check(name, shape)
-        return self._keep(self.weights[name].detach().float().contiguous())
 
 
 def _by_parts(heads: int, sizes: list[int]) -> Tensor:
