@@ -65,8 +65,7 @@ class _Pool:
     """An executor for Triton: threads that wait for processes of their own."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._own = ThreadPoolExecutor(threads, "compile"), threading.local()
-        self._workers = list[Worker]()
+        self._threads, self._workers = ThreadPoolExecutor(threads, "compile"), dict[int, Worker]()  # by thread
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         return self._threads.submit(self._compile, compile_kernel)
@@ -81,15 +80,14 @@ class _Pool:
         return compile_kernel()
 
     def _worker(self) -> Worker:
-        if not hasattr(self._own, "worker"):
-            self._own.worker = Worker()
-            self._workers.append(self._own.worker)
-        worker: Worker = self._own.worker
-        return worker
+        thread = threading.get_ident()
+        if thread not in self._workers:
+            self._workers[thread] = Worker()
+        return self._workers[thread]
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.close()
 
 
