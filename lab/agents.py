@@ -166,8 +166,8 @@ def thinking(run: Run) -> Document:
 
 def server(run: Run) -> Document:
     """One client of a server beside the library: the same texts, in turn."""
-    flags, texts = run.flags, ("Tell a story.", "Explain rain.", "Describe a city.")
-    asked = [f"{text} Write at length." for text in texts]
+    flags, topics = run.flags, ("Tell a story.", "Explain rain.", "Describe a city.")
+    asked = [f"{topic} Write at length." for topic in topics]
     llm = LLM(flags.model, threads=flags.threads, max_batch=1, max_length=1024)
     options = {"max_tokens": flags.max_tokens, "temperature": 0, "ignore_eos": True}
     texts: dict[tuple[str, int], str] = {}
