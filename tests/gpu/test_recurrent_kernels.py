@@ -33,9 +33,9 @@ def step(before: Tensor, row: Tensor, skip: Tensor | None) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("rule", ["delta", "mamba"])
 def test_nodes_find_what_the_formulas_say_and_have_the_bits_of_their_path(rule: str) -> None:
+    device, rng = where_kernels_run(), random.Random(1)
     from forerun.models.cuda.steps.recurrent import scan
 
-    device, rng = where_kernels_run(), random.Random(1)
     draws = torch.Generator().manual_seed(3)
     wide = HEADS * (2 * KEYS + VALUES + 2)
     prepared = torch.randn(NODES, wide, generator=draws) * 0.3
@@ -65,9 +65,9 @@ def test_nodes_find_what_the_formulas_say_and_have_the_bits_of_their_path(rule: 
 
 
 def test_attention_of_trees_has_the_bits_of_chains_and_sees_the_path() -> None:
+    device, length, heads, kv_heads, dim = where_kernels_run(), 70, 4, 2, 20
     from forerun.models.cuda.steps.recurrent import attend
 
-    device, length, heads, kv_heads, dim = where_kernels_run(), 70, 4, 2, 20
     data = torch.randn(2, kv_heads, 64 * 5, dim, generator=torch.Generator().manual_seed(1)).to(device)
     tokens, parents = random_tree(random.Random(5), 1, 50, 7)
     tree = Span(2, 2 + len(tokens), [3, 1], length, topology_of(tuple(parents)))
