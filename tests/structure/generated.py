@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Iterator
+from copy import copy
+from datetime import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +110,7 @@ class _Drawn:
             True,
             self.below(-100, 100),
             self.below(-(10**6), 10**6) / 64,
-            6.02e23,
+            6.5e15,
             2**63 - 1,
             *self.sample(WORDS, 2),
         ]
@@ -160,13 +165,31 @@ class _Drawn:
 
 
 def read(text: str) -> Any:
-    """The JSON value; whole numbers beyond 64 bits are doubles, as most readers have them."""
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
+    return json.loads(text)
+
+
+_FORMATS = copy(jsonschema.Draft202012Validator.FORMAT_CHECKER)  # whose `time` needs a further library
+
+
+@_FORMATS.checks("time", raises=ValueError)
+def _is_time(value: object) -> bool:
+    """RFC 3339: a second 60 is a leap second, of which there is none at another minute than 23:59 UTC."""
+    digits = re.fullmatch(r"(\d\d:\d\d:\d\d)(\.\d+)?([Zz]|[+-]\d\d:\d\d)", value) if isinstance(value, str) else None
+    return digits is not None and time.fromisoformat(digits[1] + digits[3].upper().replace("Z", "+00:00")) is not None
+
+
+def _multiples(validator: Any, divisor: float, value: Any, schema: Schema) -> Iterator[jsonschema.ValidationError]:
+    """Without rounding: whole numbers have any number of digits."""
+    if validator.is_type(value, "number") and Fraction(value) % Fraction(divisor):
+        yield jsonschema.ValidationError(f"{value} is not a multiple of {divisor}")
+
+
+_Exact = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"multipleOf": _multiples})
 
 
 def check(text: str, schema: Schema) -> None:
     """Raise ValueError unless the text is JSON that validates."""
-    rules = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    rules = _Exact(schema, format_checker=_FORMATS)
     wrong = next(rules.iter_errors(read(text)), None)
     if wrong is not None:
         raise ValueError(f"{wrong.message[:200]}, in {str(wrong.schema)[:200]}")
@@ -194,7 +217,7 @@ def settings_of(schema: Schema, i: int, tokenizer: Any) -> SamplingParams:
     """Half of the texts are greedy. A bias towards tokens that close ends texts that a random network would not end."""
     heat, most = (0.0, 9.0) if i % 2 == 0 else (1.0, 12.0)
     bias = dict.fromkeys(tokenizer.eos_ids, most)
-    for pieces, value in (((":", "@", "."), most - 3), (("}", "]"), most), (('"', '"}'), most + 2)):  # first: addresses
+    for pieces, value in (((":", "@", "."), most - 3), (("}", "]"), most), (('"', '"}'), most + 5)):  # first: addresses
         bias |= {token: value for piece in pieces for token in tokenizer.encode(piece, False)}
     return SamplingParams.from_dict(
         {"json_schema": schema, "max_tokens": 800, "temperature": heat, "seed": i, "logit_bias": bias}

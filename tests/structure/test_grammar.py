@@ -256,3 +256,28 @@ def test_what_drafts_have_built_does_not_end_a_text(
     greedy.consume_tokens(output)
     greedy.compute_bitmask()
     assert greedy.is_error(), "negative control: the limit was reached"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "format": "time"}, "23:59:59.5Z", "23:59:60Z"),
+        ({"type": "string", "format": "time"}, "08:07:04+04:34", "08:07:04"),
+        ({"type": "string", "format": "date-time"}, "2024-02-28T00:00:00Z", "2024-02-30T00:00:00Z"),
+        ({"enum": [{"format": "time"}, "x"]}, "x", "23:59:59Z"),  # a value, no schema
+        ({"type": "string", "format": "time", "pattern": "^1"}, "11:00:00Z", "21:00:00Z"),
+    ],
+)
+def test_times_are_those_that_every_validator_takes(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, object], right: str, wrong: str
+) -> None:
+    def allows(text: str) -> bool:
+        law, output = law_of(grammars, schema), list[int]()
+        for token in tokenizer.encode(json.dumps(text), False):
+            if token not in allowed(law, output):
+                return False
+            output.append(token)
+        return True
+
+    assert allows(right)
+    assert not allows(wrong)

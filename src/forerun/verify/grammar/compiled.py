@@ -31,6 +31,12 @@ _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 1_000_000, "verbose_er
 
 _LOWEST = -(2.0**63)  # llguidance overflows its stack, which ends the process, where a constant is its lowest integer
 _NUMBER = re.compile(r"-\d[\d.eE+-]*")
+# llguidance allows a second 60 in any minute, which only a leap second is. What is written here is valid everywhere.
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_FORMATS = {"time": f"^{_TIME}$", "date-time": f"^[0-9]{{4}}-{_DAY}T{_TIME}$"}
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keys are no keywords
+_VALUES = ("const", "enum", "default", "examples")  # hold no schemas
 _PROBED = 4  # masks at most, each behind what can only follow the one before
 
 
@@ -137,7 +143,10 @@ def grammar_of(guidance: Any, structure: Structure) -> Any:
         case "structural_tag":
             tags = [
                 guidance.StructTag(
-                    trigger=tag["trigger"], begin=tag["begin"], grammar=_with_options(tag["schema"]), end=tag["end"]
+                    trigger=tag["trigger"],
+                    begin=tag["begin"],
+                    grammar=_with_options(_with_patterns(tag["schema"])),
+                    end=tag["end"],
                 )
                 for tag in json.loads(text)
             ]
@@ -145,6 +154,8 @@ def grammar_of(guidance: Any, structure: Structure) -> Any:
     how = _SEPARATORS[structure.whitespace]
     if not text.startswith("{"):  # true and false are schemas too, and have no place for options
         text = f'{{"anyOf": [{text}]}}'
+    if any(f'"{name}"' in text for name in _FORMATS):
+        text = json.dumps(_with_patterns(json.loads(text)))
     # what was asked for by name comes before what is in the schema under "x-guidance"
     given = {"defaults" if structure.whitespace == "compact" else "overrides": how}
     return matcher.grammar_from_json_schema(text, **given)
@@ -166,6 +177,25 @@ def _survived(number: str) -> None:
         return
     if value <= _LOWEST:
         raise ValueError(f"the number {number[:40]} is too low: numbers above {_LOWEST:.0f} can be used")
+
+
+def _with_patterns(schema: Any) -> Any:
+    """A schema with patterns in the place of formats that llguidance reads too widely."""
+    if isinstance(schema, list):
+        return [_with_patterns(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: {name: _with_patterns(one) for name, one in value.items()}
+        if key in _OF_NAMES and isinstance(value, dict)
+        else value if key in _VALUES else _with_patterns(value)
+        for key, value in schema.items()
+    }  # fmt: skip
+    pattern = _FORMATS.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is not None and "pattern" not in schema:
+        del found["format"]
+        found["pattern"] = pattern
+    return found
 
 
 def _with_options(schema: Any) -> Any:
