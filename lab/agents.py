@@ -124,7 +124,7 @@ def schemas(run: Run) -> Document:
     with TemporaryDirectory() as folder:
         small = made.small_model(Path(folder), tokenizer)
         llm = LLM(small, threads=flags.threads, max_batch=16, max_length=1024, speculative_config=fixed)
-    found = dict.fromkeys(("texts", "valid", "equal", "tokens", "accepted"), 0)
+    found = dict.fromkeys(("texts", "valid", "cut", "equal", "tokens", "accepted"), 0)
     for first in range(0, flags.schemas, 16):
         seeds = range(first, min(first + 16, flags.schemas))
         kinds, prompts = [made.schema_of(seed) for seed in seeds], [f"Form {seed}." for seed in seeds]
@@ -135,13 +135,13 @@ def schemas(run: Run) -> Document:
             same = one.token_ids == other.token_ids
             for name, more in {"texts": 1, "equal": same, "tokens": one.tokens, "accepted": other.accepted}.items():
                 found[name] += more
+            found["cut"] += one.finish_reason == "length"  # a random network need not end a string
             try:
-                made.check(one.text, kind)
-                found["valid"] += 1
+                found["valid"] += made.check(one.text, kind) is None
             except ValueError as error:
                 run.say(f"not valid: seed {seed}: {one.finish_reason}, {error}; {one.text[:200]!r}")
         run.save({"schemas": found})
-    return {"schemas": found, "equal": found["texts"] == found["valid"] == found["equal"]}
+    return {"schemas": found, "equal": found["texts"] == found["valid"] + found["cut"] == found["equal"]}
 
 
 def thinking(run: Run) -> Document:
