@@ -79,7 +79,7 @@ def wheel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def test_the_wheel_has_every_file_of_the_package_and_the_c_library(built: Path) -> None:
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     wanted = {name.removeprefix("src/") for name in tracked() if name.startswith(PACKAGE)}
-    sources = {name for name in wanted if name.endswith((".c", ".h"))}
+    sources = {name for name in wanted if name.endswith((".c", ".h", ".cu", ".cuh"))}
     headers = {f"forerun/models/native/c/{name}" for name in ("forerun.h", "linear/linear.h")}  # Python reads them
     assert {NATIVE, "forerun/build/engine.py", "forerun/py.typed", *headers} <= names
     assert any(name.endswith(".safetensors") for name in names)
