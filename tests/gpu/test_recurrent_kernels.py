@@ -64,11 +64,14 @@ def test_nodes_find_what_the_formulas_say_and_have_the_bits_of_their_path(rule: 
         assert torch.equal(memory, memories[node])
 
 
-def test_attention_of_trees_has_the_bits_of_chains_and_sees_the_path() -> None:
+@pytest.mark.parametrize("wider", [0, 8])
+def test_attention_of_trees_has_the_bits_of_chains_and_sees_the_path(wider: int) -> None:
+    """Also where a row of the cache is wider than this layer's keys."""
     device, length, heads, kv_heads, dim = where_kernels_run(), 70, 4, 2, 20
     from forerun.models.cuda.steps.recurrent import attend
 
-    data = torch.randn(2, kv_heads, 64 * 5, dim, generator=torch.Generator().manual_seed(1)).to(device)
+    cache = torch.randn(2, 64 * 5, kv_heads * dim + wider, generator=torch.Generator().manual_seed(1)).to(device)
+    data = torch.unflatten(cache[:, :, : kv_heads * dim], -1, (kv_heads, dim)).transpose(1, 2)
     tokens, parents = random_tree(random.Random(5), 1, 50, 7)
     tree = Span(2, 2 + len(tokens), [3, 1], length, topology_of(tuple(parents)))
     queries = torch.randn(2 + len(tokens), heads, dim, generator=torch.Generator().manual_seed(2)).to(device)

@@ -97,9 +97,9 @@ def attend_by_nodes(
         else:
             own = made[span.first : span.end].permute(1, 2, 0, 3)
             data.index_copy_(2, written, own)
-            if kernels_run_on(data.device) and window is None and len(data) == 2:
-                _attend_in_triton(data, span, queries, scale, found)
-                continue
+        if kernels_run_on(data.device) and window is None and len(data) == 2:
+            _attend_in_triton(data, span, queries, scale, found)
+            continue
         slots = slots_of(span.pages, 0, span.length) + span.slots
         places = torch.tensor((slots + [slots[0]] * PAGE)[: -(-end // PAGE) * PAGE], device=data.device)
         seen = data.index_select(2, places)

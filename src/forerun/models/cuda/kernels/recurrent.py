@@ -56,10 +56,11 @@ def scan(prepared, found, start, kept, parents, slots, skip, first, nodes, wide,
             tl.debug_barrier()  # a child may read it again
 
 
-@triton.jit(do_not_specialize=["first", "depth", "half", "stride"])
-def attend(queries, data, found, places, contexts, tails, first, depth, half, stride, scale, HEADS: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "depth", "half", "stride", "row"])
+def attend(queries, data, found, places, contexts, tails, first, depth, half, stride, row, scale, HEADS: tl.constexpr,
            GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """`queries`, `found` [.., HEADS, DIM]; `data` [2, HEADS / GROUP, slots, DIM], the halves `half` numbers apart.
+    """`queries`, `found` [.., HEADS, DIM]; `data` [2, HEADS / GROUP, slots, DIM], its halves, heads and slots `half`,
+    `stride` and `row` numbers apart.
 
     A node sees contexts[node, 0] positions, whose slots are in `places`, and then contexts[node, 1] slots in its row of
     `tails` [.., depth]. WIDE is DIM, filled up to a power of two.
@@ -77,7 +78,7 @@ def attend(queries, data, found, places, contexts, tails, first, depth, half, st
         seen, behind = position < context + tail, position - context
         slot = tl.load(places + position, mask=position < context, other=0)
         slot += tl.load(tails + node * depth + behind, mask=seen & (behind >= 0), other=0)
-        at = slot.to(tl.int64)[:, None] * DIM + column[None, :]
+        at = slot.to(tl.int64)[:, None] * row + column[None, :]
         inside = seen[:, None] & there[None, :]
         keys = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(rows + half + at, mask=inside, other=0.0).to(tl.float32)

@@ -55,6 +55,6 @@ def attend(data: Tensor, span: Span, queries: Tensor, scale: float, found: Tenso
         tails = [[*(own[one] for one in path), *[0] * (depth - len(path))] for path in shape.paths]
     numbers = [torch.tensor(one, dtype=torch.int32, device=data.device) for one in (places, contexts, tails)]
     kernels.attend[span.nodes, heads](
-        queries, data, found, *numbers, span.first, depth, data.stride(0), data.stride(1), scale, HEADS=heads,
+        queries, data, found, *numbers, span.first, depth, *data.stride()[:3], scale, HEADS=heads,
         GROUP=heads // data.shape[1], DIM=dim, WIDE=1 << (dim - 1).bit_length(), BLOCK=kernels.POSITIONS,
     )  # fmt: skip
