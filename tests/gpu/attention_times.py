@@ -23,8 +23,10 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run as Integers
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, nodes_per_group, plan_pass
 from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.steps.plain import in_bytes
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, tiled_sharing
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.kv_budget import KV_DTYPES
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
@@ -50,6 +52,7 @@ def main() -> None:
     add("--shape", default="8b", choices=[*SHAPES], help="shape of the model; default: %(default)s")
     add("--lengths", default="512,32000,128000", help="tokens of context, by comma; default: %(default)s")
     add("--prompts", default="32000", help="contexts whose prompts are read twice, and timed the second time")
+    add("--kv-dtype", default="auto", choices=["auto", *KV_DTYPES], help="of the KV cache; default: %(default)s")
     add("--ways", action="store_true", help="time attention alone in every way, and no passes")
     flags = parser.parse_args()
     lengths = [int(word) for word in words(flags.lengths)]
@@ -59,12 +62,13 @@ def main() -> None:
     config = DecoderConfig.from_hf(weights.config)
     if flags.ways:
         for length in lengths:
-            _ways(config, length)
+            _ways(config, length, KV_DTYPES.get(flags.kv_dtype))
         return
     target = CudaDecoder(
         config, weights, dtype=torch.bfloat16, kv_slots=max(*lengths, 64 * 1024) + 2 * ROOM,
-        greedy_walk=device_walk(torch.device("cuda")),
+        kv_dtype=KV_DTYPES.get(flags.kv_dtype), greedy_walk=device_walk(torch.device("cuda")),
     )  # fmt: skip
+    print(f"KV cache: {flags.kv_dtype}")
     _passes(target, lengths, [int(word) for word in words(flags.prompts)])
 
 
@@ -105,7 +109,7 @@ def _roots(target: CudaDecoder, batch: int, length: int) -> float:
     return found
 
 
-def _ways(config: DecoderConfig, length: int) -> None:
+def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
     """Attention of one layer in all ways: microseconds, and whether its bits are those of the first."""
     from forerun.models.cuda.steps.attention import Attention
 
@@ -113,6 +117,9 @@ def _ways(config: DecoderConfig, length: int) -> None:
     torch.manual_seed(0)
     pages = torch.randperm(length // PAGE + 40).tolist()
     kv = torch.randn(2, config.kv_heads, (length // PAGE + 40) * PAGE, config.head_dim, device="cuda").bfloat16()
+    scales: Tensor | None = None
+    if kept is not None:
+        kv, scales = in_bytes(kv.float(), kept)
     queries = torch.randn(MAX_ROWS, config.heads * config.head_dim, device="cuda").bfloat16()
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
     shapes = {name: topology_of(parents) for name, parents in TREES.items()}
@@ -120,7 +127,7 @@ def _ways(config: DecoderConfig, length: int) -> None:
     for name, shape in shapes.items():
         span, tiled_nodes = _span(shape, pages, length), nodes_per_group(*shape_of, tiled=True)
         plan = plan_pass([span], nodes_per_group(*shape_of))
-        micros, wanted = _time(attention, plan, queries, kv, None)
+        micros, wanted = _time(attention, plan, queries, kv, scales, None)
         print(f"{length:>7} {name:>11}: {micros:8.1f} us  not tiled", flush=True)
         plan = plan_pass(
             [span], nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes
@@ -128,7 +135,7 @@ def _ways(config: DecoderConfig, length: int) -> None:
         usual = tiled_sharing(plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads,
                               config.head_dim, attention.processors)  # fmt: skip
         for how in dict.fromkeys((usual, *_other(plan.size, usual))):
-            micros, out = _time(attention, plan, queries, kv, how)
+            micros, out = _time(attention, plan, queries, kv, scales, how)
             flag = "" if torch.equal(out[: plan.rows], wanted[: plan.rows]) else "  BITS DIFFER"
             print(f"{length:>7} {name:>11}: {micros:8.1f} us  {_words(how)}{flag}", flush=True)
 
@@ -157,17 +164,19 @@ def _other(size: Size, usual: Sharing) -> list[Sharing]:
     return ways
 
 
-def _time(attention: Attention, plan: Plan, queries: Tensor, kv: Tensor, how: Sharing | None) -> tuple[float, Tensor]:
+def _time(
+    attention: Attention, plan: Plan, queries: Tensor, kv: Tensor, scales: Tensor | None, how: Sharing | None
+) -> tuple[float, Tensor]:
     """Microseconds of a replay, and what was found; keys and values of eight layers, so that none stay in the cache."""
     ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).cuda()
     run, out = Integers.of(plan.size, ints), torch.zeros_like(queries)
     layers = [kv, *(kv.clone() for _ in range(7))] if plan.rows < 512 else [kv]
-    attention.attend(run, queries, kv, out, 0, how=how)
+    attention.attend(run, queries, kv, out, 0, how=how, scales=scales)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for layer in layers:
-            attention.attend(run, queries, layer, out, 0, how=how)
+            attention.attend(run, queries, layer, out, 0, how=how, scales=scales)
     return seconds_of(graph.replay, 5) * 1e6 / len(layers), out
 
 

@@ -42,7 +42,7 @@ def test_two_lone_nodes_share_a_program() -> None:
 @pytest.mark.parametrize("window", [0, 150])
 def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
     rng = random.Random(3)
-    spans = [_span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))]
+    spans = [span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     queries, kv = random_numbers(32)
     alone = attend(plan, queries, kv, window, how=plan.size.splits)
@@ -58,7 +58,7 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
 def test_scores_have_caps_and_heads_have_sinks(window: int, cap: float, sinks: bool, dim: int) -> None:
     """The same bits by programs that leave parts and by programs that take whole groups; without either, others."""
     rng = random.Random(8)
-    spans = [_span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
+    spans = [span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     queries, kv = random_numbers(dim)
     queries *= 3  # scores that a cap changes much
@@ -69,7 +69,7 @@ def test_scores_have_caps_and_heads_have_sinks(window: int, cap: float, sinks: b
     without = found_by_hand(spans, queries, kv, window)
     assert (without - wanted).abs().max() > 0.2, "neither would be missed"
     walked = Sharing(programs=1, walked=256, stages=1, narrow=True)
-    _must_agree(attend(plan, queries, kv, window, walked, extra=extra)[: plan.rows], found)
+    must_agree(attend(plan, queries, kv, window, walked, extra=extra)[: plan.rows], found)
 
 
 @pytest.mark.gpu
@@ -79,23 +79,23 @@ def test_scores_have_caps_and_heads_have_sinks(window: int, cap: float, sinks: b
     "lengths", [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015)]
 )  # paths cross from one block, tile or split to the next, or begin with one
 def test_lone_nodes_that_share_a_program_find_the_same(lengths: tuple[int, ...], nodes: int, window: int) -> None:
-    plan, exact = _lone_nodes(lengths, nodes, reach=5)
+    plan, exact = lone_nodes(lengths, nodes, reach=5)
     queries, kv = random_numbers(32)
     wanted = attend(plan, queries, kv, window, how=4)
     for programs in (1, 3, plan.size.splits):
         found = attend(plan, queries, kv, window, programs, exact)
-        _must_agree(found[: plan.rows], wanted[: plan.rows])
+        must_agree(found[: plan.rows], wanted[: plan.rows])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [32, 128])
 @pytest.mark.parametrize("length", [431, 447, 511])  # the last position of a block, a tile, a split
 def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int, dim: int) -> None:
-    plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
+    plan, exact = lone_nodes((length,), DEEPEST + 3, reach=1)
     assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
     queries, kv = random_numbers(dim)
     wanted = attend(plan, queries, kv, 0, how=4)
-    _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
+    must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 
 TREES = [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015), (64, 4095)]
@@ -126,14 +126,14 @@ def test_tiled_passes_find_what_others_find(
     for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED)):
         plan = plan_pass(spans, 16, tiled_nodes=nodes)
         assert plan.size.tiled
-        _must_agree(attend(plan, queries, kv, window, how)[: plan.rows], wanted)
+        must_agree(attend(plan, queries, kv, window, how)[: plan.rows], wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cap", "sinks"), [(1.5, False), (0.0, True), (2.0, True)])
 def test_tiled_passes_have_caps_and_sinks(cap: float, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(8)
-    spans = [_span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
+    spans = [span(rng, 150, 6, 1), Span([1, 2, 3], chain_of(3), [9, 10, 11], 129)]
     queries, kv = random_numbers(64)
     queries *= 3
     extra = Extra(cap, torch.randn(HEADS, device=queries.device) * 3 if sinks else None)
@@ -141,7 +141,7 @@ def test_tiled_passes_have_caps_and_sinks(cap: float, sinks: bool, monkeypatch: 
     monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
     plan = plan_pass(spans, 16, tiled_nodes=32)
     for how in (LARGE, WALKED):
-        _must_agree(attend(plan, queries, kv, 0, how, extra=extra)[: plan.rows], wanted[: plan.rows])
+        must_agree(attend(plan, queries, kv, 0, how, extra=extra)[: plan.rows], wanted[: plan.rows])
 
 
 @pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_a_tree_deeper_than_a_tile_finds_the_same_in_a_tiled_pass(monkeypatch: p
     queries, kv = random_numbers(32)
     wanted = attend(plan_pass([span], 16), queries, kv, 0, how=3)[:142]
     monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
-    _must_agree(attend(plan_pass([span], 16, tiled_nodes=32), queries, kv, 0, LARGE)[:142], wanted)
+    must_agree(attend(plan_pass([span], 16, tiled_nodes=32), queries, kv, 0, LARGE)[:142], wanted)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_programs_of_tiled_passes_have_as_many_rows_as_groups_have_queries(size:
     assert walked == (size.splits if size.rows == 1024 else 0), "one program has a whole group of a prompt"
 
 
-def _must_agree(found: Tensor, wanted: Tensor) -> None:
+def must_agree(found: Tensor, wanted: Tensor) -> None:
     """To the last bit on a GPU; the interpreter's products add up in an order of their own."""
     if found.device.type == "cpu":
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
@@ -174,7 +174,7 @@ def _must_agree(found: Tensor, wanted: Tensor) -> None:
         assert torch.equal(found, wanted)
 
 
-def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan, Size]:
+def lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan, Size]:
     """Trees of so many nodes, whose last two are leaves of the root; and a size that says which groups are lone."""
     rng, spans = random.Random(5), list[Span]()
     for i, length in enumerate(lengths):
@@ -199,7 +199,7 @@ def _ints(plan: Plan) -> Tensor:
     return torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints)))
 
 
-def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
+def span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     tokens, parents = random_tree(rng, 1, 50, nodes)
     pages = [*range(first_page, first_page + (length + len(tokens)) // PAGE + 1)]
     rng.shuffle(pages)
@@ -225,6 +225,7 @@ def attend(
     how: int | Sharing,
     exact: Size | None = None,
     extra: Extra = NOTHING,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
     from forerun.models.cuda.steps.attention import Attention
@@ -243,7 +244,7 @@ def attend(
         numbers.fill_(math.nan)  # what nobody wrote shows
     run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)
     how = Sharing(how, walked=0, stages=1) if isinstance(how, int) else how
-    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, extra.sinks, how)
+    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, extra.sinks, how, scales)
     return out
 
 

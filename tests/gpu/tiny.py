@@ -129,7 +129,7 @@ def fused_on_a_cpu(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> Cuda
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data)
+    target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data, target.kv.scales)
     return target
 
 
@@ -161,6 +161,7 @@ def make_target(
     weight_kind: WeightKind = "plain",
     seed: int | None = None,
     samples: bool = True,
+    kv_dtype: torch.dtype | None = None,
 ) -> CudaDecoder:
     config, weights = weights_of(make_reference(name, seed))
     return CudaDecoder(
@@ -169,6 +170,7 @@ def make_target(
         dtype=dtype,
         device=device,
         kv_slots=kv_slots,
+        kv_dtype=kv_dtype,
         kernels=kernels,
         weight_kind=weight_kind,
         greedy_walk=device_walk(torch.device(device)),

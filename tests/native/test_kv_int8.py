@@ -132,12 +132,11 @@ def test_what_is_not_a_number_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_what_a_device_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert reason_against("auto", "cuda") is reason_against("int8", "cpu") is None
-    assert "is not there on a GPU yet; use kv_dtype='auto'" in (reason_against("int8", "cuda") or "")
+    assert reason_against("auto", torch.device("cpu")) is reason_against("int8", torch.device("cpu")) is None
     save(llama(), tmp_path)
     checkpoint = SimpleNamespace(config={"model_type": "t5"}, name="t5")
     for opened, wanted, said in (
-        (checkpoint, EngineConfig(kv_dtype="fp8", device="cpu"), "not there on a CPU; use kv_dtype='int8'"),
+        (checkpoint, EngineConfig(kv_dtype="fp8", device="cpu"), "'fp8' needs a GPU; on a CPU use kv_dtype='int8'"),
         (checkpoint, EngineConfig(kv_dtype="int8", device="cpu"), "'t5' is none; use kv_dtype='auto'"),
         (checkpoint, EngineConfig(kv_dtype="int8", device="cpu", tensor_parallel_size=2), "needs tensor_parallel_size"),
     ):  # fmt: skip
@@ -147,6 +146,39 @@ def test_what_a_device_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"kv_dtype='int4'.*auto.*int8"):
         EngineConfig(kv_dtype="int4")  # type: ignore[arg-type]
     assert EngineConfig.from_dict({"kv_cache_dtype": "int8"}).kv_dtype == "int8"
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "settings", "said"),
+    [
+        (LLAMA, (8, 0), {"kv_dtype": "fp8"}, "kv_dtype='fp8' needs a GPU of compute capability 8.9, and this one has"),
+        (LLAMA, (7, 5), {"kv_dtype": "int8"}, "needs a GPU of compute capability 8.0.*use kv_dtype='auto'"),
+        (LLAMA, (9, 0), {"kv_dtype": "fp8", "dtype": "float32"}, "dtype='float32' runs in torch; use kv_dtype='auto'"),
+        (LLAMA | {"head_dim": 24}, (9, 0), {"kv_dtype": "int8"}, "head_dim=24 is not one of .*; use kv_dtype='auto'"),
+        ({"model_type": "t5"}, (9, 0), {"kv_dtype": "int8"}, "'t5' is none; use kv_dtype='auto'"),
+        (LLAMA, (9, 0), {"kv_dtype": "int8", "tensor_parallel_size": 2}, "tensor_parallel_size=1, and it is 2"),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_cannot_do_is_refused_before_weights_are_read(
+    config: dict[str, Any],
+    capability: tuple[int, int],
+    settings: dict[str, Any],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forerun.build.engine._device", lambda name: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    checkpoint = SimpleNamespace(config=config, name="no weights")  # which would be an error if they were asked for
+    with pytest.raises(InvalidInput, match=said) as error:
+        load_target(checkpoint, EngineConfig(device="cuda", **settings))  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
 
 
 def test_torch_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

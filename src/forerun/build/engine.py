@@ -37,7 +37,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
-from forerun.models.kv_budget import allowed_bytes, reason_against, usual_batch
+from forerun.models.kv_budget import KV_DTYPES, allowed_bytes, reason_against, usual_batch
 from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
@@ -302,10 +302,11 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             try:
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
-                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device), sampling=SampledTokens(),
+                    kv_memory=share, kv_dtype=KV_DTYPES.get(config.kv_dtype), weight_kind=kind,
+                    greedy_walk=device_walk(device), sampling=SampledTokens(),
                 )  # fmt: skip
-            except UnsupportedModel as error:  # torch runs every part, and has no weights of one byte
-                if kind not in ("plain", "file"):
+            except UnsupportedModel as error:  # torch runs every part, and has no numbers of one byte
+                if kind not in ("plain", "file") or config.kv_dtype != "auto":
                     raise
                 log.info("%s: %s", checkpoint.name, error)
         made = torch_decoder(family)
@@ -318,16 +319,25 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
 def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> None:
     """A KV cache that the backend of this model does not have is refused before weights are read."""
-    from forerun.models.config import supports
+    from forerun.models.config import DecoderConfig, supports
 
-    reason = reason_against(config.kv_dtype, device.type)
+    reason, lacking = reason_against(config.kv_dtype, device), ""
     if reason is None and config.kv_dtype != "auto":
         if config.tensor_parallel_size > 1:
-            reason = f"kv_dtype={config.kv_dtype!r} needs tensor_parallel_size=1; use kv_dtype='auto' with several"
+            lacking = f"tensor_parallel_size=1, and it is {config.tensor_parallel_size}"
         elif not supports(checkpoint.config):
-            family = checkpoint.config.get("model_type")
-            reason = f"kv_dtype={config.kv_dtype!r} needs a decoder of our own families, and {family!r} is none"
-            reason += "; use kv_dtype='auto'"
+            lacking = f"a decoder of our own families, and {checkpoint.config.get('model_type')!r} is none"
+        elif device.type != "cpu":
+            from forerun.models.cuda.network import reason_against as against_kernels
+
+            if device.type != "cuda":
+                lacking = f"a CPU or a CUDA device, and this is {device.type!r}"
+            elif _dtype(config.dtype, device) == torch.float32:
+                lacking = f"the GPU's kernels, and dtype={config.dtype!r} runs in torch"
+            elif why_not := against_kernels(DecoderConfig.from_hf(checkpoint.config)):
+                lacking = f"the GPU's kernels, and {why_not}"
+        if lacking:
+            reason = f"kv_dtype={config.kv_dtype!r} needs {lacking}; use kv_dtype='auto'"
     if reason is not None:
         raise InvalidInput(reason)
 

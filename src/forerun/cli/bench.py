@@ -170,6 +170,9 @@ def quality(
     kv_dtypes: Annotated[
         str, typer.Option(help="Formats of the KV cache, by comma, against the one that is usual.")
     ] = "int8",
+    kv_device: Annotated[
+        str, typer.Option(help="Where the KV cache is measured: cpu, or cuda, which has fp8 too.")
+    ] = "cpu",
     text: Annotated[Path | None, typer.Option(help="A text to predict; default: ours, of several kinds.")] = None,
     window: Annotated[int, typer.Option(help="Tokens of the text that are predicted together.")] = 256,
     threads: Threads = None,
@@ -182,7 +185,7 @@ def quality(
     names = [_known(name) for name in words(dtypes)]
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
-    document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes))
+    document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes), kv_device)
     if json_file != STDOUT:
         _show(document)
     print_document(document, json_file)
@@ -196,6 +199,7 @@ def measure_formats(
     threads: int | None,
     skip_memory: bool,
     kv_dtypes: Sequence[str] = (),
+    kv_device: str = "cpu",
 ) -> dict[str, Any]:
     import torch
 
@@ -209,7 +213,7 @@ def measure_formats(
             model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
         )
         status.update("the KV cache: reading the text")
-        found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window)
+        found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window, kv_device)
         for name, figures in found["modes"].items():
             if not skip_memory and "why_not" not in figures:
                 status.update(f"{name}: memory of a fresh process")

@@ -180,7 +180,7 @@ def _kv_cache() -> Finding:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     allowed = budget.allowed_bytes(None, device)
     most = "as much as it needs" if allowed is None else f"up to {in_units(allowed)} of what is free now"
-    formats = [name for name in get_args(KvDtype) if budget.reason_against(name, device.type) is None]
+    formats = [name for name in get_args(KvDtype) if budget.reason_against(name, device) is None]
     said = f"{most} (kv_memory), as {' or '.join(formats)} (kv_dtype); prompts that start alike are read once"
     return Finding("KV cache", said, needed=False)
 

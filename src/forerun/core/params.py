@@ -247,7 +247,7 @@ class EngineConfig:
     max_length: int | None = None  # prompt and output together; None = the model's context; kv_slots at most
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
-    kv_dtype: KvDtype = "auto"  # of the KV cache; int8 = a byte a number and a scale per head and token, on a CPU
+    kv_dtype: KvDtype = "auto"  # of the KV cache; int8, fp8 (on a GPU) = a byte a number and a scale per head and token
     threads: int | None = None  # CPU threads; None = one per core
     tensor_parallel_size: int = 1  # processes, each on a GPU of its own, that a model is split over
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapters beside the model: name -> folder

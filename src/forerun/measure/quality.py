@@ -86,17 +86,17 @@ def measure_quality(
 
 
 def measure_kv(
-    model: str, kv_dtypes: Sequence[str], text: str | None = None, window: int = WINDOW
+    model: str, kv_dtypes: Sequence[str], text: str | None = None, window: int = WINDOW, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """The same figures of KV caches in other formats, against the usual one, with the weights as they are loaded."""
     if not kv_dtypes:
         return {}
     checkpoint = loading.open_checkpoint(model)
     windows = _windows(checkpoint, [read_text() if text is None else text], window)
-    reference, found = load_target(checkpoint, EngineConfig(device="cpu")), dict[str, dict[str, Any]]()
+    reference, found = load_target(checkpoint, EngineConfig(device=device)), dict[str, dict[str, Any]]()
     for name in ("auto", *kv_dtypes):
         try:
-            config = EngineConfig(device="cpu", kv_dtype=cast("KvDtype", name))
+            config = EngineConfig(device=device, kv_dtype=cast("KvDtype", name))
             target = reference if name == "auto" else load_target(loading.open_checkpoint(model), config)
         except ForerunError as error:
             found[name] = {"why_not": str(error)}
@@ -106,8 +106,7 @@ def measure_kv(
 
 
 def _bytes_per_token(target: Target) -> int | None:
-    data = target.kv.data if isinstance(target, SlotTarget) else None
-    return None if data is None else data.nbytes // data.shape[3]
+    return target.kv.nbytes // target.kv.capacity if isinstance(target, SlotTarget) else None
 
 
 def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def laws_of(target: Target, piece: Sequence[int]) -> Tensor:
     target.prefill([probe], Needs())
     try:
         chain = TreeBatch.chains([list(piece[:-1])], target.device)
-        return target.score([probe], chain, Needs()).required_logits.log_softmax(-1)
+        return target.score([probe], chain, Needs()).required_logits.log_softmax(-1).cpu()
     finally:
         target.release(probe)
 

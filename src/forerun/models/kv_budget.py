@@ -18,12 +18,14 @@ GPU_SHARE = 0.75  # of what the weights leave: the pool is made at once
 GPU_BATCHES = (128, 64, 32, 16)  # of sequences: graphs are captured for up to 128
 PER_CORE, CPU_BATCH = 4, 64  # on a CPU: more per core make every text slower and hardly more tokens a second
 LEAST_BATCH = 8
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of a KV cache with scales
+GPU_KINDS = {"int8": (8, 0), "fp8": (8, 9)}  # of the KV cache, and the compute capability that its kernels need
 USUAL_LENGTH = 512  # tokens that the KV cache must hold for each of a batch: pages are taken as texts grow
 
 
 def row_numbers(head_dim: int, dtype: torch.dtype) -> int:
-    """Numbers of one head's keys of one token; behind integers of 8 bits lie the four bytes of their scale."""
-    return head_dim + (4 if dtype == torch.int8 else 0)
+    """Numbers of one head's keys of one token; those of 8 bits have the four bytes of their scale beside them."""
+    return head_dim + (4 if dtype.itemsize == 1 else 0)
 
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -31,13 +33,16 @@ def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return config.kv_parts * config.kv_layers * config.kv_heads * row_numbers(config.head_dim, dtype) * dtype.itemsize
 
 
-def reason_against(kv_dtype: str, device: str) -> str | None:
-    """Why a KV cache on this kind of device cannot be of this kind, and what can be done; None = it can."""
-    if kv_dtype == "auto" or (kv_dtype == "int8" and device == "cpu"):
-        return None
-    if device == "cpu":
-        return f"kv_dtype={kv_dtype!r} is not there on a CPU; use kv_dtype='int8' or 'auto'"
-    return f"kv_dtype={kv_dtype!r} is not there on a GPU yet; use kv_dtype='auto', or device='cpu' with int8"
+def reason_against(kv_dtype: str, device: torch.device) -> str | None:
+    """Why a KV cache on this device cannot be of this kind, and what can be done; None = it can."""
+    if device.type == "cpu" and kv_dtype == "fp8":
+        return "kv_dtype='fp8' needs a GPU; on a CPU use kv_dtype='int8' or 'auto'"
+    if device.type == "cuda" and kv_dtype in GPU_KINDS:
+        has, needs = torch.cuda.get_device_capability(device), GPU_KINDS[kv_dtype]
+        if has < needs:
+            said = f"kv_dtype={kv_dtype!r} needs a GPU of compute capability {needs[0]}.{needs[1]}"
+            return f"{said}, and this one has {has[0]}.{has[1]}; use kv_dtype={'int8' if has >= (8, 0) else 'auto'!r}"
+    return None
 
 
 def allowed_bytes(kv_memory: int | float | None, device: torch.device) -> int | None:

@@ -59,7 +59,8 @@ def slots_of(pages: Sequence[int], first: int, end: int) -> list[int]:
 class PagedKV:
     """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1, or one row that is both.
 
-    A row of D numbers is copied as a whole: what else it holds (kv_budget.row_numbers) is of no concern here.
+    A row of D numbers is copied as a whole: what else it holds (kv_budget.row_numbers) is of no concern here. `scales`
+    [L, 2, Hkv, S] are those of rows of 8 bits that lie apart from them.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PagedKV:
         capacity: int | None,
         limit: int | None = None,
         parts: int = 2,
+        scaled: bool = False,
     ) -> None:
         """`capacity` slots, made at once; None = as many as are needed, up to `limit`."""
         pages = pages_for(capacity or 0)
@@ -81,9 +83,20 @@ class PagedKV:
         self.hidden: dict[int, Tensor] = {}  # layer -> [S, width] rows kept for drafters
         with torch.inference_mode(False):  # written in every mode
             self.data = torch.empty(layers, parts, kv_heads, pages * PAGE, head_dim, dtype=dtype, device=device)
+            self.scales = torch.empty(self.data.shape[:4], device=device) if scaled else None
         self._extents: dict[int, Extent] = {}
         # slots copied since it was emptied, for processes with parts of the cache; None = there are none
         self.journal: list[list[tuple[int, int]]] | None = None
+
+    @property
+    def stores(self) -> list[Tensor]:
+        """What a slot has, in dimension 3 of each: numbers of 8 bits as int8, for copies know no others."""
+        data = self.data.view(torch.int8) if self.data.itemsize == 1 else self.data
+        return [data] if self.scales is None else [data, self.scales]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def used(self) -> int:
@@ -211,7 +224,8 @@ class PagedKV:
             self.journal.append(list(moves))
         if self.data.device.type == "cpu":
             for source, place in moves:  # quicker than a gather, for the few that there are
-                self.data.select(3, place).copy_(self.data.select(3, source))
+                for store in self.stores:
+                    store.select(3, place).copy_(store.select(3, source))
                 for rows in self.hidden.values():
                     rows[place] = rows[source]
         else:
@@ -219,7 +233,8 @@ class PagedKV:
             self.move_on_device(both[0], both[1])
 
     def move_on_device(self, sources: Tensor, places: Tensor) -> None:
-        self.data.index_copy_(3, places, self.data.index_select(3, sources))
+        for store in self.stores:
+            store.index_copy_(3, places, store.index_select(3, sources))
         for rows in self.hidden.values():
             rows.index_copy_(0, places, rows.index_select(0, sources))
 
@@ -249,7 +264,8 @@ class PagedKV:
             pages = (range(page * PAGE, (page + 1) * PAGE) for page in exchanged)
             self.journal.append(list(zip(*pages, strict=True)))
         source, place = (slice(page * PAGE, (page + 1) * PAGE) for page in exchanged)
-        self.data[:, :, :, place] = self.data[:, :, :, source]
+        for store in self.stores:
+            store[:, :, :, place] = store[:, :, :, source]
         for rows in self.hidden.values():
             rows[place] = rows[source]
         extent.length = length
@@ -258,7 +274,7 @@ class PagedKV:
         """Make `count` pages available: free ones, then new ones, then those of finished texts."""
         pool = self.pool
         free = pool.available - pool.cached
-        slot_bytes = self.data.nbytes // max(1, self.data.shape[3])
+        slot_bytes = self.nbytes // max(1, self.data.shape[3])
         spares = pool.cached * PAGE * slot_bytes < KEPT_BYTES
         if count > (free if spares else pool.available) and (self._most is None or pool.size < self._most):
             self._enlarge(count - free)
@@ -277,6 +293,7 @@ class PagedKV:
         with torch.inference_mode(False):
             larger = old.new_empty(*old.shape[:3], held + pages * PAGE, old.shape[4])
         larger[:, :, :, :held] = old[:, :, :, :held]  # it may be larger already, if this was interrupted once
+        assert self.scales is None, "a store with scales apart is made at once"
         for layer, rows in self.hidden.items():
             with torch.inference_mode(False):
                 longer = rows.new_zeros(held + pages * PAGE + 1, rows.shape[1])

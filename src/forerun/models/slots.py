@@ -45,8 +45,12 @@ class SlotTarget(BaseTarget):
         kv_slots: int | None,
         kv_memory: int | None = None,
         kv_dtype: torch.dtype | None = None,
+        scales_apart: bool = False,
     ) -> None:
-        """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes."""
+        """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes.
+
+        `scales_apart`: those of rows of 8 bits lie in a tensor of their own, and not behind each row.
+        """
         self.config, self._dtype, self.device = config, dtype, device
         self.vocab_size, self.max_length = config.vocab_size, config.max_length
         self._lengths: dict[int, int] = {}  # sequence -> the length that ropes with regimes take for its own
@@ -57,12 +61,13 @@ class SlotTarget(BaseTarget):
         self.kv = PagedKV(
             config.kv_layers,
             config.kv_heads,
-            row_numbers(config.head_dim, kept),
+            config.head_dim if scales_apart else row_numbers(config.head_dim, kept),
             dtype=kept,
             device=device,
             capacity=kv_slots,
             limit=None if kv_memory is None else kv_memory // slot_bytes(config, kept),
             parts=config.kv_parts,
+            scaled=scales_apart,
         )
 
     @property
@@ -127,7 +132,8 @@ class SlotTarget(BaseTarget):
         self.kv.admit(seq.id, (), None, ())
         extent = self.kv.grow(seq.id, len(seq.tokens))
         for page in extent.pages:
-            self.kv.data[:, :, :, page * PAGE : (page + 1) * PAGE] = 0
+            for store in self.kv.stores:
+                store[:, :, :, page * PAGE : (page + 1) * PAGE] = 0
         extent.length = len(seq.tokens) - 1
 
     def _admit(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> list[list[int]]:

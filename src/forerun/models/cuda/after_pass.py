@@ -49,9 +49,9 @@ class AfterPass:
         if not self.fused:
             self.kv.move_on_device(*self.grown.moves_of(form))
             return
-        data = self.kv.data
-        size, slots = data.shape[-1], data.shape[-2]
-        self._move_fused(form, (data,), size, slots * size, size)
+        for store in self.kv.stores:
+            slots, size = store.shape[3], store.shape[4] if store.dim() > 4 else 1
+            self._move_fused(form, (store.view(*store.shape[:4], size),), size, slots * size, size)
         if rows := tuple(self.kv.hidden.values()):
             width = rows[0].shape[1]
             self._move_fused(form, rows, size := width & -width, size, width)

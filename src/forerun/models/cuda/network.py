@@ -54,6 +54,12 @@ _HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks"}
 
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
+    if reason := reason_against(config):
+        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; dtype='bfloat16' runs it in torch")
+
+
+def reason_against(config: DecoderConfig) -> str:
+    """Why the GPU decoder cannot run a model; "" = it can."""
     reason, moe = "", config.moe
     widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
     if lacking := [name for name in config.features if name not in _HAS]:
@@ -64,8 +70,7 @@ def check_supported(config: DecoderConfig) -> None:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     elif any(width % 16 for width in widths):
         reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
-    if reason:
-        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; dtype='bfloat16' runs it in torch")
+    return reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 Kind = Literal["auto", "triton", "torch"]
 
 
-def pool_slots(model: Model, kv_memory: int | float | None = None) -> int:
+def pool_slots(model: Model, kv_memory: int | float | None = None, kv_dtype: torch.dtype | None = None) -> int:
     """As many as memory allows; by default no more than several sequences of full length need."""
     enough = POOL_SEQUENCES * (model.max_length + TREE_MARGIN)
     if model.device.type != "cuda":
         return min(enough, 1 << 15)
     allowed = allowed_bytes(kv_memory, model.device) or 0
-    fits = max(1, allowed // slot_bytes(model.config, model.dtype))
+    fits = max(1, allowed // slot_bytes(model.config, kv_dtype or model.dtype))
     return fits if kv_memory is not None else min(enough, fits)
 
 
@@ -66,18 +66,20 @@ def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, 
     return not reason
 
 
-def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor) -> Steps:
+def make_steps(
+    kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None
+) -> Steps:
     routed = model.config.moe is not None
     if kernels == "torch":
-        return PlainExpertSteps(model, buffers, kv) if routed else PlainSteps(model, buffers, kv)
+        return (PlainExpertSteps if routed else PlainSteps)(model, buffers, kv, scales)
     if routed:
         from forerun.models.cuda.steps.experts import FusedExpertSteps
 
-        return FusedExpertSteps(model, buffers, kv)
+        return FusedExpertSteps(model, buffers, kv, scales)
     if model.compiled:
         from forerun.models.cuda.steps.compiled import CompiledSteps
 
-        return CompiledSteps(model, buffers, kv)
+        return CompiledSteps(model, buffers, kv, scales)
     from forerun.models.cuda.steps.fused import FusedSteps
 
-    return FusedSteps(model, buffers, kv)
+    return FusedSteps(model, buffers, kv, scales)

@@ -80,21 +80,26 @@ class CudaDecoder(SlotTarget):
         device: torch.device | str = "cuda",
         kv_slots: int | None = None,
         kv_memory: int | float | None = None,
+        kv_dtype: torch.dtype | None = None,
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
         greedy_walk: GreedyWalk,
         sampling: DeviceSampling | None = None,
     ) -> None:
+        """`kv_dtype`: torch.int8 or torch.float8_e4m3fn, or that of the rows."""
         self.kernels = pick_kernels(kernels, torch.device(device), dtype)
         compiled = has_compiled(weight_kind, config, torch.device(device), self.kernels)
         if weight_kind == "file" and not compiled:
             weight_kind = "plain"
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind, compiled)
         self.buffers = Buffers(self.model)
-        slots = kv_slots or pool_slots(self.model, kv_memory)
-        super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
+        slots = kv_slots or pool_slots(self.model, kv_memory, kv_dtype)
+        super().__init__(
+            config, dtype=dtype, device=self.model.device, kv_slots=slots, kv_dtype=kv_dtype,
+            scales_apart=kv_dtype is not None,
+        )  # fmt: skip
         self.max_length = self.model.max_length
-        steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
+        steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data, self.kv.scales)
         shape = config.heads, config.kv_heads, config.head_dim
         self._group_nodes, self._tiled_nodes = nodes_per_group(*shape), nodes_per_group(*shape, tiled=True)
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
@@ -114,7 +119,7 @@ class CudaDecoder(SlotTarget):
     @property
     def pool_bytes(self) -> int:
         """Memory that the KV pool takes, full or not."""
-        return self.kv.data.numel() * self.kv.data.element_size()
+        return self.kv.nbytes
 
     def shared(self) -> SharedWeights:
         model = self.model

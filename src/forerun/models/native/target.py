@@ -23,6 +23,7 @@ from forerun.models.attention import Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.kv_budget import KV_DTYPES
 from forerun.models.layers import Rotations
 from forerun.models.load.adapter import Adapter
 from forerun.models.load.quants import Blocks
@@ -67,7 +68,7 @@ class NativeDecoder(Decoder):
             device=torch.device("cpu"),
             kv_slots=kv_slots,
             kv_memory=kv_memory,
-            kv_dtype=torch.int8 if kv_dtype == "int8" else torch.float16 if halves else None,
+            kv_dtype=KV_DTYPES.get(kv_dtype, torch.float16 if halves else None),
         )
         self.mode = mode
         self._decode = native.library().fr_decode

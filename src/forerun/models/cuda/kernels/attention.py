@@ -22,6 +22,7 @@ by blocks of 16 positions, in order, where blocks of other nodes have a weight o
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels.kv_bytes import for_values, head_of, read, read_some, score_scale, value_type
 from forerun.models.cuda.kernels.linear import put_rows
 
 ROWS = tl.constexpr(64)  # queries of the largest group: nodes times heads
@@ -42,12 +43,6 @@ def _slots(p, there, ints, base, length, ancestors, pages):
     written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
     page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
     return tl.where(pages > 0, page * TILE + written % TILE, base + written)
-
-
-@triton.jit
-def _read(rows, slot, there, D: tl.constexpr):
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(rows + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -74,25 +69,25 @@ def _whole(weights):
 @triton.jit
 def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
           length, ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-          TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+          TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
 
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
-    d, t = tl.arange(0, D), tl.arange(0, TILE)
+    t = tl.arange(0, TILE)
     page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's; without pages: any number
     for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else STAGES):
         p = p0 + t
         if TABLE:
             slot = _slots(p, p <= last, ints, base, length, ancestors, pages)
-            k, v = _read(keys, slot, p <= last, D), _read(values, slot, p <= last, D)
+            k, by_k = read_some(keys, slot, p <= last, D, q.dtype, FORMAT)
+            v, by_v = read_some(values, slot, p <= last, D, value_type(q.dtype), FORMAT)
         else:
             slot = tl.where(pages > 0, page * TILE, base + p0) + t
-            place = slot.to(tl.int64)[:, None] * D + d[None, :]
-            k = tl.load(keys + place, cache_modifier=".cg")
-            v = tl.load(values + place, cache_modifier=".cg")
+            k, by_k = read(keys, slot, D, q.dtype, FORMAT)
+            v, by_v = read(values, slot, D, value_type(q.dtype), FORMAT)
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
-        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW, CAP)
+        found = _scores(q, k, p, at, (at >= 0)[:, None], score_scale(scale, by_k, FORMAT), WINDOW, CAP)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
@@ -100,7 +95,7 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
         top, safe, shrink = rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
     return top, total, acc, all_top, all_total, all_acc
 
 
@@ -115,7 +110,7 @@ def _own_slots(owner, group, count, positions, first, ints, base, length, pages)
 
 @triton.jit
 def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, base, length, pages, own, is_own, scale,
-               D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+               D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
     t = tl.arange(0, TILE)
     first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
@@ -123,16 +118,18 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
         p, mine, there = p0 + t, first + t % OWN, p0 + t < first
         slot = _slots(p, there, ints, base, length, 0, pages)
         here = is_own & (mine >= p0) & (mine < p0 + TILE)
-        k, more_k = _read(keys, slot, there, D), _read(keys, own, here, D)
-        v, more_v = _read(values, slot, there, D), _read(values, own, here, D)
-        found = _scores(q, k, p, at, there[None, :], scale, WINDOW, CAP)
+        k, by_k = read_some(keys, slot, there, D, q.dtype, FORMAT)
+        more_k, by_more_k = read_some(keys, own, here, D, q.dtype, FORMAT)
+        v, by_v = read_some(values, slot, there, D, value_type(q.dtype), FORMAT)
+        more_v, by_more_v = read_some(values, own, here, D, value_type(q.dtype), FORMAT)
+        found = _scores(q, k, p, at, there[None, :], score_scale(scale, by_k, FORMAT), WINDOW, CAP)
         theirs = here[None, :] & ((t // OWN)[None, :] == member[:, None])
-        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW, CAP)
+        more = _scores(q, more_k, mine, at, theirs, score_scale(scale, by_more_k, FORMAT), WINDOW, CAP)
         top, safe, shrink = rise(top, tl.maximum(tl.max(found, 1), tl.max(more, 1)))
         weights, more = tl.exp2(found - safe[:, None]), tl.exp2(more - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights) + _whole(more), 1).to(tl.float32) * PART
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        acc = tl.dot(more.to(v.dtype), more_v, acc)
+        acc = tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
+        acc = tl.dot(for_values(more, by_more_v, v, FORMAT), more_v, acc)
     return top, total, acc
 
 
@@ -140,8 +137,8 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
             split_stride, h, low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
             D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-            TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
-            ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+            FORMAT: tl.constexpr):  # fmt: skip
     """Every n-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
 
     `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
@@ -174,14 +171,14 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
         middle = tl.maximum(start, tl.minimum(end, (known // TILE) * TILE))
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-            length, ancestors, pages, scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
+            length, ancestors, pages, scale, D, WINDOW, CAP, False, WALKS, STAGES, FORMAT)  # fmt: skip
         if TREE:
             top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
-                                         length, pages, own, is_own, scale, D, WINDOW, CAP)  # fmt: skip
+                                         length, pages, own, is_own, scale, D, WINDOW, CAP, FORMAT)  # fmt: skip
         else:
             top, total, acc, all_top, all_total, all_acc = _walk(
                 q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-                length, ancestors, pages, scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
+                length, ancestors, pages, scale, D, WINDOW, CAP, True, WALKS, STAGES, FORMAT)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             place = row[:, None] * D + d[None, :]
@@ -200,7 +197,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
            split_stride, EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
            WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
-           ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           ROOM: tl.constexpr, PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
@@ -219,7 +216,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
         g, rank = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide), unit // wide
     group = groups + (tree * EACH_TREE + g) * FIELDS
     low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
-    mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    mine, theirs = head_of(keys, h, head_stride, D, FORMAT), head_of(values, h, head_stride, D, FORMAT)
     FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
     if WALKS:
         end = tl.load(positions + first + tl.maximum(count - 1, 0))
@@ -230,16 +227,16 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     if TREES and alone & (low < high):
         _attend(queries, mine, theirs, ints, group, first, tl.minimum(TOGETHER, EACH_TREE - g), positions, out, parts,
                 tops, sums, sinks, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, WINDOW, CAP, SINKS,
-                FEW, True, False, STAGES, ROOM, PDL)  # fmt: skip
+                FEW, True, False, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
     elif (alone == False) & (low + rank < tl.where(whole, 1, high)):  # noqa: E712
         if NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
                     scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW,
-                    False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
+                    False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL, FORMAT)  # fmt: skip
         else:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
                     scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, ROWS,
-                    False, WALKS, STAGES, ROOM, PDL)  # fmt: skip
+                    False, WALKS, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -11,6 +11,7 @@ factor per row; products of few rows hand on sums of squares tile by tile instea
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels.kv_bytes import PLAIN, put_bytes
 from forerun.models.cuda.kernels.linear import open_gate
 
 
@@ -135,7 +136,7 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
                head_stride, square_stride, WIDTH: tl.constexpr, PIECES: tl.constexpr, H: tl.constexpr,
                HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
                BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
-               PDL: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
+               PDL: tl.constexpr, ADAPTED: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
@@ -181,7 +182,13 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
     else:
         into = ((heads - H) % HKV).to(tl.int64)[:, None] * head_stride + slot * D + d[None, :]
         there = (heads >= 0)[:, None] & (slot >= 0)
-        if turned:
+        if FORMAT != PLAIN:
+            scale_at = ((heads - H) % HKV).to(tl.int64) * (head_stride // D) + slot
+            if turned:
+                put_bytes(keys, scale_at, into, acc, (heads >= 0) & (slot >= 0), FORMAT)
+            else:
+                put_bytes(values, scale_at, into, acc, (heads >= 0) & (slot >= 0), FORMAT)
+        elif turned:
             tl.store(keys + into, found, mask=there)
         else:
             tl.store(values + into, found, mask=there)

@@ -30,19 +30,21 @@ from forerun.models.cuda.kernels.attention import (
     split_start,
     split_width,
 )
+from forerun.models.cuda.kernels.kv_bytes import for_values, head_of, read, read_some, score_scale, value_type
 from forerun.models.cuda.kernels.linear import put_rows
 
 FEWEST = tl.constexpr(16)  # rows of the smallest product of tensor cores
 
 
 @triton.jit
-def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
+def _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr,
+              FORMAT: tl.constexpr):  # fmt: skip
     """Add what rows find in a tile to what they found before it; CAP > 0: scores are CAP times a tangent at most.
 
     Weights from 0 to 1 are added up as whole numbers of 2 ** -22: in these the order does not matter. As an integer
     2.0 is 2 ** 30, so that those of 64 columns are a multiple of 2 ** 32, which is nothing.
     """
-    scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.dot(q, tl.trans(k)) * score_scale(scale, by_k, FORMAT)
     if CAP > 0:  # cap * tanh; `scale` is divided by the cap
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
     if MASKED:
@@ -50,13 +52,13 @@ def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: 
     top, safe, shrink = rise(top, tl.max(scores, 1))
     weights = tl.exp2(scores - safe[:, None])
     total = total * shrink + tl.sum((weights + 2.0).to(tl.int32, bitcast=True), 1).to(tl.float32) * PART
-    return top, total, tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return top, total, tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
 
 
 @triton.jit
 def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
           scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr, WALKS: tl.constexpr,
-          STAGES: tl.constexpr):  # fmt: skip
+          STAGES: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; MASKED: some rows may not see all of them.
 
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
@@ -64,16 +66,14 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     t = tl.arange(0, TILE)
     page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's
     for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED else STAGES):
-        p, seen = p0 + t, True
-        place = (page * TILE + t).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+        p, slot, seen = p0 + t, page * TILE + t, True
         if MASKED:
-            there = (p <= last)[:, None]
-            k = tl.load(keys + place, mask=there, other=0.0, cache_modifier=".cg")
-            v = tl.load(values + place, mask=there, other=0.0, cache_modifier=".cg")
+            k, by_k = read_some(keys, slot, p <= last, D, q.dtype, FORMAT)
+            v, by_v = read_some(values, slot, p <= last, D, value_type(q.dtype), FORMAT)
             seen = p[None, :] <= at[:, None]
         else:
-            k = tl.load(keys + place, cache_modifier=".cg")
-            v = tl.load(values + place, cache_modifier=".cg")
+            k, by_k = read(keys, slot, D, q.dtype, FORMAT)
+            v, by_v = read(values, slot, D, value_type(q.dtype), FORMAT)
         page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
         if WINDOW > 0:
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
@@ -81,7 +81,8 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             top = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)  # total and acc shrink to nothing
-        top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0)
+        top, total, acc = _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0,
+                                    FORMAT)  # fmt: skip
     return top, total, acc, all_top, all_total, all_acc
 
 
@@ -89,7 +90,8 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
             split_stride, h, low, high, rank, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
             D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-            WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+            FORMAT: tl.constexpr):  # fmt: skip
     """Every n-th split of some nodes, each by itself.
 
     `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
@@ -118,10 +120,10 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
         middle = tl.maximum(start, tl.minimum(end, clear))
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
-            scale, D, WINDOW, CAP, False, WALKS, STAGES)  # fmt: skip
+            scale, D, WINDOW, CAP, False, WALKS, STAGES, FORMAT)  # fmt: skip
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, pages,
-            scale, D, WINDOW, CAP, True, WALKS, STAGES)  # fmt: skip
+            scale, D, WINDOW, CAP, True, WALKS, STAGES, FORMAT)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             place = row[:, None] * D + d[None, :]
@@ -140,7 +142,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
            split_stride, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
            WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
+           PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
     Each group has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
@@ -152,7 +154,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     g, h, rank, whole = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2), False
     group = groups + g * FIELDS
     low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
-    mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    mine, theirs = head_of(keys, h, head_stride, D, FORMAT), head_of(values, h, head_stride, D, FORMAT)
     FEW: tl.constexpr = 2 * EACH if 2 * EACH > FEWEST else FEWEST
     if WALKS:
         end = tl.load(positions + first + tl.maximum(count - 1, 0))
@@ -164,12 +166,12 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
         if NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
                     split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
-                    STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
+                    STAGES + 1 if STAGES > 1 else 1, ROOM, PDL, FORMAT)  # fmt: skip
         else:
             for done in range(0, count, SIZE // EACH):
                 _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, SIZE // EACH),
                         positions, out, parts, tops, sums, sinks, scale, split_stride, h, low, high, rank, step, whole,
-                        H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, STAGES, ROOM, PDL)  # fmt: skip
+                        H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE, WALKS, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -220,7 +222,7 @@ def _repeated(values, TIMES: tl.constexpr):
 def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops, sums, sinks, scale, head_stride,
                   split_stride, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
                   WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STEP: tl.constexpr,
-                  SKIPS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  SKIPS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """The same of one row and one key-value head, in passes over trees that branch.
 
     A node of a tree finds what its group left of the split in which the tree starts, and goes on with its ancestors.
@@ -233,7 +235,7 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
     own = lone + m * FIELDS
     length, ancestors, pages = tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
     position = tl.load(positions + m)
-    mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    mine, theirs = head_of(keys, h, head_stride, D, FORMAT), head_of(values, h, head_stride, D, FORMAT)
     branches, low, end = ancestors > 0, position * 0, position + 1
     if WINDOW > 0:
         low = split_of(tl.maximum(position - WINDOW + 1, 0))
@@ -249,7 +251,8 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
     if finished == False:  # noqa: E712
         real, place = (r < H // HKV)[:, None], (first + r)[:, None] * D + d[None, :]
         q = tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg")
-        k, v = _read(mine, theirs, slot, start + t < end, D)
+        k, by_k = read_some(mine, slot, start + t < end, D, q.dtype, FORMAT)
+        v, by_v = read_some(theirs, slot, start + t < end, D, value_type(q.dtype), FORMAT)
         part = (behind * split_stride + first + r).to(tl.int64)
         top = tl.load(tops + part, mask=(r < H // HKV) & branches, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(sums + part, mask=(r < H // HKV) & branches, other=0.0, cache_modifier=".cg")
@@ -265,19 +268,13 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
             if (p0 > start) & (p0 % split_width(p0) == 0):
                 all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
                 top, total, acc = nothing_found(EACH * TIMES, D)
-            top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True)
+            top, total, acc = _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP, True, FORMAT)
             if p0 + TILE < end:
                 slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
-                k, v = _read(mine, theirs, slot, p + TILE < end, D)
+                k, by_k = read_some(mine, slot, p + TILE < end, D, q.dtype, FORMAT)
+                v, by_v = read_some(theirs, slot, p + TILE < end, D, value_type(q.dtype), FORMAT)
         if branches:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
         all_total = add_sinks(all_total, all_top, sinks, (first + r) % H, SINKS)
         once = real & (tl.arange(0, EACH * TIMES) % TIMES == 0)[:, None]
         put_rows(out, place, all_acc / all_total[:, None], once, ROOM * H * D)
-
-
-@triton.jit
-def _read(keys, values, slot, there, D: tl.constexpr):
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    return k, tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")

@@ -10,12 +10,25 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.kernels import attention as kernels_attention
+from forerun.models.cuda.kernels import kv_bytes
 from forerun.models.cuda.kernels import tiled as kernels_tiled
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, split_of
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for, tiled_sharing
 
 COMBINING = 1024  # programs that look for parts to add up, at most
+_FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
+
+
+def stores_of(kv: Tensor, scales: Tensor | None) -> tuple[Any, Any, int]:
+    """What kernels are given of the keys and the values [2, Hkv, S, D] of a layer, and their FORMAT.
+
+    `scales` [2, Hkv, S]: of numbers of 8 bits.
+    """
+    if scales is None:
+        return kv[0], kv[1], kv_bytes.PLAIN.value
+    numbers = kv.view(torch.int8)
+    return (numbers[0], scales[0]), (numbers[1], scales[1]), _FORMATS[kv.dtype]
 
 
 class Attention:
@@ -41,11 +54,15 @@ class Attention:
         window: int,
         sinks: Tensor | None = None,
         how: Sharing | None = None,
+        scales: Tensor | None = None,
     ) -> None:
-        """What all rows find in the keys and values [2, Hkv, S, D] of a layer, whose heads may have sinks [H]."""
+        """What all rows find in the keys and values [2, Hkv, S, D] of a layer, whose heads may have sinks [H].
+
+        `scales` [2, Hkv, S]: of keys and values of 8 bits.
+        """
         config, size = self.config, run.size
         if size.tiled:
-            self._attend_tiled(run, queries, kv, out, window, sinks, how)
+            self._attend_tiled(run, queries, kv, out, window, sinks, how, scales)
             return
         cap = config.attention_softcap or 0.0
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
@@ -57,18 +74,27 @@ class Attention:
         if how.walked:  # one group after another, whichever tree they are of
             assert not size.lone, "no program has all splits of a tree's single nodes"
             grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
+        keys, values, kept_as = stores_of(kv, scales)
         kernels_attention.attend[grid](
-            queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
+            queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
             self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, each_tree, size.lone,
             how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
             WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, TREES=size.lone > 0, WALKS=how.walked > 0,
-            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, num_warps=4,
+            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, FORMAT=kept_as, num_warps=4,
             num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
         self._combine(run, out, window, sinks, how.walked > 0, 4 if size.splits <= 8 else 8, settings)
 
     def _attend_tiled(
-        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, window: int, sinks: Tensor | None, how: Sharing | None
+        self,
+        run: Run,
+        queries: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        window: int,
+        sinks: Tensor | None,
+        how: Sharing | None,
+        scales: Tensor | None,
     ) -> None:
         """The same in a tiled pass, behind long contexts."""
         config, size, cap = self.config, run.size, self.config.attention_softcap or 0.0
@@ -77,13 +103,15 @@ class Attention:
         how = how or tiled_sharing(size, each, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
+        keys, values, kept_as = stores_of(kv, scales)
         shape: dict[str, Any] = {
             "H": config.heads, "HKV": config.kv_heads, "EACH": each, "D": config.head_dim, "WINDOW": window,
             "CAP": cap / math.log(2), "SINKS": sinks is not None, "ROOM": self.room, "PDL": self.pdl,
+            "FORMAT": kept_as,
         }  # fmt: skip
         own = self.tops if sinks is None else sinks
         kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
-            queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
+            queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
             scale, kv.stride(1), self.split_stride, how.programs, how.walked, SIZE=how.rows, WALKS=how.walked > 0,
             NARROW=how.narrow, STAGES=how.stages,
             num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
@@ -92,7 +120,7 @@ class Attention:
             self._combine(run, out, window, sinks, how.walked > 0, 16, settings)
             return
         kernels_tiled.combine_trees[size.rows, config.kv_heads](
-            out, queries, kv[0], kv[1], run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
+            out, queries, keys, values, run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
             self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
             num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
         )  # fmt: skip

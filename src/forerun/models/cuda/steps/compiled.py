@@ -24,8 +24,8 @@ PIECES = 8  # of a row of the residual stream: each is added to, and its squares
 class CompiledSteps(FusedSteps):
     """Implements forerun.models.cuda.network.Steps for models whose weights all are `Strips`."""
 
-    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
-        super().__init__(model, buffers, kv)
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
+        super().__init__(model, buffers, kv, scales)
         device, weights = model.device, _one_of_each(model)
         self.products = Products(device)
         for weight in weights:

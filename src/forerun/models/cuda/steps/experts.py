@@ -53,8 +53,8 @@ def rows_per_block(expected: float) -> int:
 class FusedExpertSteps(FusedSteps):
     """Implements forerun.models.cuda.network.Steps."""
 
-    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
-        super().__init__(model, buffers, kv)
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
+        super().__init__(model, buffers, kv, scales)
         self.room_for_experts = ExpertBuffers(model)
 
     def _wide_products(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.kernels import rows as kernels_rows
 from forerun.models.cuda.network import Layer, Run
+from forerun.models.cuda.steps.attention import stores_of
 
 FEW = 64  # rows up to which a program of queries, keys and values has two heads: others would wait for it
 
@@ -95,21 +96,23 @@ def finish_qkv(
     out: Tensor,
     normed: bool,
     delta: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Make queries, keys and values of sums, and of what adapters add; kv [2, Hkv, S, D].
 
-    `normed`: the rows came with their norm applied.
+    `normed`: the rows came with their norm applied. `scales` [2, Hkv, S]: of keys and values of 8 bits.
     """
     heads = gcd(config.heads, config.kv_heads, 2 if norms.pieces and run.size.rows <= FEW else 8)
     optional = layer.qkv_bias, layer.qk_norm, layer.rope, delta
     bias, head_norm, rope, added = (or_unused(one, norms.inverses) for one in optional)
+    keys, values, kept_as = stores_of(kv, scales)
     kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
-        sums.data, added, norms.inverses, norms.squares, out, kv[0], kv[1], bias, head_norm, rope, run.positions,
+        sums.data, added, norms.inverses, norms.squares, out, keys, values, bias, head_norm, rope, run.positions,
         run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
         PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
         BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
-        NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, num_warps=4, enable_fp_fusion=False,
+        NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as, num_warps=4, enable_fp_fusion=False,
         launch_pdl=norms.pdl,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +47,9 @@ BESIDE = 150 << 10  # bytes of shared memory of such a program where adapters' p
 class FusedSteps:
     """Implements forerun.models.cuda.network.Steps."""
 
-    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        self.scales = scales  # [L, 2, Hkv, S] of keys and values of 8 bits
         config, device = model.config, model.device
         tile = outputs_per_tile(model)
         heads, self.width = config.heads * config.head_dim, config.width
@@ -56,6 +58,8 @@ class FusedSteps:
         self.apart = frozenset[str]()
         if model.layers[-1].after_attention_norm is not None:
             self.apart = frozenset(("qkv", "o", "down") if config.qk_norm else ("o", "down"))
+        if scales is not None:  # a scale needs all of a head
+            self.apart |= {"qkv"}
         by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile
         wide = 64 if config.vocab_size >= 1 << 14 else tile
         self.whole = model.whole
@@ -90,6 +94,8 @@ class FusedSteps:
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
         self.norms = HandedOn(self.inverses, self.squares, pdl=self.pdl)
+        # as products of few rows hand them on, unless those that add to the residual stream finish whole rows
+        self.norms_by_tile = self.norms if "down" in self.apart else replace(self.norms, pieces=self.norm_columns)
         self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width) if self.apart else 1, device=device)
         self.gelu = config.activation == "gelu_tanh"
         self.wide = self._wide_products()
@@ -213,7 +219,7 @@ class FusedSteps:
                 assert norm is not None
                 self._finish_residual(sums, run.size.rows, out, norm, after=after)
             else:
-                self._finish_qkv(sums, run, layer, out, normed)
+                self._finish_qkv(sums, run, layer, out, normed, norms=self.norms_by_tile)
             return
         self._narrow_linear(run, name, mode, rows, weight, out, norm, layer, normed, change)
 
@@ -310,10 +316,20 @@ class FusedSteps:
         finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta, own)
 
     def _finish_qkv(
-        self, sums: Sums, run: Run, layer: int, out: Tensor, normed: bool, delta: Tensor | None = None
+        self,
+        sums: Sums,
+        run: Run,
+        layer: int,
+        out: Tensor,
+        normed: bool,
+        delta: Tensor | None = None,
+        norms: HandedOn | None = None,
     ) -> None:
-        place, kv = self.model.layers[layer], self.kv[layer]
-        finish_qkv(sums, self.norms, run, self.model.config, place, kv, out, normed, delta)
+        place, kv, scales = self.model.layers[layer], self.kv[layer], self._scales_of(layer)
+        finish_qkv(sums, norms or self.norms, run, self.model.config, place, kv, out, normed, delta, scales)
+
+    def _scales_of(self, layer: int) -> Tensor | None:
+        return None if self.scales is None else self.scales[layer]
 
     def _change(self, run: Run, layer: int, product: str, rows: Tensor) -> Change | None:
         """What adapters add to a product of these rows; None where no row has one."""
@@ -341,4 +357,5 @@ class FusedSteps:
 
     def attend(self, run: Run, layer: int) -> None:
         place, found = self.model.layers[layer], self.buffers.found
-        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, place.window, place.sinks)
+        queries, kv, scales = self.buffers.queries, self.kv[layer], self._scales_of(layer)
+        self.attention.attend(run, queries, kv, found, place.window, place.sinks, scales=scales)

@@ -24,8 +24,9 @@ _GATHERED = 1 << 18  # keys and values that are gathered at a time, where more r
 class PlainSteps:
     """Implements forerun.models.cuda.network.Steps."""
 
-    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        self.scales = scales  # [L, 2, Hkv, S] of keys and values of 8 bits
         # of this pass: a run, a window, what they see
         self._seen: tuple[Run, int, Tensor, Tensor] | None = None
         self._written: tuple[Run, Tensor, Tensor] | None = None  # a run, its rows that are written, their slots
@@ -54,8 +55,14 @@ class PlainSteps:
         self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
         there, slots = self._written_by(run)
         keys, values = rotated[:, heads:], found[:, heads + config.kv_heads :]
-        for store, new in zip(self.kv[layer], (keys, values), strict=True):
-            store.index_copy_(1, slots, new.index_select(0, there).transpose(0, 1).to(self.model.dtype))
+        for part, new in enumerate((keys, values)):
+            rows, store = new.index_select(0, there).transpose(0, 1), self.kv[layer, part]
+            if self.scales is None:
+                store.index_copy_(1, slots, rows.to(self.model.dtype))
+            else:
+                numbers, scales = in_bytes(rows, store.dtype)
+                store.view(torch.int8).index_copy_(1, slots, numbers.view(torch.int8))
+                self.scales[layer, part].index_copy_(1, slots, scales)
 
     def attend(self, run: Run, layer: int) -> None:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
@@ -69,13 +76,21 @@ class PlainSteps:
         for low in range(0, rows, step):
             some = slice(low, min(low + step, rows))
             slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
-            k, v = (store.index_select(1, slots).float().view(wide) for store in self.kv[layer])
+            k, v = (self._rows_at(layer, part, slots).view(wide) for part in range(2))
             asked, mask = queries[:, some].float(), hidden[:, some]
             if config.attention_softcap is None and sinks is None:
                 found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
             else:
                 found = _capped(asked, k, v, mask, config, sinks)
             self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
+
+    def _rows_at(self, layer: int, part: int, slots: Tensor) -> Tensor:
+        """[Hkv, N, D] fp32 keys (part 0) or values in these slots."""
+        store = self.kv[layer, part]
+        if self.scales is None:
+            return store.index_select(1, slots).float()
+        numbers = store.view(torch.int8).index_select(1, slots).view(store.dtype).float()
+        return numbers * self.scales[layer, part].index_select(1, slots)[..., None]
 
     def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
         if self._written is None or self._written[0] is not run:
@@ -157,6 +172,17 @@ class PlainSteps:
         return (normed * weight.float()).to(self.model.dtype)
 
 
+def in_bytes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [.., D] fp32 as numbers of 8 bits, and the scale of each: its largest number's share of 127 or 448.
+
+    A row that holds something else than numbers has no finite scale, so that this is not lost.
+    """
+    sizes = torch.where(rows.isnan(), torch.inf, rows.abs())
+    largest, most = sizes.amax(-1), 127.0 if dtype == torch.int8 else 448.0
+    steps = rows * torch.where(largest > 1e-30, most / largest, 0.0)[..., None]
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype), largest / most
+
+
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: DecoderConfig, sinks: Tensor | None) -> Tensor:
     """Attention [Hkv, m, group, D] whose scores have a cap, or whose heads have sinks."""
     scores = (q @ k.transpose(-1, -2)).mul_(config.attention_scale)
@@ -214,8 +240,8 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
 class PlainExpertSteps(PlainSteps):
     """Implements forerun.models.cuda.network.Steps."""
 
-    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
-        super().__init__(model, buffers, kv)
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
+        super().__init__(model, buffers, kv, scales)
         self._active_experts = [0] * len(model.layers)
 
     def active_experts(self) -> list[int]:
