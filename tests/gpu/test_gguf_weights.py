@@ -18,7 +18,9 @@ from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.file_weights import weight_of
 from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
+from forerun.models.cuda.network import Model
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import Strips
 from forerun.models.load.checkpoint import Checkpoint as Opened
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quants import GROUPED, LAYOUTS, Blocks, read_groups
@@ -100,6 +102,21 @@ def test_gates_lie_beside_their_ups(tmp_path: Path) -> None:
     assert packed.gated
     assert torch.equal(found[:, 0].flatten(0, 1), gates)
     assert torch.equal(found[:, 1].flatten(0, 1), ups)
+
+
+@pytest.mark.parametrize(("mixture", "family", "head"), CASES)
+def test_a_model_holds_every_weight_packed(mixture: str, family: str, head: str | None, tmp_path: Path) -> None:
+    checkpoint, weights = opened(tmp_path, mixture, family, head)
+    config = DecoderConfig.from_hf(checkpoint.config)
+    model = Model(config, weights, torch.bfloat16, torch.device("cpu"), "file", compiled=True)
+    assert isinstance(model.head, Strips)
+    assert model.head.format == ("int8_groups" if head == "Q8_0" else "bytes_k")
+    some = torch.tensor([3, 0, 17, VOCAB - 1])
+    name = "model.embed_tokens.weight" if head is None else "lm_head.weight"
+    assert torch.equal(model.head[some], weights[name][some])
+    for layer, expected in zip(model.layers, FORMATS[mixture], strict=True):
+        formats = [each.format for each in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(each, Strips)]
+        assert " ".join(formats) == expected.replace("None", "bf16")
 
 
 def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:

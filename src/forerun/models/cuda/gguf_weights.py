@@ -1,9 +1,9 @@
 """Weights of a GGUF file, packed for the products compiled ahead: no number is rounded again.
 
-Q4_0, Q4_1 and Q4_K stay in four bits (4.5, 5 and 4.75 with their scales). Q8_0 has a byte for each weight (8.5 bits), and
-so have Q5_0, Q5_K and Q6_K, whose 5 and 6 bits no kernel reads: 9.25 bits with their scales instead of 5.5 and 6.6. What is
-joined (queries, keys and values are Q4_K and Q6_K in Q4_K_M) takes a format that holds all of its types; where there is
-none, it is dequantised to bf16.
+Q4_0, Q4_1 and Q4_K stay in four bits (4.5, 5 and 4.75 with their scales). Q8_0 has a byte for each weight (8.5 bits),
+and so have Q5_0, Q5_K and Q6_K, whose 5 and 6 bits no kernel reads: 9.25 bits with their scales instead of 5.5 and 6.6.
+What is joined (queries, keys and values are Q4_K and Q6_K in Q4_K_M) takes a format that holds all of its types; where
+there is none, it is dequantised to bf16.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ class GgufNumbers:
 
     types: frozenset[str]
     numbers: Grouped
+
+
+BITS = {  # of a weight of a type alone, with its scales
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "Q5_0": 8.5,
+    "Q8_0": 8.5,
+    "Q4_K": 4.75,
+    "Q5_K": 9.25,
+    "Q6_K": 9.25,
+}
 
 
 def is_held(types: set[str]) -> bool:
@@ -96,6 +107,11 @@ class StoredBlocks:
             path, tensor = self.weights.file.path, self.weights.tensor(name)
             raise DamagedFile(f"{path} is damaged: {tensor!r} has scales that are not finite; pull it again")
         return numbers
+
+
+def is_packed(weights: GgufWeights) -> bool:
+    """Are there matrices in a type that the kernels can read?"""
+    return any(len(weights.shape(name)) == 2 and type_of(weights, name) in BITS for name in weights)
 
 
 def type_of(weights: GgufWeights, name: str) -> str:
