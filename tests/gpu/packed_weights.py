@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.cubin.packing import Strips, pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
+from forerun.models.cuda.cubin.packing import (
+    Strips,
+    pack_bf16,
+    pack_bytes,
+    pack_e4m3,
+    pack_int4,
+    pack_int8_groups,
+    pack_k,
+    pair_gates,
+)
 from forerun.models.cuda.cubin.products import Cut, Products, quantise_rows
 
 FORMATS = (
     "bf16", "e4m3", "e4m3_blocks", "int8", "e4m3_weights", "int4_128", "int4_32", "int4_zeros_128", "int4_zeros_32",
+    "int4_mins_32", "int4_k_32", "bytes_k_16", "int8_groups_32",
 )  # fmt: skip
 MOST_ROWS = 1024
 
@@ -38,6 +49,8 @@ def make(name: str, outputs: int, depth: int, gated: bool = False) -> tuple[Stri
         data = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
         numbers = (data.float() * scales[:, None, :, None]).view(outputs, depth)
         packed = pack_e4m3(data.view(outputs, depth), None, scales)
+    elif name in ("int4_mins_32", "int4_k_32", "bytes_k_16", "int8_groups_32"):
+        packed, numbers = make_gguf(name, weight, order)
     else:
         group = int(name.rsplit("_", 1)[1])
         parts = weight.view(outputs, -1, group)
@@ -53,6 +66,42 @@ def make(name: str, outputs: int, depth: int, gated: bool = False) -> tuple[Stri
             order(data.view(outputs, depth).to(torch.uint8)), order(scales), None if given is None else order(given)
         )
     return replace(packed, gated=gated), numbers
+
+
+def make_gguf(name: str, weight: Tensor, order: Callable[[Tensor], Tensor]) -> tuple[Strips, Tensor]:
+    """As in GGUF files: groups with scales, and minima that are no multiples of them."""
+    (outputs, depth), group = weight.shape, int(name.rsplit("_", 1)[1])
+    most = 63 if name == "bytes_k_16" else 127 if name == "int8_groups_32" else 15
+    parts = weight.view(outputs, -1, group)
+
+    def by_column(values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(depth // values.shape[1], 1)
+
+    if name == "int8_groups_32":
+        scales = (parts.abs().amax(2) / most).half()
+        data = (weight / by_column(scales)).round().clamp(-most, most)
+        return pack_int8_groups(order(data.to(torch.int8)), order(scales)), data * by_column(scales)
+    wanted, lowest = (parts.amax(2) - parts.amin(2)) / most, -parts.amin(2)
+    if name == "int4_mins_32":
+        scales, minima = wanted.half(), lowest.half()
+        data = ((weight + by_column(minima)) / by_column(scales)).round().clamp(0, most)
+        return (
+            pack_int4(order(data.to(torch.uint8)), order(scales), minima=order(minima)),
+            data * by_column(scales) - by_column(minima),
+        )
+    in_block, signs = 128 // group, torch.ones_like(wanted)
+    if name == "bytes_k_16":
+        signs[:, ::3] = -1  # Q6_K has such scales
+    scales, minima = ((each.view(outputs, -1, in_block).amax(2) / 63).half() for each in (wanted, lowest))
+    steps, lows = (
+        (each / one.float().repeat_interleave(in_block, 1)).round().clamp(1, 127)
+        for each, one in ((wanted, scales), (lowest, minima))
+    )
+    factors, less = by_column(steps) * by_column(scales), by_column(lows) * by_column(minima)
+    data = ((weight + less) / factors).round().clamp(0, most)
+    numbers = by_column(signs) * (data * factors - less)
+    given = data, steps * signs, lows * signs, scales, minima
+    return pack_k(*(order(each) for each in given)), numbers
 
 
 class Rows:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.cuda.cubin import build, packing
-from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pair_gates
+from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pack_k, pair_gates
 from forerun.models.cuda.cubin.products import Cut, Products, splits_of
 from tests.gpu.packed_weights import FORMATS, Rows, make, multiply, new_out
 
@@ -76,6 +76,49 @@ def test_four_bits_lie_as_registers_want_them(group: int) -> None:
     assert torch.equal(sides[:, :, 0], wanted)
     less = (-128 - zeros).bfloat16().view(torch.int16).view(8, 2, 8, 2, groups).permute(3, 0, 4, 2, 1)
     assert torch.equal(sides[:, :, 1], less)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_numbers_with_minima_lie_as_registers_want_them(group: int) -> None:
+    """As the masks of source/decode.cuh cut them out of a word, with 16 or 64 in front."""
+    most = 64 if group == 16 else 16
+    weight = torch.randint(0, most, (128, 256))
+    steps, lows = torch.randint(-128, 128, (128, 256 // group)), torch.randint(0, 64, (128, 256 // group))
+    scales, minima = torch.rand(128, 2).half(), torch.rand(128, 2).half()
+    packed = pack_k(weight, steps, lows, scales, minima)
+    count = 128 // group
+    assert packed.data.shape == (2, 8, 1024 if group == 32 else 2048)
+    for lane, register, odd, output, column in _lanes():
+        if group == 32:
+            words = packed.data.view(torch.int32).view(2, 8, 2, 32, 4)[:, :, :, lane].long() & 0xFFFFFFFF
+            turned = (words >> 4 * register) | (words << 32 - 4 * register)
+            found = ((turned & 0x00780078) | 0x41804180) >> 16 * odd
+            wanted = weight.view(8, 16, 2, 2, 4, 16)[:, output, :, :, :, column].permute(1, 0, 2, 3) + 16
+        else:
+            words = packed.data.view(torch.int32).view(2, 8, 4, 32, 2, 2)[:, :, :, lane, :, register // 2].long()
+            found = (((words >> 8 * (register % 2)) & 0x007E007E) | 0x42804280) >> 16 * odd
+            wanted = weight.view(8, 16, 2, 4, 2, 16)[:, output, :, :, :, column].permute(1, 0, 2, 3) + 64
+        read = (found & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(read.float(), wanted.float())
+    assert packed.sides is not None
+    sides = packed.sides.view(2, 8, count + 2, 8, 4)
+    for half in range(2):
+        for at, table in ((half, steps), (2 + half, lows)):
+            wanted = table.view(8, 2, 8, 2, count)[:, half].permute(2, 0, 3, 1) + 128
+            assert torch.equal(sides[:, :, :count, :, at].long(), wanted)
+        for word, of_block in enumerate((scales, minima)):
+            pairs = sides[:, :, count + word].contiguous().view(torch.float16)
+            assert torch.equal(pairs[..., half], of_block.view(8, 2, 8, 2)[:, half].permute(2, 0, 1))
+
+
+def test_a_byte_times_a_number_is_exact() -> None:
+    """The arithmetic of `byte_times`, in float64 and rounded once as by fma: no bit is lost for any byte and scale."""
+    scales = torch.arange(0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16)[::7].double()
+    for byte in range(256):
+        word = torch.tensor(0x47000000 | byte << 8, dtype=torch.int32).view(torch.float32).double()
+        less = (scales * -32896.0).float()
+        assert torch.equal(less.double(), scales * -32896.0)
+        assert torch.equal((word * scales + less.double()).float().double(), (byte - 128) * scales)
 
 
 def test_bf16_lies_as_registers_want_it() -> None:

@@ -289,14 +289,15 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory, config.kv_dtype)
             if native is not None:
                 return native
-        dtype = _dtype(config.dtype, device)
+        packed = keeps_packed(checkpoint, family, config.dtype, device)
+        dtype = torch.bfloat16 if packed else _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.target import CudaDecoder
             from forerun.models.cuda.weights import WeightKind
             from forerun.verify.greedy import device_walk
             from forerun.verify.sampled import SampledTokens
 
-            kind: WeightKind = "file" if keeps_packed(checkpoint, family, config.dtype, device) else "plain"
+            kind: WeightKind = "file" if packed else "plain"
             if config.dtype in ("int8", "fp8", "w4"):
                 kind = config.dtype
             try:
@@ -346,7 +347,11 @@ def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: t
     """The format of a checkpoint's quantised weights and what they are held as in memory; None where they are plain."""
     from forerun.models.native.target import choose_mode
 
-    quantization = checkpoint.weights.quantization
+    quantization: object = checkpoint.weights.quantization
+    if kinds := checkpoint.weights.packed_kinds():
+        from forerun.models.load.quants import LAYOUTS
+
+        quantization = f"GGUF ({', '.join(LAYOUTS[kind].name for kind in sorted(kinds))})"
     if quantization is None:
         return None
     held: str | None = choose_mode(family, checkpoint.weights, dtype) if device.type == "cpu" else None
@@ -358,17 +363,25 @@ def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: t
 
 
 def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: torch.device) -> bool:
-    """Do the GPU's kernels read the weights of this checkpoint as it has them? Any other `dtype` than auto converts."""
-    from forerun.models.load.quantized.weights import QuantizedWeights
+    """Do the GPU's kernels read the weights of this checkpoint as it has them? Any other `dtype` converts.
 
-    if device.type != "cuda" or dtype != "auto" or not isinstance(checkpoint.weights, QuantizedWeights):
+    Quantised safetensors stay as they are with `auto`, GGUF files with `gguf`.
+    """
+    from forerun.models.load.quantized.weights import QuantizedWeights
+    from forerun.models.load.weights import GgufWeights
+
+    kinds = {"auto": QuantizedWeights, "gguf": GgufWeights}
+    if device.type != "cuda" or not isinstance(checkpoint.weights, kinds.get(dtype, ())):
         return False
+    from forerun.models.cuda.gguf_weights import is_packed
     from forerun.models.cuda.network import check_supported
     from forerun.models.cuda.pool import has_compiled, pick_kernels
 
     try:
         check_supported(family)
     except UnsupportedModel:
+        return False
+    if isinstance(checkpoint.weights, GgufWeights) and not is_packed(checkpoint.weights):
         return False
     return has_compiled("file", family, device, pick_kernels("auto", device, torch.bfloat16))
 
@@ -412,6 +425,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         if device.type != "cuda":
             raise InvalidInput(f"dtype={name!r} needs a CUDA device; on a CPU use q8")
         return torch.bfloat16  # the rows' dtype: weights are read as one byte each, or as four bits
+    if name == "gguf" and device.type == "cuda":
+        needs = "a GGUF file with quantised weights, a dense model with widths in multiples of 128 and a Hopper GPU"
+        raise InvalidInput(f"dtype='gguf' on a GPU needs {needs}; use bfloat16")
     if name in ("gguf", "q8"):
         raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:

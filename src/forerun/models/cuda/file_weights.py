@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +25,21 @@ from forerun.models.load.quantized.weights import QuantizedWeights
 from forerun.models.load.weights import Weights
 
 Aspect = Literal["data", "scales", "zeros"]
-_MODULES = {  # that are joined into one weight
+MODULES = {  # that are joined into one weight
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
     "down": ("mlp.down_proj",),
 }
-_READ = 16  # weights of a layer that are kept between its readings
+
+
+class Parts(Protocol):
+    """Numbers of a weight, with scales and whatever else belongs to groups of its columns."""
+
+    def whole(self, aspect: str) -> Tensor: ...
+
+
+READ = 16  # weights of a layer that are kept between its readings
 
 
 class StoredWeights:
@@ -40,21 +48,24 @@ class StoredWeights:
     def __init__(self, weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> None:
         assert isinstance(weights, QuantizedWeights)
         self.weights = weights.on(device)
-        self._read = read = lru_cache(_READ)(self.weights.numbers)
+        self._read = lru_cache(READ)(self.weights.numbers)
         aspects: tuple[Aspect, ...] = ("data", "scales", "zeros")
         self._parts = {
-            aspect: Checkpoint(_AspectOf(self.weights, read, aspect), config, torch.float32, device)
+            aspect: Checkpoint(AspectOf(self.weights, self._quantised, aspect), config, torch.float32, device)
             for aspect in aspects
         }
+
+    def _quantised(self, name: str) -> Numbers | None:
+        return None if self.weights.scheme(name) is None else self._read(name)
 
     def block(self, index: int) -> dict[str, Numbers | None]:
         """The weights of a layer; None = not quantised, or not all of what is joined alike."""
         blocks = {aspect: part.block(index) for aspect, part in self._parts.items()}
-        return {name: self._joined(name, index, blocks) for name in _MODULES}
+        return {name: self._joined(name, index, blocks) for name in MODULES}
 
     def _joined(self, name: str, index: int, blocks: dict[Aspect, Block]) -> Numbers | None:
         at = f"{self._parts['data'].prefix}layers.{index}."
-        names = [f"{at}{module}.weight" for module in _MODULES[name] if f"{at}{module}.weight" in self.weights]
+        names = [f"{at}{module}.weight" for module in MODULES[name] if f"{at}{module}.weight" in self.weights]
         schemes = {self.weights.scheme(name) for name in names}
         scheme = schemes.pop()
         if schemes or scheme is None:
@@ -63,7 +74,7 @@ class StoredWeights:
         step = steps.pop()
         if steps or step is None:
             return None
-        data, scales, zeros = (_weight(blocks[aspect], name) for aspect in blocks)
+        data, scales, zeros = (weight_of(blocks[aspect], name) for aspect in blocks)
         if scheme.floats:
             return Numbers(data.to(torch.float8_e4m3fn), scales[:, ::step], None, None)
         return Numbers(data.to(torch.int16), scales[:, ::step], zeros[:, ::step], None)
@@ -71,14 +82,14 @@ class StoredWeights:
 
 def pack_numbers(numbers: Numbers, role: Role) -> Strips:
     """In the format that holds these numbers exactly; gates come before their ups, as in a checkpoint."""
-    order: Callable[[Tensor], Tensor] = (lambda given: pair_gates(interleaved(given))) if role == "gate" else _as_it_is
+    order: Callable[[Tensor], Tensor] = (lambda given: pair_gates(interleaved(given))) if role == "gate" else as_it_is
     data, scales, zeros = numbers.data, numbers.scales, numbers.zeros
     if role == "gate" and scales.shape[1] > 1 and zeros is None:
-        order = _as_it_is  # blocks of 128 x 128: gates and ups have scales of their own, and meet behind the product
+        order = as_it_is  # blocks of 128 x 128: gates and ups have scales of their own, and meet behind the product
     strips = _pack(order(data), order(scales), None if zeros is None else order(zeros))
     if strips is None:
         strips = pack_bf16(order(numbers.widened()).bfloat16())
-    return replace(strips, gated=role == "gate" and order is not _as_it_is)
+    return replace(strips, gated=role == "gate" and order is not as_it_is)
 
 
 def _pack(data: Tensor, scales: Tensor, zeros: Tensor | None) -> Strips | None:
@@ -117,10 +128,10 @@ def _scales_of_groups(data: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tens
     return scales.to(kind).repeat_interleave(repeat, 1), zeros.repeat_interleave(repeat, 1)
 
 
-class _AspectOf(Weights):
-    """Numbers, scales or zero points in place of quantised weights, in their shape; other weights as they are."""
+class AspectOf(Weights):
+    """A part of the numbers that `read` gives, in place of the weight and in its shape; other weights as they are."""
 
-    def __init__(self, weights: QuantizedWeights, read: Callable[[str], Numbers], aspect: Aspect) -> None:
+    def __init__(self, weights: Weights, read: Callable[[str], Parts | None], aspect: str) -> None:
         self.weights, self._read, self._aspect = weights, read, aspect
         self.names = weights.names
 
@@ -128,10 +139,12 @@ class _AspectOf(Weights):
         return self.weights.shape(name)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.weights[name] if self.weights.scheme(name) is None else self._read(name).whole(self._aspect)
+        numbers = self._read(name)
+        return self.weights[name] if numbers is None else numbers.whole(self._aspect)
 
 
-def _weight(block: Block, name: str) -> Tensor:
+def weight_of(block: Block, name: str) -> Tensor:
+    """One of `MODULES`, joined."""
     if name in ("qkv", "o"):
         found: Tensor = getattr(block, name)
         return found
@@ -139,5 +152,5 @@ def _weight(block: Block, name: str) -> Tensor:
     return block.mlp.gate_up if name == "gate_up" else block.mlp.down
 
 
-def _as_it_is(given: Tensor) -> Tensor:
+def as_it_is(given: Tensor) -> Tensor:
     return given

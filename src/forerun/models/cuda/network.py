@@ -20,6 +20,7 @@ from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
+from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.weights import (
     ExpertWeights,
@@ -33,6 +34,7 @@ from forerun.models.cuda.weights import (
 )
 from forerun.models.layers import Experts
 from forerun.models.load.quantized.layouts import Numbers
+from forerun.models.load.weights import GgufWeights
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
@@ -118,9 +120,10 @@ class Model:
             checkpoint = Checkpoint(weights, config, dtype, device)
             ropes = [self._rope(i) for i in range(len(config.ropes))]
             self.embedding = checkpoint.embedding()
-            self.head = self._pack(checkpoint.head(self.embedding), "head")
+            stored = _stored(weights, config, device) if kind == "file" else None
+            of_head = stored.head() if isinstance(stored, StoredBlocks) else None
+            self.head = self._pack(checkpoint.head(self.embedding), "head", of_head)
             self.final_norm = checkpoint.final_norm()
-            stored = StoredWeights(weights, config, device) if kind == "file" else None
             self.layers = [
                 self._layer(
                     checkpoint.block(i),
@@ -146,7 +149,9 @@ class Model:
         part.layers = layers[::-1]
         return part
 
-    def _layer(self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | None]) -> Layer:
+    def _layer(
+        self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | GgufNumbers | None]
+    ) -> Layer:
         mlp, moe, experts = block.mlp, self.config.moe, None
         if isinstance(mlp, Experts):
             assert moe is not None
@@ -183,8 +188,10 @@ class Model:
             sinks=None if block.sinks is None else block.sinks.float(),
         )
 
-    def _pack(self, weight: Tensor, role: Role, numbers: Numbers | None = None) -> Weight:
+    def _pack(self, weight: Tensor, role: Role, numbers: Numbers | GgufNumbers | None = None) -> Weight:
         """A weight, or the numbers that a checkpoint has in its place."""
+        if isinstance(numbers, GgufNumbers):
+            return pack_gguf(numbers, role)
         if numbers is not None:
             return pack_numbers(numbers, role)
         return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
@@ -195,6 +202,11 @@ class Model:
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rates.to(self.device)
         return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
+
+
+def _stored(weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> StoredWeights | StoredBlocks:
+    gguf = isinstance(weights, GgufWeights)
+    return StoredBlocks(weights, config, device) if gguf else StoredWeights(weights, config, device)
 
 
 class Buffers:

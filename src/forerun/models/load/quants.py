@@ -168,9 +168,12 @@ def _mxfp4(packed: Tensor, out: Tensor) -> None:
     torch.mul(_FLOAT_STEPS.to(packed.device)[_four_bits(packed[:, 1:]).long()], bits.view(torch.float32), out=out)
 
 
+def _q5_0_codes(packed: Tensor) -> Tensor:
+    return _four_bits(packed[:, 6:]) | _fifth_bit(packed[:, 2:6])
+
+
 def _q5_0(packed: Tensor, out: Tensor) -> None:
-    codes = _four_bits(packed[:, 6:]) | _fifth_bit(packed[:, 2:6])
-    torch.mul(codes.view(torch.int8) - 16, _half(packed, 0), out=out)
+    torch.mul(_q5_0_codes(packed).view(torch.int8) - 16, _half(packed, 0), out=out)
 
 
 def _q5_1(packed: Tensor, out: Tensor) -> None:
@@ -204,18 +207,26 @@ def _q4_k(packed: Tensor, out: Tensor) -> None:
     _scale_groups(packed, _k_codes(packed[:, 16:]), out)
 
 
-def _q5_k(packed: Tensor, out: Tensor) -> None:
+def _q5_k_codes(packed: Tensor) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(1, 8, 1)
     high = ((packed[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4  # [n, 8, 32]
-    _scale_groups(packed, _k_codes(packed[:, 48:]) | high, out)
+    return _k_codes(packed[:, 48:]) | high
 
 
-def _q6_k(packed: Tensor, out: Tensor) -> None:
+def _q5_k(packed: Tensor, out: Tensor) -> None:
+    _scale_groups(packed, _q5_k_codes(packed), out)
+
+
+def _q6_k_codes(packed: Tensor) -> Tensor:
     low = torch.empty(len(packed), 2, 128, dtype=torch.uint8, device=packed.device)
     _nibbles(packed[:, :128].reshape(-1, 2, 64), low)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(1, 1, 4, 1)
     high = ((packed[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4  # [n, 2, 4, 32]
-    codes = (low.view(-1, 2, 4, 32) | high).view(torch.int8).view(-1, 16, 16) - 32
+    return (low.view(-1, 2, 4, 32) | high).view(-1, 16, 16)
+
+
+def _q6_k(packed: Tensor, out: Tensor) -> None:
+    codes = _q6_k_codes(packed).view(torch.int8) - 32
     scales = _half(packed, 208) * packed[:, 192:208].view(torch.int8)
     torch.mul(codes, scales.unsqueeze(-1), out=out.view(-1, 16, 16))
 
@@ -232,4 +243,73 @@ _UNPACKERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "MXFP4": _mxfp4,
+}
+
+
+GROUP = 16  # columns of the smallest group that a type has
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A weight [N, K] as the file has it: data * steps * scales - lows * minima, the last four for each 16 columns."""
+
+    data: Tensor  # [N, K] int16
+    steps: Tensor  # [N, K / 16] int16
+    lows: Tensor
+    scales: Tensor  # [N, K / 16] float16
+    minima: Tensor
+
+    def whole(self, aspect: str) -> Tensor:
+        """One of its parts in the shape of the weight."""
+        found: Tensor = getattr(self, aspect)
+        return found if aspect == "data" else found.repeat_interleave(GROUP, 1)
+
+    def widened(self) -> Tensor:
+        """[N, K] fp32: what `dequantize` gives."""
+        steps, lows, scales, minima = (self.whole(name).float() for name in ("steps", "lows", "scales", "minima"))
+        return self.data.float() * (steps * scales) - lows * minima
+
+
+def read_groups(blocks: Blocks, device: torch.device | str = "cpu") -> Grouped:
+    """The numbers of a matrix of a type in `GROUPED`, none of them rounded."""
+    layout = LAYOUTS[blocks.kind]
+    packed = blocks.data.to(device).view(-1, layout.bytes)
+    codes, *parts = GROUPED[layout.name](packed)
+    rows = blocks.shape[0]
+    each = layout.weights // GROUP  # groups of a block
+    wide = (part.expand(len(packed), -1) for part in parts)
+    steps, lows, scales, minima = (part.repeat_interleave(each // part.shape[1], 1).view(rows, -1) for part in wide)
+    return Grouped(codes.to(torch.int16).view(blocks.shape), steps.short(), lows.short(), scales.half(), minima.half())
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # numbers, steps, lows, scales, minima of n blocks
+
+
+def _one_scale(codes: Tensor, scales: Tensor, zero: int) -> Parts:
+    one = torch.ones(1, 1, device=codes.device)
+    return codes, one, one * zero, scales, scales
+
+
+def _two_scales(codes: Tensor, scales: Tensor, minima: Tensor) -> Parts:
+    one = torch.ones(1, 1, device=codes.device)
+    return codes, one, -one, scales, minima
+
+
+def _six_bits(packed: Tensor, codes: Tensor) -> Parts:
+    return codes, *_six_bit_scales(packed[:, 4:16]), _half(packed, 0), _half(packed, 2)
+
+
+def _signed_steps(packed: Tensor) -> Parts:
+    steps, scales = packed[:, 192:208].view(torch.int8), _half(packed, 208)
+    return _q6_k_codes(packed), steps, steps, scales, scales * 32
+
+
+GROUPED: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": lambda packed: _one_scale(_four_bits(packed[:, 2:]), _half(packed, 0), 8),
+    "Q4_1": lambda packed: _two_scales(_four_bits(packed[:, 4:]), _half(packed, 0), _half(packed, 2)),
+    "Q5_0": lambda packed: _one_scale(_q5_0_codes(packed), _half(packed, 0), 16),
+    "Q8_0": lambda packed: _one_scale(packed[:, 2:].view(torch.int8), _half(packed, 0), 0),
+    "Q4_K": lambda packed: _six_bits(packed, _k_codes(packed[:, 16:])),
+    "Q5_K": lambda packed: _six_bits(packed, _q5_k_codes(packed)),
+    "Q6_K": _signed_steps,
 }

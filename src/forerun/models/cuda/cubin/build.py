@@ -17,7 +17,9 @@ from forerun.models.cuda.cubin.wgmma_header import wgmma_header
 HERE = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ["-std=c++20", "-O3", "-fmad=false", "-cubin", "-split-compile=0", "-Xptxas", "-v"]
-_FORMATS = ("BF16", "E4M3", "INT8", "E4M3_WEIGHTS", "INT4", "INT4_ZEROS")  # as in source/product.cuh
+_FORMATS = (  # as in source/product.cuh
+    "BF16", "E4M3", "INT8", "E4M3_WEIGHTS", "INT4", "INT4_ZEROS", "INT4_MINS", "INT4_K", "BYTES_K", "INT8_GROUPS",
+)  # fmt: skip
 FILES = {  # name: format, columns of a group
     "bf16": ("BF16", 128),
     "e4m3": ("E4M3", 128),
@@ -27,6 +29,10 @@ FILES = {  # name: format, columns of a group
     "int4_32": ("INT4", 32),
     "int4_zeros_128": ("INT4_ZEROS", 128),
     "int4_zeros_32": ("INT4_ZEROS", 32),
+    "int4_mins_32": ("INT4_MINS", 32),
+    "int4_k_32": ("INT4_K", 32),
+    "bytes_k_16": ("BYTES_K", 16),
+    "int8_groups_32": ("INT8_GROUPS", 32),
 }
 
 

@@ -8,14 +8,18 @@ lie as threads hold them in registers (source/decode.cuh). Scales lie apart.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 BLOCK, STRIP, TILE = 128, 16, 8  # columns; outputs; strips of 128 outputs
-Format = Literal["bf16", "e4m3", "int8", "e4m3_weights", "int4", "int4_zeros"]
+Format = Literal[
+    "bf16", "e4m3", "int8", "e4m3_weights", "int4", "int4_zeros", "int4_mins", "int4_k", "bytes_k", "int8_groups"
+]  # fmt: skip
+_WIDENED = 1024  # rows at once: their strips are widened whole
+SIGN = 128  # what bytes of scales are larger by than what they stand for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,8 @@ class Strips:
     depth: int
     channel: Tensor | None = None  # [N] fp32: a factor of each output
     of_blocks: Tensor | None = None  # [strips, blocks] fp32: a factor of each chunk, of e4m3
-    sides: Tensor | None = None  # uint8 [blocks, strips, bytes]: scales and zero points of groups, of four bits
-    group: int = BLOCK  # columns that share a scale, of four bits
+    sides: Tensor | None = None  # uint8 [blocks, strips, bytes]: scales, zero points and minima of groups
+    group: int = BLOCK  # columns that share a scale
     half_scales: bool = False  # scales of groups are float16, not bfloat16
     gated: bool = False
 
@@ -52,20 +56,73 @@ class Strips:
         return self.data.nbytes + sum(apart)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Some of its rows, widened: of weights for rows in bf16 without groups, as LM heads are."""
-        if self.format == "bf16":
-            words = self.data.view(torch.bfloat16).view(self.blocks, -1, TILE, 8, 8, 4, 2, 2, 2)
-            # block, tile, strip, step, g, t, upper, half, odd
-            lines = words.permute(1, 2, 7, 4, 0, 3, 6, 5, 8).reshape(-1, self.blocks * BLOCK)
-            return lines[rows, : self.depth]
-        assert self.format in ("int8", "e4m3_weights")
-        assert self.channel is not None
-        parts = self.data.view(self.blocks, -1, TILE, 4, 8, 4, 2, 2, 2, 2)
-        # block, tile, strip, two steps, g, t, step, upper, odd, half
-        wide = parts.permute(1, 2, 9, 4, 0, 3, 6, 7, 5, 8).reshape(-1, self.blocks * BLOCK)
-        kind = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
-        found: Tensor = wide[rows, : self.depth].view(kind).float() * self.channel[rows, None]
-        return found
+        """Some of its rows, widened: of weights for rows in bf16, as LM heads are."""
+        found = torch.cat([self._rows(some) for some in rows.split(_WIDENED)])
+        return found if self.channel is None else found * self.channel[rows, None]
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        strips, place = rows // STRIP, torch.arange(len(rows), device=rows.device)
+        part = replace(self, data=self.data[:, strips], sides=None if self.sides is None else self.sides[:, strips])
+        return _widen(part).view(len(rows), STRIP, -1)[place, rows % STRIP, : self.depth]
+
+
+def _widen(weight: Strips) -> Tensor:
+    """[16 outputs of each strip, columns of all blocks] without the outputs' own factors; fp32, or bf16 as it is."""
+    data, blocks = weight.data, weight.blocks
+    if weight.format == "bf16":
+        words = data.view(torch.bfloat16).view(blocks, -1, 8, 8, 4, 2, 2, 2)
+        # block, strip, step, g, t, upper, half, odd
+        return words.permute(1, 6, 3, 0, 2, 5, 4, 7).reshape(-1, blocks * BLOCK)
+    assert weight.format != "e4m3"
+    if weight.format.startswith("int4"):
+        if weight.format in ("int4_mins", "int4_k"):
+            data = _turned(data, 29)
+        halves = torch.stack((data & 15, data >> 4), -1).view(blocks, -1, 2, 8, 4, 4, 2, 2, 2)
+        # block, strip, four steps, g, t, step, odd, upper, half
+        wide = halves.permute(1, 8, 3, 0, 2, 5, 7, 4, 6)
+    else:
+        parts = data.view(blocks, -1, 4, 8, 4, 2, 2, 2, 2)
+        # block, strip, two steps, g, t, step, upper, odd, half
+        wide = parts.permute(1, 8, 3, 0, 2, 5, 6, 4, 7)
+    wide = wide.reshape(-1, blocks * BLOCK)
+    if weight.format == "e4m3_weights":
+        return wide.view(torch.float8_e4m3fn).float()
+    if weight.format == "bytes_k":
+        wide = wide >> 1
+    numbers = wide.view(torch.int8).float() if weight.format in ("int8", "int8_groups") else wide.float()
+    return numbers if weight.sides is None else _scaled(numbers, weight, weight.sides)
+
+
+def _scaled(numbers: Tensor, weight: Strips, sides: Tensor) -> Tensor:
+    """Numbers times the scales of their groups, less zero points or minima."""
+    count, blocks = BLOCK // weight.group, weight.blocks
+    kind = torch.float16 if weight.half_scales else torch.bfloat16
+
+    def by_column(values: Tensor) -> Tensor:
+        """[block, strip, groups, g, half] -> [outputs, columns]."""
+        table = values.permute(1, 4, 3, 0, 2).reshape(-1, blocks * values.shape[2])
+        return table.float().repeat_interleave(BLOCK // values.shape[2], 1)
+
+    words = sides.view(blocks, -1, sides.shape[2] // 32, 32)
+    if weight.format in ("int4_k", "bytes_k"):
+        of_groups = words[:, :, :count].reshape(blocks, -1, count, 8, 2, 2).float() - SIGN
+        of_blocks = words[:, :, count:].contiguous().view(torch.float16).view(blocks, -1, 2, 8, 2)
+        scales, minima = (by_column(of_groups[..., i, :]) * by_column(of_blocks[:, :, i : i + 1]) for i in range(2))
+        return numbers * scales - minima
+    tables = words.contiguous().view(kind).view(blocks, -1, words.shape[2] // count, count, 8, 2)
+    scales = by_column(tables[:, :, 0])
+    if weight.format == "int4_mins":
+        return numbers * scales - by_column(tables[:, :, 1])
+    if weight.format == "int4_zeros":
+        less = words.contiguous().view(torch.bfloat16).view(tables.shape)[:, :, 1]
+        return (numbers + by_column(less) + SIGN) * scales
+    return (numbers - (8 if weight.format == "int4" else 0)) * scales
+
+
+def _turned(data: Tensor, by: int) -> Tensor:
+    """Words of 32 bits turned left."""
+    words = data.contiguous().view(torch.int32)
+    return ((words << by) | ((words >> (32 - by)) & ((1 << by) - 1))).view(torch.uint8)
 
 
 def pair_gates(gate_up: Tensor) -> Tensor:
@@ -162,17 +219,51 @@ def pack_bytes(weight: Tensor, channel: Tensor) -> Strips:
     return Strips(kind, _by_block(_byte_fragments(weight.view(torch.uint8))), weight.shape[0], weight.shape[1], channel)
 
 
-def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Strips:
-    """Numbers 0..15 [N, K], scales [N, K / group] and zero points of the same shape (else 8)."""
+def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None, minima: Tensor | None = None) -> Strips:
+    """Numbers 0..15 [N, K], scales [N, K / group], and zero points (else 8) or minima of the same shape."""
     group = weight.shape[1] // scales.shape[1]
     assert group in (32, 64, 128)
     assert scales.dtype in (torch.bfloat16, torch.float16)
     data = _nibble_fragments(_padded(weight.to(torch.uint8), BLOCK, BLOCK, 8))
     sides = [_of_outputs(scales, group)]
+    kind: Format = "int4"
     if zeros is not None:
-        sides.append(_of_outputs(-(128 + zeros.float()).to(torch.bfloat16), group))
+        kind = "int4_zeros"
+        sides.append(_of_outputs(-(SIGN + zeros.float()).to(torch.bfloat16), group))
+    elif minima is not None:
+        assert group == 32
+        assert minima.dtype == scales.dtype
+        kind, data = "int4_mins", _turned(data, 3)
+        sides.append(_of_outputs(minima, group))
     half = scales.dtype == torch.float16
-    kind: Format = "int4" if zeros is None else "int4_zeros"
     return Strips(
-        kind, _by_block(data), weight.shape[0], weight.shape[1], None, None, _by_block(torch.cat(sides, 3)), group, half
+        kind, _by_block(data), *weight.shape, sides=_by_block(torch.cat(sides, 3)), group=group, half_scales=half
     )
+
+
+def pack_int8_groups(weight: Tensor, scales: Tensor) -> Strips:
+    """int8 [N, K] and scales [N, K / 32]."""
+    data, half = _byte_fragments(weight.view(torch.uint8)), scales.dtype == torch.float16
+    sides = _by_block(_of_outputs(scales, 32))
+    return Strips("int8_groups", _by_block(data), *weight.shape, sides=sides, group=32, half_scales=half)
+
+
+def pack_k(weight: Tensor, steps: Tensor, lows: Tensor, scales: Tensor, minima: Tensor) -> Strips:
+    """Numbers [N, K] that stand for number * step * scale - low * minimum.
+
+    Steps and lows are of one byte, for each 32 columns where numbers are of four bits, for each 16 where they are of
+    six; scales and minima are float16, for each 128 columns.
+    """
+    group = weight.shape[1] // steps.shape[1]
+    assert group in (16, 32)
+    assert scales.dtype == minima.dtype == torch.float16
+    numbers = weight.to(torch.uint8)
+    data = _turned(_nibble_fragments(numbers), 3) if group == 32 else _byte_fragments(numbers << 1)
+    of_groups = [
+        _of_outputs((values + SIGN).to(torch.uint8), group).unflatten(3, (-1, 8, 2)) for values in (steps, lows)
+    ]
+    sides = [torch.stack(of_groups, -2).flatten(3), _of_outputs(scales, BLOCK), _of_outputs(minima, BLOCK)]
+    return Strips(
+        "int4_k" if group == 32 else "bytes_k", _by_block(data), *weight.shape,
+        sides=_by_block(torch.cat(sides, 3)), group=group, half_scales=True,
+    )  # fmt: skip

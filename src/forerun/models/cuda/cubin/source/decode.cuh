@@ -39,3 +39,13 @@ template <int SHIFT>
 __device__ __forceinline__ uint32_t int4_pair(uint32_t word, uint32_t zero) {
     return fma_pair(lop3<AND_OR>(word >> SHIFT, 0x000F000F, 0x43004300), ONES, zero);
 }
+
+// The same as 16 more than they are, for groups whose sum of columns is known: four bits of each half at bits 3 to 6 of the
+// word turned right by SHIFT.
+template <int SHIFT>
+__device__ __forceinline__ uint32_t offset_int4_pair(uint32_t word) {
+    return lop3<AND_OR>(__funnelshift_r(word, word, SHIFT), 0x00780078, 0x41804180);
+}
+
+// the bytes 0 and 2, which hold numbers up to 63 times two, as 64 more than they are
+__device__ __forceinline__ uint32_t offset_byte_pair(uint32_t word) { return lop3<AND_OR>(word, 0x007E007E, 0x42804280); }

@@ -10,8 +10,8 @@ constexpr bool LYING = KIND == E4M3;
     }
 
 // few rows: weights are read by single warps, two strips each, so that one's instructions fill the waits of the other's
-KERNEL(8, 8, 2, !LYING, 2)
-KERNEL(16, 16, 2, !LYING, 2)
+KERNEL(8, 8, 2, !LYING, KIND_CODE < 6 ? 2 : 1)
+KERNEL(16, 16, 2, !LYING, KIND_CODE < 6 ? 2 : 1)
 KERNEL(32, 32, 2, !LYING, 1)
 #if KIND_CODE == 1
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)

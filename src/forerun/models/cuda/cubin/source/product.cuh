@@ -15,14 +15,25 @@
 #include "decode.cuh"
 #include "tensor_cores.cuh"
 
-enum Format { BF16 = 0, E4M3 = 1, INT8 = 2, E4M3_WEIGHTS = 3, INT4 = 4, INT4_ZEROS = 5 };
+enum Format {
+    BF16 = 0,
+    E4M3 = 1,
+    INT8 = 2,
+    E4M3_WEIGHTS = 3,
+    INT4 = 4,
+    INT4_ZEROS = 5,
+    INT4_MINS = 6,    // GGUF's Q4_1: a scale and a minimum of each group, in 16 bits
+    INT4_K = 7,       // GGUF's Q4_K: both are bytes times two numbers of a block
+    BYTES_K = 8,      // the same with numbers up to 63 in a byte each: Q5_K, Q6_K, and outputs of several K types
+    INT8_GROUPS = 9,  // GGUF's Q8_0
+};
 enum Mode { SUMS = 0, GATED = 1 };
 
 constexpr int STRIP = 16, BLOCK = 128;  // outputs; columns
 
 struct Args {
     const uint8_t *weights;    // [blocks, pitch, chunk bytes]
-    const uint8_t *sides;      // four bits: [blocks, pitch, side bytes] scales and zero points of groups
+    const uint8_t *sides;      // [blocks, pitch, side bytes] scales, zero points and minima of groups
     const float *of_blocks;    // E4M3: [strips, blocks] a factor of each chunk, or null
     const float *channel;      // [outputs] a factor of each output, or null
     const double *squares;     // [rows, square_stride] sums of squares of the pieces of each row: its norm; or null
@@ -44,10 +55,15 @@ struct Kernel {
     // registers are moved from the warps that copy to those that multiply
     static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
     static constexpr int threads = WARPS * 32 + (many ? 128 : 64);
-    static constexpr bool four_bits = FORMAT == INT4 || FORMAT == INT4_ZEROS;
+    static constexpr bool four_bits = FORMAT >= INT4 && FORMAT <= INT4_K;
+    static constexpr bool grouped = FORMAT >= INT4;  // groups of columns have scales
+    static constexpr bool products = FORMAT == INT4_K || FORMAT == BYTES_K;  // scales are bytes times a block's number
+    static constexpr bool mins = FORMAT == INT4_MINS || products;
+    static constexpr float offset = four_bits ? 16.0f : 64.0f;  // that numbers of groups with minima come with
     static constexpr bool lying = FORMAT == E4M3;  // tensor cores read weights as they lie
-    static constexpr int groups = four_bits ? BLOCK / GROUP : 1;  // of columns, in a block
-    static constexpr int sides = four_bits ? groups * (FORMAT == INT4_ZEROS ? 2 : 1) : 0;  // of 32 bytes
+    static constexpr int groups = grouped ? BLOCK / GROUP : 1;  // of columns, in a block
+    static constexpr int of_group = FORMAT == INT4_ZEROS || FORMAT == INT4_MINS ? 2 : 1;
+    static constexpr int sides = grouped ? groups * of_group + (products ? 2 : 0) : 0;  // of 32 bytes
     static constexpr int weight_bytes = FORMAT == BF16 ? 4096 : four_bits ? 1024 : 2048;
     static constexpr int chunk = weight_bytes, side_chunk = sides * 32;  // bytes
     static constexpr int raws = weight_bytes / 512;  // 16 bytes of a thread each
@@ -202,6 +218,12 @@ __device__ __forceinline__ float2 two_scales(uint32_t pair, int half) {
     return found;
 }
 
+// A byte of a word, from -128 to 127 in the offset notation, times a number: exact. `less`: the number times -(2^15 + 128).
+template <int BYTE>
+__device__ __forceinline__ float byte_times(uint32_t word, float number, float less) {
+    return __fmaf_rn(__uint_as_float(__byte_perm(word, 0x47000000, 0x7404 | BYTE << 4)), number, less);
+}
+
 // What a thread has read of a chunk: its weights, and the scales and zero points of its two outputs.
 template <class K>
 struct Held {
@@ -216,9 +238,39 @@ struct Held {
 #pragma unroll
         for (int i = 0; i < K::sides; i++) side[i] = load_4(sides + lane / 4 * 4 + i * 32);
     }
+    // what the sums of a group are multiplied by
+    __device__ __forceinline__ float2 scale(int group, int half) const {
+        if constexpr (K::products) {
+            const float2 of_block = two_scales(side[K::groups], 1);
+            return make_float2(byte_times<0>(side[group], of_block.x, __fmul_rn(of_block.x, -32896.0f)),
+                               byte_times<1>(side[group], of_block.y, __fmul_rn(of_block.y, -32896.0f)));
+        } else {
+            return two_scales(side[group], half);
+        }
+    }
+    // what the sum of the group's columns of a row is multiplied by: its minimum, and what numbers are larger by
+    __device__ __forceinline__ float2 low(int group, int half) const {
+        float2 least;
+        if constexpr (K::products) {
+            const float2 of_block = two_scales(side[K::groups + 1], 1);
+            least = make_float2(byte_times<2>(side[group], of_block.x, __fmul_rn(of_block.x, -32896.0f)),
+                                byte_times<3>(side[group], of_block.y, __fmul_rn(of_block.y, -32896.0f)));
+        } else {
+            least = two_scales(side[K::groups + group], half);
+        }
+        const float2 by = scale(group, half);
+        return make_float2(__fmaf_rn(by.x, -K::offset, -least.x), __fmaf_rn(by.y, -K::offset, -least.y));
+    }
     // the registers of a step of 16 columns
     __device__ __forceinline__ void decode(uint32_t (&a)[4], int step) const {
-        if constexpr (K::four_bits) {
+        if constexpr (K::four_bits && K::mins) {
+            const uint4 four = raw[step / 4];
+            const uint32_t word = step % 4 == 0 ? four.x : step % 4 == 1 ? four.y : step % 4 == 2 ? four.z : four.w;
+            a[0] = offset_int4_pair<0>(word);
+            a[1] = offset_int4_pair<4>(word);
+            a[2] = offset_int4_pair<8>(word);
+            a[3] = offset_int4_pair<12>(word);
+        } else if constexpr (K::four_bits) {
             uint32_t zero0 = 0xC308C308, zero1 = 0xC308C308;  // -(128 + 8)
             if constexpr (K::FORMAT == INT4_ZEROS) {
                 const uint32_t both = side[K::groups + step * K::groups / 8];
@@ -239,7 +291,12 @@ struct Held {
         } else {
             const uint4 four = raw[step / 2];
             const uint32_t low = step % 2 ? four.z : four.x, high = step % 2 ? four.w : four.y;
-            if constexpr (K::FORMAT == INT8) {
+            if constexpr (K::mins) {
+                a[0] = offset_byte_pair(low);
+                a[1] = offset_byte_pair(low >> 8);
+                a[2] = offset_byte_pair(high);
+                a[3] = offset_byte_pair(high >> 8);
+            } else if constexpr (K::FORMAT == INT8 || K::FORMAT == INT8_GROUPS) {
                 a[0] = int8_pair(low);
                 a[1] = int8_pair(low >> 8);
                 a[2] = int8_pair(high);
@@ -289,7 +346,7 @@ __device__ __forceinline__ void release(uint32_t empty) {
 // What a thread has read of a block: of COUNT strips, and of the rows.
 template <class K, int COUNT>
 struct Operands {
-    static constexpr int tiles = K::ROWS / 8, pairs = 4 / K::groups;
+    static constexpr int tiles = K::ROWS / 8;
     Held<K> held[COUNT];
     uint32_t b[4][tiles][4];
     uint32_t rows, empty;
@@ -325,6 +382,17 @@ struct Operands {
     }
 };
 
+// The sums of the columns themselves, as tensor cores make them where there are more rows.
+template <class K, int COUNT>
+__device__ __forceinline__ void sum_group(float (&into)[K::regs], const Operands<K, COUNT> &operands, int group) {
+    const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+    for (int step = group * (8 / K::groups); step < (group + 1) * (8 / K::groups); step++)
+#pragma unroll
+        for (int j = 0; j < K::ROWS / 8; j++)
+            mma_bf16(&into[j * 4], ones, operands.b[step / 2][j][step % 2 * 2], operands.b[step / 2][j][step % 2 * 2 + 1]);
+}
+
 template <class K, int COUNT>
 __device__ __forceinline__ void clear(float (&sums)[COUNT][K::regs]) {
 #pragma unroll
@@ -350,16 +418,28 @@ struct Pending {
         clear<K, COUNT>(acc);
         operands.multiply_group(acc, group);
 #pragma unroll
-        for (int s = 0; s < COUNT; s++) scale[s] = two_scales(operands.held[s].side[group], half);
+        for (int s = 0; s < COUNT; s++) scale[s] = operands.held[s].scale(group, half);
     }
 };
+
+// Add what the minima of a group give: before its numbers, as `HeldUnits` does.
+template <class K, int COUNT>
+__device__ __forceinline__ void add_minima(float (&sums)[K::STRIPS][K::regs], const Operands<K, COUNT> &operands, int group,
+                                           int half) {
+    float columns[K::regs];
+#pragma unroll
+    for (int i = 0; i < K::regs; i++) columns[i] = 0.0f;
+    sum_group<K, COUNT>(columns, operands, group);
+#pragma unroll
+    for (int s = 0; s < COUNT; s++) add_group<K>(sums[s], columns, operands.held[s].low(group, half));
+}
 
 // COUNT strips of a warp over `blocks` blocks, by instructions of single warps: for few rows. A thread has outputs g and
 // g + 8 of a strip (g = lane / 4) of rows 8j + 2t and the next (t = lane % 4). Sums start at zero. Few rows leave registers
 // to read weights of four bits a block ahead, which memory delivers faster than a warp would have read and decoded them.
 template <class K, int COUNT>
 __device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::regs], int blocks, Ring<K> &ring, int half) {
-    if constexpr (!K::four_bits) {
+    if constexpr (!K::grouped) {
         for (int block = 0; block < blocks; block++, ring.advance()) {
             Operands<K, COUNT> now;
             barrier_wait(ring.full, ring.parity);
@@ -377,6 +457,7 @@ __device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::reg
 #pragma unroll
             for (int group = 0; group < K::groups; group++) {
                 Pending<K, COUNT> pending;
+                if constexpr (K::mins) add_minima<K, COUNT>(sums, now, group, half);
                 pending.begin(now, group, half);
                 pending.settle(sums);
             }
@@ -414,11 +495,12 @@ __device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::reg
 }
 
 // The same by instructions of four warps, whose weights go through registers. These instructions run on while the next
-// weights are decoded; a unit is what has one scale: a strip's group, or all of its columns in a block.
+// weights are decoded; a unit is what has one scale: a strip's group, or all of its columns in a block. Where groups have
+// minima, every other unit sums the group's columns.
 template <class K>
 struct HeldUnits {
     static constexpr int steps = 8 / K::groups, at_once = steps < 4 ? steps : 4, halves = steps / at_once;
-    static constexpr int units = K::STRIPS * K::groups;
+    static constexpr int of_group = K::mins ? 2 : 1, of_strip = K::groups * of_group, units = K::STRIPS * of_strip;
     float (&sums)[K::STRIPS][K::regs];
     const int half;
     float acc[2][K::regs];
@@ -430,7 +512,7 @@ struct HeldUnits {
 
     template <int PARITY, int STRIP_INDEX>
     __device__ __forceinline__ void settle() {
-        if constexpr (K::four_bits) {
+        if constexpr (K::grouped) {
             hold(acc[PARITY]);
             add_group<K>(sums[STRIP_INDEX], acc[PARITY], scale);
         }
@@ -449,31 +531,36 @@ struct HeldUnits {
     }
     template <int PARITY, int UNIT>
     __device__ __forceinline__ void unit(Held<K> &held, const Ring<K> &ring, uint32_t right, bool first_block) {
-        constexpr int strip = UNIT / K::groups, group = UNIT % K::groups, parity = (PARITY + UNIT) % 2;
-        if constexpr (group == 0) held.read(ring, threadIdx.x / 32 + strip * K::WARPS);
-        float(&into)[K::regs] = one_of<K::four_bits>(acc[parity], sums[strip]);
+        constexpr int strip = UNIT / of_strip, group = UNIT % of_strip / of_group, parity = (PARITY + UNIT) % 2;
+        constexpr bool columns = K::mins && UNIT % of_group == 0;  // a unit that sums columns
+        if constexpr (UNIT % of_strip == 0) held.read(ring, threadIdx.x / 32 + strip * K::WARPS);
+        float(&into)[K::regs] = one_of<K::grouped>(acc[parity], sums[strip]);
 #pragma unroll
         for (int first = 0; first < steps; first += at_once) {
             const int which = (UNIT * halves + first / at_once) % 2;
 #pragma unroll
-            for (int i = 0; i < at_once; i++) held.decode(a[which][i], group * steps + first + i);
+            for (int i = 0; i < at_once; i++) {
+                if constexpr (columns) a[which][i][0] = a[which][i][1] = a[which][i][2] = a[which][i][3] = ONES;
+                else held.decode(a[which][i], group * steps + first + i);
+            }
             wgmma_begin();
 #pragma unroll
             for (int i = 0; i < at_once; i++) {
                 const int step = group * steps + first + i;
-                const int add = K::four_bits ? first + i > 0 : !first_block || step > 0;
+                const int add = K::grouped ? first + i > 0 : !first_block || step > 0;
                 wgmma_bf16_registers<K::ROWS>(into, a[which][i], right + (step / 4) * (K::ROWS * 8) + step % 4 * 2, add);
             }
             wgmma_commit();
             wgmma_wait<1>();
             if (first == 0) {
                 if constexpr (UNIT > 0) {
-                    settle<1 - parity, (UNIT - 1) / K::groups>();
+                    settle<1 - parity, (UNIT - 1) / of_strip>();
                 } else if (!first_block) {
                     settle<1 - parity, K::STRIPS - 1>();
                     release(empty);
                 }
-                if constexpr (K::four_bits) scale = two_scales(held.side[group], half);
+                if constexpr (columns) scale = held.low(group, half);
+                else if constexpr (K::grouped) scale = held.scale(group, half);
             }
         }
     }
