@@ -5,6 +5,7 @@ Compiling needs Triton but no GPU: where there is none, a driver that only count
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.models.cuda.network import one_of_each_kind
 from forerun.models.cuda.steps import compiling
-from forerun.models.cuda.steps.compiling import compile_together
+from forerun.models.cuda.steps.compiling import begin_compiling, compile_together
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
 
@@ -166,6 +167,57 @@ def test_kernels_are_compiled_where_a_process_dies(
     assert offline.compiled == {"compile": 1}
     assert offline.from_disk == 0
     assert "without a process of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "module", ["forerun.drafters.device.kernels", "forerun.verify.kernels", "forerun.models.cuda.kernels.linear"]
+)
+def test_a_process_compiles_without_torch(module: str) -> None:
+    """Importing it takes four seconds of every process, and ending it half of one."""
+    need_compiler()
+    asked = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", asked], check=True)
+
+
+def test_the_processes_end_when_their_kernels_are_compiled(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[compiling.Worker]()
+
+    class Noted(compiling.Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    monkeypatch.setattr(compiling, "Worker", Noted)
+    compile_together(lambda: offline.launch(64))
+    assert [worker._process.wait(30) for worker in started] == [0]
+
+
+def test_what_is_compiled_beside_texts_is_found_by_launches_at_the_end(offline: Offline) -> None:
+    begun = begin_compiling(lambda: offline.launch(64))
+    assert begun is not None
+    offline.launch(128, programs=2)  # a text goes on
+    begun.finish()
+    assert begun.is_done
+    assert offline.compiled == {"compile": 1, "MainThread": 1}
+    offline.launch(64, programs=3)
+    assert offline.compiled == {"compile": 1, "MainThread": 1}
+    assert offline.launched == [2, 3]
+
+
+def test_a_program_may_end_while_kernels_are_compiled(tmp_path: Path) -> None:
+    need_compiler()
+    program = """
+import sys, time
+from concurrent.futures import Future
+from forerun.models.cuda.steps import compiling
+compiling.job_of = lambda compile_kernel: "a job"
+class Worker:
+    def compile(self, job): time.sleep(600)
+compiling.Worker = Worker
+pool = compiling._Pool(2)
+for _ in range(3): pool.submit(lambda: None)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_kernels_that_were_compiled_before_are_not_launched_either(offline: Offline) -> None:

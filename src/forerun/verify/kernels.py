@@ -10,7 +10,6 @@ float become zero here; their tokens are never drawn.)
 # mypy: ignore-errors
 # The bodies are Triton's language, not Python: types and operators mean something else there.
 
-import torch
 import triton
 import triton.language as tl
 
@@ -24,6 +23,8 @@ def coupled_by_kernels(logits, positions, table, coupled: int):
 
     `coupled` is the rule of sequences that share noise; others are greedy.
     """
+    import torch  # not above: processes that compile kernels import this file, and start sooner without
+
     trees, nodes, vocab = logits.shape
     chunks, count, device = triton.cdiv(vocab, CHUNK), trees * nodes, logits.device
     peaks, leasts = (torch.empty(count, chunks, device=device) for _ in range(2))

@@ -17,6 +17,8 @@ from hashlib import sha256
 from importlib import import_module
 from typing import IO, Any, cast
 
+LONGEST = 60.0  # seconds that a process may take to end
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -86,7 +88,12 @@ class Worker:
         out.readline()
 
     def close(self) -> None:
-        self._process.communicate()  # ends what it reads, and waits for it
+        """Let it end, by force where that takes too long. It ends likewise when this process does."""
+        try:
+            self._process.communicate(timeout=LONGEST)  # ends what it reads
+        except (subprocess.TimeoutExpired, OSError):
+            self._process.kill()
+            self._process.wait()
 
 
 def main() -> None:

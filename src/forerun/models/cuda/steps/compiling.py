@@ -15,10 +15,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib import import_module
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -42,53 +43,97 @@ def compile_together(work: Callable[[], None]) -> None:
     Does nothing, not even `work`, where Triton is missing or cannot do this. A kernel that cannot be compiled is
     compiled again when it is launched, which then says why.
     """
+    if begun := begin_compiling(work):
+        begun.finish()
+
+
+def begin_compiling(work: Callable[[], None]) -> Compiling | None:
+    """The same without waiting for the kernels; None = there is nothing to wait for."""
     threads = _thread_count()
     if not threads:
-        return
-    started, pool = perf_counter(), _Pool(threads)
+        return None
+    pool = _Pool(threads)
     mode = import_module(_ASYNC).AsyncCompileMode(pool)
+    begun = Compiling(mode, pool)
     try:
         with _alone, _launching_nothing(mode):
             work()
-        kernels = list(mode.future_kernels.values())
+    except Exception as error:  # of another Triton, or one that a launch raises too
+        log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+        pool.drop()
+        begun.finish()
+        return None
+    return begun
+
+
+class Compiling:
+    """Kernels that are being compiled. A launch that needs one of them meanwhile compiles it again."""
+
+    def __init__(self, mode: Any, pool: _Pool) -> None:
+        self._mode, self._pool, self._started = mode, pool, perf_counter()
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._mode.raw_futures)
+
+    def finish(self) -> None:
+        """Wait for all kernels, and put them where launches look for them. The processes end meanwhile."""
+        kernels = list(self._mode.future_kernels.values())
         for i, kernel in enumerate(kernels):
             progress.info("compiling kernels: %d of %d", i + 1, len(kernels))
             kernel.result(ignore_errors=True)
-        log.info("compiled %d kernels in %.1f s", len(kernels), perf_counter() - started)
-    except Exception as error:  # of another Triton, or one that a launch raises too
-        log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
-    finally:
-        pool.close()
+        self._pool.close()
+        log.info("compiled %d kernels in %.1f s", len(kernels), perf_counter() - self._started)
 
 
 class _Pool:
-    """An executor for Triton: threads that wait for processes of their own."""
+    """An executor for Triton: threads that wait for processes of their own. Neither keeps a program from ending."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._workers = ThreadPoolExecutor(threads, "compile"), dict[int, Worker]()  # by thread
+        self._most, self._threads = threads, list[threading.Thread]()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
-        return self._threads.submit(self._compile, compile_kernel)
+        found = Future[Any]()
+        self._jobs.put((found, compile_kernel))
+        if len(self._threads) < self._most:
+            thread = threading.Thread(target=self._work, name=f"compile_{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return found
 
-    def _compile(self, compile_kernel: Callable[[], Any]) -> Any:
+    def _work(self) -> None:
+        workers = list[Worker]()  # one, once there is something to compile
+        while (job := self._jobs.get()) is not None:
+            future, compile_kernel = job
+            try:
+                future.set_result(self._compile(compile_kernel, workers))
+            except BaseException as error:
+                future.set_exception(error)
+        for worker in workers:
+            worker.close()
+
+    def _compile(self, compile_kernel: Callable[[], Any], workers: list[Worker]) -> Any:
         """By the thread's process, and then from disk; without it where it fails."""
         try:
             if job := job_of(compile_kernel):
-                self._worker().compile(job)
+                if not workers:
+                    workers.append(Worker())
+                workers[0].compile(job)
         except Exception as error:
             log.warning("a kernel is compiled without a process of its own: %s: %s", type(error).__name__, error)
         return compile_kernel()
 
-    def _worker(self) -> Worker:
-        thread = threading.get_ident()
-        if thread not in self._workers:
-            self._workers[thread] = Worker()
-        return self._workers[thread]
+    def drop(self) -> None:
+        """Compile nothing that has not begun."""
+        with suppress(Empty):
+            while job := self._jobs.get_nowait():
+                job[0].set_exception(RuntimeError("it is not wanted any more"))
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers.values():
-            worker.close()
+        """Let threads and processes end, once there is nothing left to compile."""
+        for _ in self._threads:
+            self._jobs.put(None)
 
 
 def _thread_count() -> int:
