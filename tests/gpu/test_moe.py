@@ -53,6 +53,11 @@ SHAPES: dict[str, dict[str, Any]] = {
             "rope_theta": 150.0,
         },
     },
+    "z-glm4_moe": {
+        "model_type": "glm4_moe", "n_routed_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "use_qk_norm": True,
+        "attention_bias": True, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+    },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,
         "intermediate_size": 4352, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
@@ -76,6 +81,9 @@ def make_reference(name: str) -> Any:
                 weight.mul_(4.0)  # routings that are no near-ties
             if "norm" in key:
                 weight.add_(1.0)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -236,8 +244,13 @@ def _where() -> torch.device:
 
 
 @pytest.mark.parametrize(("experts", "each", "rows"), [(5, 2, 1), (24, 4, 7), (24, 4, 33), (3, 3, 70)])
-@pytest.mark.parametrize(("renormalise", "biased"), [(True, False), (False, False), (True, True)])
-def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, biased: bool) -> None:
+@pytest.mark.parametrize(
+    ("renormalise", "biased", "sigmoid"),
+    [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (False, False, True)],
+)
+def test_routing_kernels(
+    experts: int, each: int, rows: int, renormalise: bool, biased: bool, sigmoid: bool
+) -> None:
     device, width = _where(), 48
     from forerun.models.cuda.kernels import experts as kernels
 
@@ -256,15 +269,17 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, 
         x, norm, router, before, bias, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width,
         UP=64, EB=4, BIASES=biased,
     )  # fmt: skip
+    correction, scale = torch.randn(experts, device=device), 1.7 if sigmoid else 1.0
     kernels.pick[(rows,)](
-        logits, slots, picked, weights, gates, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
-        EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SHARED=True,
+        logits, slots, correction, picked, weights, gates, scale, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
+        EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SIGMOID=sigmoid, SHARED=True,
     )  # fmt: skip
     kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
     wanted = torch.nn.functional.rms_norm(x + before if biased else x, (width,), norm, 1e-5)
     torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
-    moe = MoeConfig(experts, each, 1, renormalise, None)
-    law, chosen = route(wanted, router[:experts], moe, bias[:experts] if biased else None)
+    moe = MoeConfig(experts, each, 1, renormalise, None, sigmoid=sigmoid, scale=scale)
+    own = bias[:experts] if biased else None
+    law, chosen = route(wanted, router[:experts], moe, own, correction if sigmoid else None)
     for m in range(rows):
         found = dict(zip(picked.view(rows, each)[m].tolist(), weights.view(rows, each)[m].tolist(), strict=True))
         if int(slots[m]) < 0:
@@ -373,7 +388,7 @@ def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "z-glm4_moe"])
 def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     """All launches of a layer with experts, padding included."""
     device = _where()
@@ -386,21 +401,22 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     run.slots[:] = torch.tensor([4, 9, -1, 0, 7, -1], dtype=torch.int32)
     steps = make_steps("torch", model, buffers, plain.kv.data)
     start = torch.randn(rows, model.config.width, generator=torch.Generator().manual_seed(2)).to(device)
-    layer, eps = model.layers[0], model.config.norm_eps
+    index = model.config.sparse.index(True)
+    layer, eps = model.layers[index], model.config.norm_eps
     assert layer.experts is not None
     buffers.x[:rows] = start
-    steps.gate(run, 0)
-    steps.leave_mlp(run, 0)
+    steps.gate(run, index)
+    steps.leave_mlp(run, index)
     wanted = buffers.x[:rows].clone()
     room, x = ExpertBuffers(model), start.clone()
     squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
     left = Left(
         torch.zeros(rows, x.shape[1], dtype=dtype, device=device), squares, squares.new_zeros(rows).float(), tile
     )
-    room.enter(run, x, layer.mlp_norm, layer.experts, eps, 0)
-    room.leave(run, x, model.next_norm(0), layer.experts, eps, left, 0)
+    room.enter(run, x, layer.mlp_norm, layer.experts, eps, index)
+    room.leave(run, x, model.next_norm(index), layer.experts, eps, left, index)
     assert room.active_experts() == steps.active_experts()
-    assert room.active_experts()[0] > 2
+    assert room.active_experts()[index] > 2
     most = 1e-4 if INTERPRETED else 0.1
     torch.testing.assert_close(x, wanted, atol=most, rtol=most)
     assert torch.equal(x[2], start[2])  # padding stays

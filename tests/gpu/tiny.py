@@ -91,6 +91,22 @@ SHAPES["with-large-gemma3"] = {
 # for contexts of several thousand tokens
 SHAPES["xl-context"] = {**SHAPES["wide-heads"], "num_attention_heads": 8, "num_key_value_heads": 2}
 SHAPES["xl-context"] |= {"max_position_embeddings": 8192}
+# norms behind each part alone, of all heads together, a rope by layer; scaled residuals and logits
+_OLMO3 = {"sliding_window": 9, "rope_parameters": {
+    "full_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}}  # fmt: skip
+SHAPES["z-olmo2"] = {"model_type": "olmo2"}
+SHAPES["z-olmo3"] = {"model_type": "olmo3", **_OLMO3, "num_hidden_layers": 4, "head_dim": 32}
+SHAPES["z-granite"] = {
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+SHAPES["z-large-olmo2"] = {**SHAPES["large"], "model_type": "olmo2", "num_key_value_heads": 12}
+SHAPES["z-large-granite"] = {**SHAPES["large"], **SHAPES["z-granite"]}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = (
     "xl-context",
@@ -102,6 +118,8 @@ WIDE = (
     "wide-qwen3",
     "with-large-gemma2",
     "with-large-gemma3",
+    "z-large-olmo2",
+    "z-large-granite",
 )
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]

@@ -32,6 +32,7 @@ from forerun.models.cuda.weights import (
     pack_strips,
     stack_experts,
 )
+from forerun.models.families import BEFORE
 from forerun.models.layers import Experts
 from forerun.models.load.quantized.layouts import Numbers
 from forerun.models.load.weights import GgufWeights
@@ -51,7 +52,9 @@ _HAS = {
     "sliding windows",
     "soft caps of attention scores",
 }
-_HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks"}
+_HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
+_HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
+_HAS |= {"layers without a norm before attention", "scaled logits"}
 
 
 def check_supported(config: DecoderConfig) -> None:
@@ -66,8 +69,8 @@ def reason_against(config: DecoderConfig) -> str:
     widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
     if lacking := [name for name in config.features if name not in _HAS]:
         reason = f"it has no kernels for {lacking[0]}"
-    elif moe is not None and (config.activation != "silu" or config.norms.after_attention is not None):
-        reason = "its experts have GeGLU or norms behind them"
+    elif moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
+        reason = "its experts have GeGLU, other norms than one before them, or scaled residuals"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     elif any(width % 16 for width in widths):
@@ -79,7 +82,7 @@ def reason_against(config: DecoderConfig) -> str:
 class Layer:
     """One layer; rows of `gate_up` are gate and up interleaved, so that a tile holds both of a unit."""
 
-    attention_norm: Tensor  # [D]
+    attention_norm: Tensor  # [D]; ones where rows enter as they are
     qkv: Weight  # [(H + 2 Hkv) Dh, D]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [H + Hkv, Dh]
@@ -169,15 +172,14 @@ class Model:
             raise UnsupportedModel(
                 "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
             )
-        assert block.attention_norm is not None
-        assert block.mlp_norm is not None  # `check_supported` has seen to it
+        ones = torch.ones(self.config.width, dtype=self.dtype, device=self.device)
         return Layer(
-            attention_norm=block.attention_norm,
+            attention_norm=ones if block.attention_norm is None else block.attention_norm,
             qkv=self._pack(block.qkv, "layer", stored.get("qkv")),
             qkv_bias=block.qkv_bias,
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
             o=self._pack(block.o, "layer", stored.get("o")),
-            mlp_norm=block.mlp_norm,
+            mlp_norm=ones if block.mlp_norm is None else block.mlp_norm,
             gate_up=gate_up,
             down=down,
             rope=rope,

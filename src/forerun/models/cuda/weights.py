@@ -105,12 +105,13 @@ def whole(rows: Tensor) -> Tensor:
 class ExpertWeights:
     """One layer's experts; rows of `gate_up` are gate and up in turn, as in dense layers."""
 
-    router: Tensor  # [E, D], or [E + 1, D]: the last row opens the shared expert
+    router: Tensor  # [E, D], or [E + 1, D]: the last row opens the shared expert, which else is always open
     gate_up: Weight  # [E 2I, D] expert after expert
     down: Weight  # [E D, I]
     shared_gate_up: Weight | None  # [2S, D]
     shared_down: Weight | None  # [D, S]
     biases: ExpertBiases | None = None
+    correction: Tensor | None = None  # [E] fp32, added to the scores for the choice only
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def stack_experts(experts: Experts, config: MoeConfig, kind: WeightKind, before:
         shared_gate_up=None if shared is None else pack(interleaved(shared.gate_up), kind),
         shared_down=None if shared is None else pack(shared.down, kind),
         biases=_stack_biases(experts, before) if config.biases else None,
+        correction=experts.correction,
     )
 
 

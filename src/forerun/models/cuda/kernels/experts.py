@@ -40,23 +40,35 @@ def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.conste
 
 
 @triton.jit
-def pick(logits, slots, picked, weights, gates, E: tl.constexpr, E_UP: tl.constexpr, OUTPUTS_UP: tl.constexpr,
-         EACH: tl.constexpr, EACH_UP: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-    """The likeliest experts of one row, the first on a tie; padding picks expert E, which is none."""
+def pick(logits, slots, correction, picked, weights, gates, scale, E: tl.constexpr, E_UP: tl.constexpr,
+         OUTPUTS_UP: tl.constexpr, EACH: tl.constexpr, EACH_UP: tl.constexpr, RENORMALISE: tl.constexpr,
+         SIGMOID: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    """The likeliest experts of one row, the first on a tie; padding picks expert E, which is none.
+
+    SIGMOID: an expert's law is a sigmoid, and `correction` is added to it for the choice. SHARED: the router's last
+    output opens the shared expert.
+    """
     m, e, rank = tl.program_id(0), tl.arange(0, E_UP), tl.arange(0, EACH_UP)
     live = tl.load(slots + m) >= 0
     row = tl.load(logits + m * OUTPUTS_UP + e, mask=e < E, other=float("-inf"))
-    law = tl.exp(row - tl.max(row, 0))
-    left = tl.where(e < E, law / tl.sum(law, 0), -1.0)
+    if SIGMOID:
+        law = 1.0 / (1.0 + tl.exp(-row))
+        score = law + tl.load(correction + e, mask=e < E, other=0.0)
+    else:
+        law = tl.exp(row - tl.max(row, 0))
+        law = law / tl.sum(law, 0)
+        score = law
+    left = tl.where(e < E, score, float("-inf"))
     chosen, shares = rank * 0, rank * 0.0
     for i in tl.static_range(EACH):
         most = tl.max(left, 0)
         best = tl.minimum(tl.min(tl.where(left == most, e, E_UP), 0), E - 1)  # NaN equals nothing: the last
         chosen = tl.where(rank == i, best, chosen)
-        shares = tl.where(rank == i, most, shares)
-        left = tl.where(e == best, -1.0, left)
+        shares = tl.where(rank == i, tl.sum(tl.where(e == best, law, 0.0), 0), shares)
+        left = tl.where(e == best, float("-inf"), left)
     if RENORMALISE:
-        shares = shares / tl.sum(shares, 0)
+        shares = shares / (tl.sum(shares, 0) + (1e-20 if SIGMOID else 0.0))
+    shares = shares * scale
     tl.store(picked + m * EACH + rank, tl.where(live, chosen, E), mask=rank < EACH)
     tl.store(weights + m * EACH + rank, shares, mask=rank < EACH)
     if SHARED:

@@ -120,10 +120,12 @@ def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, p
 
 @triton.jit
 def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm, N: tl.constexpr, BN: tl.constexpr,
-                     TILES: tl.constexpr, TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+                     TILES: tl.constexpr, TILES_UP: tl.constexpr, ROOM: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     """Add to the residual stream, and leave what the next norm needs: a tile may be several of the norm's TILES."""
     n = n0 + tl.arange(0, BN)
     place = rows[None, :] * N + n[:, None]
+    if SHARE != 1.0:
+        acc = acc * SHARE
     acc += old
     tl.store(x + place, acc, mask=live[None, :])
     scaled = acc * tl.load(norm + n).to(tl.float32)[:, None]
@@ -150,7 +152,7 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
             BN: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
             HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
             ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr, GELU: tl.constexpr,
-            SUMS: tl.constexpr):  # fmt: skip
+            SUMS: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
     n0 = tile * BN
     if W8:
@@ -162,7 +164,8 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
     if SUMS:
         _put_numbers(acc, n0, rows, live, out, N, BN)
     elif MODE == RESIDUAL:
-        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM)
+        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM,
+                         SHARE)  # fmt: skip
     else:
         if not NORMED:
             inverse = tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)
@@ -253,7 +256,8 @@ def _part_of(n0, MODE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.c
 # (adapters.py). The kernel before this one is then `down`, beside which this one runs: rows are waited for by a flag,
 # and what `down` itself leaves behind the product.
 #
-# SUMS: whatever the mode, the sums are all that is left, because whole rows are needed to go on (rows.py).
+# SUMS: whatever the mode, the sums are all that is left, because whole rows are needed to go on (rows.py). SHARE: of
+# what is added to the residual stream.
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
            partial, counters, begun, adapters, owners, chosen, ranks, middle, seconds, M, eps, head_stride,
@@ -262,7 +266,7 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
            HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
            ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr,
            ROOM: tl.constexpr, RANK: tl.constexpr, ADAPTED_ROOM: tl.constexpr, GELU: tl.constexpr,
-           SUMS: tl.constexpr):  # fmt: skip
+           SUMS: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up."""
     tile, split = tl.program_id(1), tl.program_id(2)
     first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
@@ -314,4 +318,4 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
                            PARTS, RANK, TOGETHER, ADAPTED_ROOM, BN, MT)  # fmt: skip
         _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
                 rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                HEAD_NORM, ROPE, SCALED, NORMED, ROOM, GELU, SUMS)  # fmt: skip
+                HEAD_NORM, ROPE, SCALED, NORMED, ROOM, GELU, SUMS, SHARE)  # fmt: skip

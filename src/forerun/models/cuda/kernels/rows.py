@@ -78,10 +78,11 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, squares, APART, eps, scale_stride,
                     square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
                     PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr,
-                    AFTER: tl.constexpr):  # fmt: skip
+                    AFTER: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds; leave what the next norm needs:
     the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3. AFTER > 0: what is
-    added, of a whole row, has a norm of its own, and the sums of squares of AFTER columns each are left too."""
+    added, of a whole row, has a norm of its own, and the sums of squares of AFTER columns each are left too. SHARE: of
+    what is added."""
     m, piece = tl.program_id(0), tl.program_id(1)
     n = piece * COLUMNS + tl.arange(0, COLUMNS)
     inside = n < WIDTH
@@ -103,6 +104,8 @@ def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, 
         acc += tl.load(delta + place, mask=inside, other=0.0, cache_modifier=".cg")
     if AFTER > 0:
         acc = acc * inverse_root(acc, WIDTH, COLUMNS, eps) * own
+    if SHARE != 1.0:
+        acc = acc * SHARE
     acc += old
     tl.store(x + place, acc, mask=inside)
     scaled = (acc * weight).to(out.dtype.element_ty)
@@ -131,13 +134,28 @@ def _put_bytes(row, m, piece, bytes, scales, scale_stride, WIDTH: tl.constexpr, 
     tl.store(scales + block * scale_stride + m, tl.div_rn(most, 448.0), mask=there)
 
 
+@triton.jit
+def _made(parts, delta, bias, factor, m, n, stride, WIDE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+          PARTS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, ADAPTED: tl.constexpr):  # fmt: skip
+    """Heads n [HEADS, D] of a row of queries, keys and values, before their norms."""
+    acc = _added_up(parts, m * WIDE + n, n >= 0, stride, tl.zeros((HEADS, D), dtype=tl.float32), PARTS)
+    if ADAPTED:
+        acc += tl.load(delta + m * WIDE + n, cache_modifier=".cg")
+    if not NORMED:
+        acc = acc * factor
+    if BIAS:
+        acc += tl.load(bias + n).to(tl.float32)
+    return acc
+
+
 @triton.jit(do_not_specialize=["APART"])
 def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps,
                head_stride, square_stride, WIDTH: tl.constexpr, PIECES: tl.constexpr, H: tl.constexpr,
                HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-               BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
+               BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ALL: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
                PDL: tl.constexpr, ADAPTED: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
-    """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
+    """HEADS heads of one row: norm queries and keys by head, or over ALL of their heads, rotate them, and store
+    queries, keys and values."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
     n = heads[:, None] * D + d[None, :]
@@ -150,22 +168,28 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
         tl.extra.cuda.gdc_wait()
         if PIECES > 0:
             tl.extra.cuda.gdc_launch_dependents()
-    width = (H + 2 * HKV) * D
-    acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
-                    tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
-    if ADAPTED:
-        acc += tl.load(delta + m * width + n, cache_modifier=".cg")
+    WIDE: tl.constexpr = (H + 2 * HKV) * D
+    stride, factor = APART.to(tl.int64) * WIDE, 1.0
     if not NORMED:
         if PIECES == 0:
-            acc = acc * tl.load(inverses + m, cache_modifier=".cg")
+            factor = tl.load(inverses + m, cache_modifier=".cg")
         else:
             pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
-            acc = acc * tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
-    if BIAS:
-        acc += tl.load(bias + n).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
+    acc = _made(parts, delta, bias, factor, m, n, stride, WIDE, HEADS, D, PARTS, BIAS, NORMED, ADAPTED)
     if HEAD_NORM:
         wide = acc.to(tl.float64)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 1).to(tl.float32) / D + eps)
+        total, count = tl.sum(wide * wide, 1), 1
+        if ALL:  # every program adds up all heads of queries or of keys
+            first, count = (h0 >= H) * H, tl.where(h0 < H, H, HKV)
+            total = tl.zeros((HEADS,), dtype=tl.float64)
+            for h in range(0, count, HEADS):
+                some = (first + h + tl.arange(0, HEADS))[:, None] * D + d[None, :]
+                wide = _made(parts, delta, bias, factor, m, some, stride, WIDE, HEADS, D, PARTS, BIAS, NORMED,
+                             ADAPTED).to(tl.float64)  # fmt: skip
+                total += tl.sum(wide * wide, 1)
+            total = tl.zeros((HEADS,), dtype=tl.float64) + tl.sum(total, 0)
+        inverse = tl.rsqrt(total.to(tl.float32) / (count * D) + eps)
         weight = tl.load(head_norm + n, mask=n < (H + HKV) * D, other=0.0).to(tl.float32)
         acc = tl.where(turned, acc * inverse[:, None] * weight, acc)
     if ROPE:
@@ -213,13 +237,16 @@ def finish_gate(sums, out, INNER: tl.constexpr, COLUMNS: tl.constexpr, GELU: tl.
 
 
 @triton.jit
-def cap_logits(logits, cap, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Some columns of one row: `cap` times the hyperbolic tangent of what they are divided by it."""
+def finish_logits(logits, scale, cap, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAPPED: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """Some columns of one row, scaled; CAPPED: `cap` times the hyperbolic tangent of what they are divided by it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = logits + tl.program_id(0).to(tl.int64) * VOCAB + n
-    found = tl.load(place, mask=n < VOCAB, other=0.0, cache_modifier=".cg")
-    shrunk = tl.exp(-2.0 * tl.abs(found) / cap)
-    size = cap * (1.0 - shrunk) / (1.0 + shrunk)
-    tl.store(place, tl.where(found < 0, -size, size), mask=n < VOCAB)
+    found = tl.load(place, mask=n < VOCAB, other=0.0, cache_modifier=".cg") * scale
+    if CAPPED:
+        shrunk = tl.exp(-2.0 * tl.abs(found) / cap)
+        size = cap * (1.0 - shrunk) / (1.0 + shrunk)
+        found = tl.where(found < 0, -size, size)
+    tl.store(place, found, mask=n < VOCAB)

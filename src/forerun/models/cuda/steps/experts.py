@@ -100,7 +100,7 @@ class ExpertBuffers:
         self.moe, self.width = config.moe, config.width
         moe, pairs = config.moe, MAX_ROWS * config.moe.per_token
         shared = moe.shared_inner or 0
-        self.outputs = moe.experts + (1 if shared else 0)  # of the router
+        self.outputs = moe.experts + (1 if shared and moe.shared_gate else 0)  # of the router
         self.columns = power_of_two(self.outputs)
 
         def ints(count: int) -> Tensor:
@@ -112,7 +112,7 @@ class ExpertBuffers:
             self.picked, self.order = ints(pairs), ints(pairs)
             aligned = -(-moe.experts // 4) * 4  # or kernels would be compiled once more for some layers
             self.starts, self.ends = ints(2 * config.layers * aligned).view(2, config.layers, aligned)
-            self.weights, self.gates = (torch.zeros(size, device=device) for size in (pairs, MAX_ROWS))
+            self.weights, self.gates = torch.zeros(pairs, device=device), torch.ones(MAX_ROWS, device=device)
             inner = max(pairs * moe.inner, MAX_ROWS * shared)
             self.inner = torch.zeros(inner, dtype=model.dtype, device=device)
             self.found = torch.zeros(pairs, self.width, device=device)
@@ -134,10 +134,11 @@ class ExpertBuffers:
             enable_fp_fusion=False,
         )  # fmt: skip
         kernels_experts.pick[(rows,)](
-            self.logits, run.slots, self.picked, self.weights, self.gates, E=moe.experts,
-            E_UP=power_of_two(moe.experts), OUTPUTS_UP=self.columns, EACH=moe.per_token,
-            EACH_UP=power_of_two(moe.per_token), RENORMALISE=moe.renormalise,
-            SHARED=experts.shared_gate_up is not None, num_warps=1, enable_fp_fusion=False,
+            self.logits, run.slots, none if experts.correction is None else experts.correction, self.picked,
+            self.weights, self.gates, moe.scale, E=moe.experts, E_UP=power_of_two(moe.experts),
+            OUTPUTS_UP=self.columns, EACH=moe.per_token, EACH_UP=power_of_two(moe.per_token),
+            RENORMALISE=moe.renormalise, SIGMOID=moe.sigmoid, SHARED=self.outputs > moe.experts, num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
         pairs = rows * moe.per_token
         kernels_experts.sort_pairs[(moe.experts,)](

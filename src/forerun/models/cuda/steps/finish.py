@@ -70,8 +70,9 @@ def finish_residual(
     in_bytes: InBytes | None = None,
     delta: Tensor | None = None,
     after: After | None = None,
+    share: float = 1.0,
 ) -> None:
-    """Add sums, and what adapters add, to the residual stream; leave what the next norm needs, and its rows."""
+    """Add a share of sums, and of what adapters add, to the residual stream; leave what the next norm needs."""
     width, whole = x.shape[1], norms.pieces == 0 or after is not None
     columns, own = columns_of(width, 0 if whole else norms.pieces), norms.inverses if after is None else after.norm
     data, scales = (out, norms.inverses)
@@ -81,7 +82,7 @@ def finish_residual(
         sums.data, or_unused(delta, norms.inverses), x, out, data, scales, norm, own, norms.inverses,
         norms.squares, sums.apart, eps, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
         WHOLE=whole, PARTS=sums.number, BYTES=in_bytes is not None, PDL=norms.pdl, ADAPTED=delta is not None,
-        AFTER=0 if after is None else after.tile, num_warps=8 if whole else 4, enable_fp_fusion=False,
+        AFTER=0 if after is None else after.tile, SHARE=share, num_warps=8 if whole else 4, enable_fp_fusion=False,
         launch_pdl=norms.pdl,
     )  # fmt: skip
 
@@ -111,9 +112,9 @@ def finish_qkv(
         run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
         PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
-        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ROPE=layer.rope is not None,
-        NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as, num_warps=4, enable_fp_fusion=False,
-        launch_pdl=norms.pdl,
+        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ALL=config.qk_norm == "all",
+        ROPE=layer.rope is not None, NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=norms.pdl,
     )  # fmt: skip
 
 

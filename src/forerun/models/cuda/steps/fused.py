@@ -55,11 +55,11 @@ class FusedSteps:
         heads, self.width = config.heads * config.head_dim, config.width
         self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
         # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
-        self.apart = frozenset[str]()
-        if model.layers[-1].after_attention_norm is not None:
-            self.apart = frozenset(("qkv", "o", "down") if config.qk_norm else ("o", "down"))
-        if scales is not None:  # a scale needs all of a head
+        after = model.layers[-1].after_attention_norm is not None
+        self.apart = frozenset(("o", "down") if after else ())
+        if config.qk_norm == "all" or (after and config.qk_norm) or scales is not None:  # a scale needs all of a head
             self.apart |= {"qkv"}
+        self.bare = config.norms.before_attention is None  # rows enter attention and feed-forward layers as they are
         by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile
         wide = 64 if config.vocab_size >= 1 << 14 else tile
         self.whole = model.whole
@@ -137,7 +137,8 @@ class FusedSteps:
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         change = self._change(run, layer, "qkv", self.buffers.rows)
-        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer, change=change)
+        given, out = self.buffers.rows, self.buffers.queries
+        self._linear(run, "qkv", QKV, given, weights.qkv, out, layer=layer, normed=self.bare, change=change)
 
     def leave_attention(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
@@ -149,7 +150,8 @@ class FusedSteps:
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         change = self._change(run, layer, "gate", self.buffers.rows)
-        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner, change=change)
+        given, out = self.buffers.rows, self.buffers.inner
+        self._linear(run, "gate", GATED, given, weights.gate_up, out, normed=self.bare, change=change)
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
@@ -167,19 +169,19 @@ class FusedSteps:
 
     def head(self, run: Run) -> None:
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
-        self._cap_logits(run)
+        self._finish_logits(run)
 
     def head_of_normed(self, run: Run) -> None:
-        self.inverses[: run.size.rows].fill_(1.0)  # by which wide products multiply, whatever the rows are
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True)
-        self._cap_logits(run)
+        self._finish_logits(run)
 
-    def _cap_logits(self, run: Run) -> None:
-        cap, vocab = self.model.config.logit_softcap, self.model.config.vocab_size
-        if cap is not None:
-            kernels_rows.cap_logits[(run.size.rows, -(-vocab // 4096))](
-                self.buffers.logits, cap, VOCAB=vocab, COLUMNS=4096, PDL=self.pdl, num_warps=8,
-                enable_fp_fusion=False, launch_pdl=self.pdl,
+    def _finish_logits(self, run: Run) -> None:
+        config = self.model.config
+        cap, scale, vocab = config.logit_softcap, config.logit_scale, config.vocab_size
+        if cap is not None or scale != 1.0:
+            kernels_rows.finish_logits[(run.size.rows, -(-vocab // 4096))](
+                self.buffers.logits, scale, cap or 1.0, VOCAB=vocab, COLUMNS=4096, CAPPED=cap is not None,
+                PDL=self.pdl, num_warps=8, enable_fp_fusion=False, launch_pdl=self.pdl,
             )  # fmt: skip
 
     def on(self, model: Model) -> FusedSteps:
@@ -271,7 +273,7 @@ class FusedSteps:
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
             RANK=0 if change is None else change.rank, ADAPTED_ROOM=MAX_ROWS, GELU=self.gelu, SUMS=name in self.apart,
-            enable_fp_fusion=False, **settings,
+            SHARE=config.residual_scale, enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -293,9 +295,9 @@ class FusedSteps:
         assert isinstance(weight, Tensor)
         count, delta = run.size.rows, None if change is None else change.delta()
         if mode == GATED:
-            wide.gated(count, rows, weight, out, delta)
+            wide.gated(count, rows, weight, out, delta, normed)
         elif mode == LOGITS:
-            wide.logits(count, rows, weight, out)
+            wide.logits(count, rows, weight, out, normed)
         elif mode == RESIDUAL:
             assert norm is not None
             self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta, after=after)
@@ -312,8 +314,9 @@ class FusedSteps:
         delta: Tensor | None = None,
         after: Tensor | None = None,
     ) -> None:
-        eps, own = self.model.config.norm_eps, None if after is None else After(after, self.norm_tile)
-        finish_residual(sums, self.norms, count, self.buffers.x, out, norm, eps, in_bytes, delta, own)
+        config, own = self.model.config, None if after is None else After(after, self.norm_tile)
+        share, x = config.residual_scale, self.buffers.x
+        finish_residual(sums, self.norms, count, x, out, norm, config.norm_eps, in_bytes, delta, own, share)
 
     def _finish_qkv(
         self,

@@ -14,7 +14,7 @@ from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
-from forerun.models.layers import activate, by_expert, clamped_gate, route, softcap_
+from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
 from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
@@ -49,7 +49,7 @@ class PlainSteps:
         found = found.view(rows, -1, dim).float()
         rotated = found[:, : heads + config.kv_heads]
         if weights.qk_norm is not None:
-            rotated = F.rms_norm(rotated, (dim,), None, config.norm_eps) * weights.qk_norm.float()
+            norm_heads_(rotated, weights.qk_norm.float(), heads, config.qk_norm == "all", config.norm_eps)
         if weights.rope is not None:
             rotated = _rotate(rotated, weights.rope[run.positions.long()])
         self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
@@ -111,7 +111,7 @@ class PlainSteps:
 
     def gate(self, run: Run, layer: int) -> None:
         weights, rows = self.model.layers[layer], run.size.rows
-        given = self._normed(run, weights.mlp_norm)
+        given = self._entering(run, weights.mlp_norm)
         both = self._adapted(run, layer, "gate", given, times(given, weights.gate_up)).view(rows, -1, 2)
         self.buffers.inner[:rows] = activate(both[..., 0], self.model.config.activation) * both[..., 1]
 
@@ -124,7 +124,7 @@ class PlainSteps:
         found = found.float()
         if norm is not None:
             found = F.rms_norm(found, norm.shape, norm.float(), self.model.config.norm_eps)
-        self.buffers.x[: len(found)] += found
+        self.buffers.x[: len(found)].add_(found, alpha=self.model.config.residual_scale)
 
     def normalise(self, run: Run, into: Tensor) -> None:
         into[: run.size.rows] = self._normed(run, self.model.final_norm)
@@ -137,6 +137,7 @@ class PlainSteps:
 
     def _put_logits(self, rows: Tensor) -> None:
         found, cap = times(rows, self.model.head).float(), self.model.config.logit_softcap
+        found *= self.model.config.logit_scale
         self.buffers.logits[: len(rows)] = found if cap is None else softcap_(found, cap)
 
     def on(self, model: Model) -> PlainSteps:
@@ -165,7 +166,13 @@ class PlainSteps:
         return found.to(given.dtype)
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
-        return self._normed(run, weights.attention_norm)
+        return self._entering(run, weights.attention_norm)
+
+    def _entering(self, run: Run, weight: Tensor) -> Tensor:
+        """Rows of the residual stream as attention and feed-forward layers read them."""
+        if self.model.config.norms.before_attention is None:
+            return self.buffers.x[: run.size.rows].to(self.model.dtype)
+        return self._normed(run, weight)
 
     def _normed(self, run: Run, weight: Tensor) -> Tensor:
         normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)
@@ -268,7 +275,7 @@ class PlainExpertSteps(PlainSteps):
         count = moe.experts
         biases = experts.biases
         router_bias = None if biases is None else biases.router.to(rows.dtype)
-        weights, picked = route(rows, experts.router[:count], moe, router_bias)
+        weights, picked = route(rows, experts.router[:count], moe, router_bias, experts.correction)
         out = torch.zeros(rows.shape, device=rows.device)
         self._active_experts[layer] = len(set(picked.flatten().tolist()))
         for expert, places, ranks in by_expert(picked, count):
@@ -282,8 +289,8 @@ class PlainExpertSteps(PlainSteps):
                 found = times(opened, down).float() + biases.down.view(count, -1)[expert]
             out[places] += found * weights[places, ranks, None].float()
         if experts.shared_gate_up is not None and experts.shared_down is not None:
-            opened = times(rows, experts.router[count:]).float().sigmoid()
-            out += opened * _feed_forward(rows, experts.shared_gate_up, experts.shared_down)
+            found = _feed_forward(rows, experts.shared_gate_up, experts.shared_down)
+            out += found * times(rows, experts.router[count:]).float().sigmoid() if moe.shared_gate else found
         return out
 
 

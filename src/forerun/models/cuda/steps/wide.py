@@ -124,6 +124,7 @@ class WideProducts:
     ) -> None:
         """`gelu`: gates are GeGLU's."""
         device, self.inverses, self.gelu = inverses.device, inverses, gelu
+        self.ones = torch.ones_like(inverses)  # factors of rows that come with their norm applied
         wide = [(name, rows) for name in cuts for rows in ROW_SIZES if rows > NARROW]
         self.tiles = {
             (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits) for name, rows in wide
@@ -193,11 +194,13 @@ class WideProducts:
             self._launch(tile, PARTS, count, rows, weight, self.parts)
         return Sums(self.parts, tile.parallel, tile.tall(count))
 
-    def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor, delta: Tensor | None = None) -> None:
-        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out, delta)
+    def gated(
+        self, count: int, rows: Tensor, weight: Tensor, out: Tensor, delta: Tensor | None = None, normed: bool = False
+    ) -> None:
+        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out, delta, normed)
 
-    def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out)
+    def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor, normed: bool = False) -> None:
+        self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out, normed=normed)
 
     def _launch(
         self,
@@ -208,6 +211,7 @@ class WideProducts:
         weight: Tensor,
         out: Tensor,
         delta: Tensor | None = None,
+        normed: bool = False,
     ) -> None:
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
@@ -221,7 +225,7 @@ class WideProducts:
         if mode == GATED:
             into = [self._describe(out, piece or pieces[0], tile.outputs // 2) for piece in pieces]
         kernels_wide.wide[(min(units, self.processors),)](
-            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses,
+            left, right, *given, self.parts if mode == GATED else out, *into, self.ones if normed else self.inverses,
             or_unused(delta, self.inverses), units, tile.tall(count),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
             WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
