@@ -101,3 +101,21 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tiny: Tiny, tmp_path: P
         assert llm.adapters == []
     with pytest.raises(InvalidInput):
         load(tiny, {"one": f"{one},head={tmp_path}"})
+
+
+def test_acceptance_is_counted_by_adapter_also_where_a_batch_mixes_them(tiny: Tiny) -> None:
+    llm = load(tiny, {"one": tiny.written(1), "two": tiny.written(2)}, drafter="ngram", draft_model=None)
+    asked = ["one", "two", None, "one"]
+    streams = [llm.stream(PROMPTS[0], max_tokens=48, ignore_eos=True, adapter=name) for name in asked]
+    for stream in streams:
+        next(stream)  # all are under way before one has ended
+    assert len(llm.engine.running) == len(asked)
+    done = [stream.completion for stream in streams if [*stream]]
+    wanted = dict[str, tuple[int, ...]]()
+    for name, text in zip(asked, done, strict=True):
+        if name is not None:
+            counts = text.rounds, text.tokens, text.drafted, text.accepted
+            wanted[name] = tuple(map(sum, zip(wanted.get(name, (0, 0, 0, 0)), counts, strict=True)))
+    assert llm.engine.stats.adapters == wanted
+    assert wanted["one"][1] == 96
+    assert wanted["one"][3] / wanted["one"][2] != wanted["two"][3] / wanted["two"][2], "they accept unequally"
