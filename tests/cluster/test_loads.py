@@ -11,7 +11,10 @@ from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
 
 
 def report(name: str, tokens: int, running: int = 1, problem: str | None = None) -> Report:
-    load = Load(running, 2, 30, 40, 100, 5, 3, 1, 7, tokens, 11, 6, {"plain": 4}, [5, 1], [3], {"pass": 0.5})
+    load = Load(
+        running, 2, 30, 40, 100, 5, 3, 1, 7, tokens, 11, 6, {"plain": 4}, [5, 1], [3], {"pass": 0.5}, 0,
+        {"shared": (4, 9, 8, 5), name: (1, 2, 0, 0)},
+    )  # fmt: skip
     return Report(name, "node", 1, "m", "ngram", "auto", 10, 64, 4, False, problem, load)
 
 
@@ -23,6 +26,7 @@ def test_sums() -> None:
     assert list(total.reached) == [10, 2]
     assert total.forms == {"plain": 8}
     assert total.seconds == {"pass": 1.0}
+    assert total.adapters == {"shared": [8, 18, 16, 10], "a": [1, 2, 0, 0], "b": [1, 2, 0, 0]}
 
 
 def test_counters_do_not_fall_when_a_replica_is_gone() -> None:

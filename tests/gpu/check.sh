@@ -52,7 +52,7 @@ if [ "$what" = tests ]; then
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py \
         tests/gpu/test_hybrid_bits.py -m gpu &
     # kernels of adapters are compiled for every shape and number of rows
-    check adapters tests/gpu/test_adapters.py -m gpu -k "not company" &
+    check adapters tests/gpu/test_adapters.py tests/gpu/test_adapter_heads.py -m gpu -k "not company" &
     check company tests/gpu/test_adapters.py -m gpu -k company &
     check gemma tests/gpu/test_bits.py -m gpu -k "gemma and not large" &  # large ones are among the bits
     wait

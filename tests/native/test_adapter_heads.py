@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
 
 from forerun import LLM
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.drafters.heads.eagle_head import write_head
+from forerun.drafters.heads.formats import read_tensors, write_shards
+from forerun.models.load.adapter import Adapter
 from forerun.models.native import library
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB
@@ -101,3 +105,70 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(tiny: Tiny, tmp_path: P
         assert llm.adapters == []
     with pytest.raises(InvalidInput):
         load(tiny, {"one": f"{one},head={tmp_path}"})
+
+
+def test_acceptance_is_counted_by_adapter_also_where_a_batch_mixes_them(tiny: Tiny) -> None:
+    llm = load(tiny, {"one": tiny.written(1), "two": tiny.written(2)}, drafter="ngram", draft_model=None)
+    asked = ["one", "two", None, "one"]
+    streams = [llm.stream(PROMPTS[0], max_tokens=48, ignore_eos=True, adapter=name) for name in asked]
+    for stream in streams:
+        next(stream)  # all are under way before one has ended
+    assert len(llm.engine.running) == len(asked)
+    done = [stream.completion for stream in streams if [*stream]]
+    wanted = dict[str, tuple[int, ...]]()
+    for name, text in zip(asked, done, strict=True):
+        if name is not None:
+            counts = text.rounds, text.tokens, text.drafted, text.accepted
+            wanted[name] = tuple(map(sum, zip(wanted.get(name, (0, 0, 0, 0)), counts, strict=True)))
+    assert llm.engine.stats.adapters == wanted
+    assert wanted["one"][1] == 96
+    assert wanted["one"][3] / wanted["one"][2] != wanted["two"][3] / wanted["two"][2], "they accept unequally"
+
+
+def lora_of(tiny: Tiny, head: str, base: str = "", rows: int = 0) -> Path:
+    """A LoRA of two of a head's matrices, in PEFT's form; with `rows` its changes have so many rows more."""
+    folder, dice = tiny.folder / f"lora{len(base)}-{rows}", torch.Generator().manual_seed(8)
+    pairs = {}
+    for name in ("fc.weight", "layers.0.self_attn.q_proj.weight"):
+        outputs, inputs = read_tensors(Path(head))[name].shape
+        down, up = torch.randn(4, inputs, generator=dice), torch.randn(outputs + rows, 4, generator=dice)
+        pairs[name] = down / inputs**0.5, up
+    Adapter(base or head, 4, 0.5, pairs).write(folder)
+    return folder
+
+
+def test_a_head_may_be_a_lora_of_another_and_drafts_as_the_merged_head(tiny: Tiny) -> None:
+    head = head_of(tiny, 2)
+    lora, merged = lora_of(tiny, head), tiny.folder / "merged"
+    weights, (changes, scale) = read_tensors(Path(head)), (Adapter.read(lora).changes, 0.5)
+    for name, (down, up) in changes.items():
+        weights[name] = weights[name] + scale * up @ down
+    copytree(head, merged, dirs_exist_ok=True)
+    for file in merged.glob("*.safetensors*"):
+        file.unlink()
+    write_shards(merged, weights)
+    one = tiny.written(1)
+    found = [drafts_of(load(tiny, {"one": f"{one},head={own}"}), "one") for own in (lora, merged, head)]
+    texts = [[done.token_ids for done in done_] for done_, _ in found]
+    assert texts[0] == texts[1] == texts[2]
+    drafted = [drafts for _, drafts in found]
+    assert drafted[0] == drafted[1]
+    assert drafted[0] != drafted[2], "negative control: the LoRA changes what is drafted"
+
+
+def test_a_lora_of_a_head_that_does_not_fit_is_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    llm, one, head = load(tiny, {}), tiny.written(1), head_of(tiny, 2)
+    nowhere, itself = lora_of(tiny, head, base=str(tmp_path / "nowhere")), tmp_path / "itself"
+    copytree(nowhere, itself)
+    settings = json.loads((itself / "adapter_config.json").read_text())
+    (itself / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(itself)}))
+    for lora, said in (
+        (lora_of(tiny, head, rows=1), "another head's"),
+        (nowhere, "base_model_name_or_path"),
+        (itself, "base_model_name_or_path"),
+        (Path(one), "base_model_name_or_path"),  # the adapter of the target itself
+    ):
+        with pytest.raises(ForerunError, match=said) as found:
+            llm.load_adapter("one", f"{one},head={lora}")
+        assert "\n" not in str(found.value)
+        assert llm.adapters == []

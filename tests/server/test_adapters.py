@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -120,6 +121,41 @@ def test_an_adapter_is_loaded_and_writes_its_own_text(administered: Running, fol
     assert len({text_of(administered, name, max_tokens=4) for name in ("smollm2", "one", "two")}) == 3
     assert admin(administered, "unload", {"lora_name": "two"}).status_code == 200
     assert ask(administered, "two").status_code == 404
+
+
+def test_acceptance_is_counted_by_adapter_in_stats_metrics_and_log(
+    administered: Running, folders: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answers' own figures are the reference; `two` is drafted well, for it is told what it will write."""
+    caplog.set_level("INFO", "forerun.server.service")
+    assert admin(administered, "load", {"lora_name": "two", "lora_path": folders["two"]}).status_code == 200
+    first = httpx.get(f"{administered.url}/stats", timeout=60).json()["adapters"]
+    known = text_of(administered, "two")
+    asked = [("one", {"speculative": "off"}), ("two", {"prediction": {"type": "content", "content": known}})]
+    answers = {name: ask(administered, name, **more).json() for name, more in asked}
+    found = httpx.get(f"{administered.url}/stats", timeout=60).json()["adapters"]
+    counted = httpx.get(f"{administered.url}/metrics", timeout=60).text
+    lines = [json.loads(record.message) for record in caplog.records if record.message.startswith("{")]
+    for name, answer in answers.items():
+        said = answer["metrics"]["speculative_decoding"]
+        wanted = {"drafted": said["num_draft_tokens"], "accepted": said["num_accepted_draft_tokens"], "tokens": 16}
+        (line,) = [line for line in lines if line["answer"] == answer["id"]]
+        assert (line["adapter"], wanted) == (name, {key: line[key] for key in wanted})
+        if name not in first and name == "one":  # no other text of it has been written
+            assert found[name] == {
+                **wanted,
+                "rounds": said["num_spec_steps"],
+                "tokens_per_round": 16 / said["num_spec_steps"],
+            }
+        for metric, figure in (("sequence_rounds", "rounds"), ("generation_tokens", "tokens"),
+                               ("draft_tokens", "drafted"), ("accepted_tokens", "accepted")):  # fmt: skip
+            assert (
+                f'forerun:adapter_{metric}_total{{adapter="{name}",model_name="smollm2"}} {float(found[name][figure])}'
+                in counted
+            )
+    assert found["one"]["accepted"] - first.get("one", {}).get("accepted", 0) == 0
+    assert found["two"]["accepted"] - first.get("two", {}).get("accepted", 0) > 4
+    assert admin(administered, "unload", {"lora_name": "two"}).status_code == 200
 
 
 def test_who_may_change_adapters_and_what_cannot_be_loaded(administered: Running, tmp_path: Path) -> None:

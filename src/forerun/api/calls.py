@@ -68,8 +68,13 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
             raise InvalidInput("this engine was made without adapters")
         name, given = as_name("name", name), as_path("folder", folder)
         self.engine.adapters.add(name, given)
+
+        def add(engine: Engine) -> None:
+            engine.settle()  # graphs of a head are captured by passes in the same buffers
+            add_own_head(engine.drafters, name, given)
+
         try:
-            self.driver.order(lambda engine: add_own_head(engine.drafters, name, given))
+            self.driver.order(add)
         except Exception:
             self.engine.adapters.remove(name)
             raise

@@ -84,7 +84,7 @@ def make_engine(
         spec = registry.drafters.spec(kind)  # an old name is the same drafter, not a second one
         if spec.name != kind:
             return drafters.get(spec.name + at + adapter)
-        if spec.name.startswith(("prediction+", "forced+")) and head is None and not target.can.captures:
+        if spec.name.startswith(("prediction+", "forced+")) and (at or head is None) and not target.can.captures:
             first, second = (member.name for member in spec.members)  # of other requests too: no captured buffers
             return HybridDrafter.compose(drafters.get(first), drafters.get(second + at + adapter))
         return build_drafter(spec, replace(parts, speculative=with_head(speculative, spec.name, head)))
@@ -136,7 +136,8 @@ def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
     head = open_head(Path(folder).expanduser())
     if head is None:
         raise InvalidInput(
-            f"head={folder} of the adapter {adapter!r} holds no trained head; train one with `forerun train`"
+            f"head={folder} of the adapter {adapter!r} holds no trained head, nor a LoRA whose base_model_name_or_path "
+            "is the folder of one; train one with `forerun train`"
         )
     drafters.add_own(adapter, head.drafter, str(head.path))
 

@@ -224,6 +224,9 @@ class Engine:
         if launched.seqs[0] not in readers:  # else no running sequence has waited for these prompts
             self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
+        for advance in advances:
+            if advance.seq.adapter is not None and advance.counts is not None:
+                self.stats.count_adapter(advance.seq.adapter.name, advance.counts)
         if line.second is not None:
             dropped = line.close(self.stats.clock(behind=clock))
             if dropped is not None and dropped.scores.read is not None:  # its prompts were read all the same

@@ -121,6 +121,11 @@ def _shared_drafter(seqs: Sequence[SequenceState]) -> str | None:
     return name
 
 
+def _runs_own(name: str, own: str) -> bool:
+    """Does this drafter run the head of an adapter, alone or beside others: prediction+eagle2@NAME?"""
+    return name.partition("@")[1:] == own.partition("@")[1:]
+
+
 class MakesDrafter(Protocol):
     """Builds a drafter by name; with `head`, the folder of another head than the one that was configured."""
 
@@ -143,7 +148,7 @@ class DrafterPool:
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
-        self._own: dict[str, str] = {}  # by adapter: the drafter with a head of the adapter's own
+        self._own: dict[str, tuple[str, str]] = {}  # by adapter: the drafter with a head of its own, and its folder
         self._retired: dict[str, set[int]] = {}  # drafters with a former head, and the sequences that have them
 
     def has(self, name: str) -> bool:
@@ -151,7 +156,9 @@ class DrafterPool:
 
     def get(self, name: str) -> Drafter:
         if name not in self._made:
-            self._made[name] = self._make(name, self._head) if self._head is not None else self._make(name)
+            owns = (head for own, head in self._own.values() if _runs_own(name, own))
+            head = next(owns, self._head)
+            self._made[name] = self._make(name, head) if head is not None else self._make(name)
         return self._made[name]
 
     def swap_head(self, head: str, seqs: Sequence[SequenceState]) -> None:
@@ -178,17 +185,15 @@ class DrafterPool:
 
     def add_own(self, adapter: str, drafter: str, head: str) -> None:
         """Draft with the head in this folder for the texts of an adapter that ask for no drafter by name."""
-        if not self._shares:
-            raise InvalidInput(f"the adapter {adapter!r} has a head of its own, which needs a CPU; leave head= out")
         names = (f"{drafter}@{adapter}{'' if i == 1 else f'.{i}'}" for i in count(1))
         name = next(name for name in names if name not in self._made)
         self._made[name] = self._make(drafter, head)
-        self._own[adapter] = name
+        self._own[adapter] = name, head
 
     def drop_own(self, adapter: str, seqs: Sequence[SequenceState]) -> None:
         """The reverse; `seqs`, of which drafters hold rows, keep the head to their end."""
-        own = self._own.pop(adapter, None)
-        for name in [name for name in self._made if own is not None and name.endswith(own)]:
+        own, _ = self._own.pop(adapter, (None, None))
+        for name in [name for name in self._made if own is not None and _runs_own(name, own)]:
             self._retired[name] = {seq.id for seq in seqs if seq.drafting == name}
             self._free(name)
 
@@ -200,7 +205,7 @@ class DrafterPool:
         """Which drafter a request gets: its own or the default, and beside it what drafts its prediction and law."""
         if request.pooling is not None:
             return POOLING
-        name = request.drafter or self._own.get(request.adapter or "") or default
+        name = request.drafter or self._own.get(request.adapter or "", (default,))[0]
         beside = ["prediction"] if request.prediction else []
         if self._shares and any(isinstance(law, Forces) for law in request.params.processors):
             beside = ["forced", *beside]

@@ -254,6 +254,8 @@ class EngineStats:
     read: int = 0  # tokens of sequences that were prefilled
     reused: int = 0  # of these, tokens that were found in the prefix cache
     preemptions: int = 0  # sequences that gave their slots to others and were read again later
+    # by LoRA adapter: rounds of single sequences, tokens, drafted and accepted ones
+    adapters: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     trace: Trace | None = None  # where to write every round
     now: Clock = WALL  # the target's clock, which all rounds are timed by
     # passes over prompts that no round has waited for yet
@@ -280,6 +282,12 @@ class EngineStats:
         self._add(clock)
         if self.trace is not None:
             self.trace.add_round(clock.started, clock.seconds, outcome, tokens)
+
+    def count_adapter(self, name: str, counts: RoundCounts) -> None:
+        """One sequence with this adapter has had a round."""
+        rounds, tokens, drafted, accepted = self.adapters.get(name, (0, 0, 0, 0))
+        more = tokens + counts.tokens, drafted + counts.drafted, accepted + counts.accepted
+        self.adapters[name] = rounds + 1, *more
 
     def count_prompts(self, scores: Scores, rows: int, clock: RoundClock) -> None:
         """A pass over prompts alone was launched; what it takes on a device shows in the next round."""

@@ -102,8 +102,26 @@ def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None 
     return replace(speculative, draft_model=folder)
 
 
+def lora_base(folder: Path, box: Path = BOX) -> Path | None:
+    """The folder of the head that a LoRA in PEFT's form changes: it names a path, or a head of the box.
+
+    None where the folder holds something else.
+    """
+    if (folder / "config.json").exists():
+        return None
+    try:
+        base = Path(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+        places = base.expanduser(), folder / base, box / base
+        return next((place for place in places if (place / "config.json").is_file()), None)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, RuntimeError):
+        return None
+
+
 def open_head(folder: Path) -> HeadFolder | None:
     refuse_special(folder)
+    if (base := lora_base(folder)) is not None:
+        found = open_head(base)
+        return None if found is None else replace(found, path=folder)
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -47,14 +47,6 @@ class Metrics:
         self._queue = self._histogram("request_queue_time_seconds", "Until its prompt was read", _SECONDS)
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._lengths = self._histogram("request_generation_tokens", "Tokens written per text", _TOKENS)
-        self._by_adapter = {
-            name: Counter(f"forerun:{name}", says, ["model_name", "adapter"], registry=self.registry)
-            for name, says in (
-                ("adapter_generation_tokens", "Tokens of texts that ended, by adapter"),
-                ("adapter_draft_tokens", "Of these texts, tokens drafted"),
-                ("adapter_accepted_tokens", "Of these, accepted"),
-            )
-        }
         self._predicted = Counter(
             "forerun:prediction_tokens", "Predicted tokens, and whether texts have them", ["model_name", "in_text"],
             registry=self.registry,
@@ -82,11 +74,6 @@ class Metrics:
     def count_dropped(self, texts: int, reason: str) -> None:
         """Texts that were not written to their end: the client left, or there was an error."""
         self._ended.labels(self._model, reason).inc(texts)
-
-    def count_adapter(self, adapter: str, done: Completion) -> None:
-        """One text of an adapter has ended."""
-        for counter, count in zip(self._by_adapter.values(), (done.tokens, done.drafted, done.accepted), strict=True):
-            counter.labels(self._model, adapter).inc(count)
 
     def count(self, done: Completion, timing: Timing, priority: int = 0) -> None:
         if done.accepted_prediction_tokens or done.rejected_prediction_tokens:
@@ -146,6 +133,12 @@ class _EngineGauges:
         """Name, meaning, label and counts by label: kept by the engine, so texts that were dropped count too."""
         drafts = load.sequence_rounds - load.forms.get("plain", 0)
         places = {str(place): kept for place, kept in enumerate(load.kept)}
+        by_adapter = (
+            ("adapter_sequence_rounds", "Rounds of sequences, by adapter"),
+            ("adapter_generation_tokens", "Tokens written, by adapter"),
+            ("adapter_draft_tokens", "Tokens drafted, by adapter"),
+            ("adapter_accepted_tokens", "Drafted tokens that were accepted, by adapter"),
+        )
         return (
             ("generation_tokens", "Tokens written", (), {"": load.tokens}),
             ("rounds", "Rounds of the engine", (), {"": load.rounds}),
@@ -163,6 +156,8 @@ class _EngineGauges:
             ("round_seconds", "Where rounds spend time", ("part",), load.seconds),
             ("cpu_seconds", "CPU time of the engine's thread, of the HTTP front's, and of all others", ("thread",),
              self._backend.cpu_seconds()),
+            *((name, says, ("adapter",), {adapter: counts[i] for adapter, counts in load.adapters.items()})
+              for i, (name, says) in enumerate(by_adapter)),
         )  # fmt: skip
 
 

@@ -125,6 +125,7 @@ class Service:
             "sequence_rounds": load.sequence_rounds, "forms": dict(load.forms),
             "accepted_per_position": load.accepted_per_position,
             "head": None if self.head_watch is None else self.head_watch.running.name,
+            "adapters": {name: _drafting(*counts) for name, counts in load.adapters.items()},
         }  # fmt: skip
 
     @contextmanager
@@ -242,13 +243,12 @@ class Service:
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
         self.metrics.count(done, timing, answer.body.priority or 0)
-        if answer.model in self.adapters:
-            self.metrics.count_adapter(answer.model, done)
         answer.span.note(done, timing)
         facts: dict[str, object] = {
             **answer.asked_by, "answer": answer.id, "prompt_tokens": done.prompt_tokens, "tokens": done.tokens,
             "seconds": round(timing.ended - timing.started, 3), "queued": round(done.queue_seconds, 3),
             "drafter": done.drafter, "tokens_per_round": round(done.tokens_per_round, 2),
+            "drafted": done.drafted, "accepted": done.accepted,
             "finished": done.finish_reason,
         }  # fmt: skip
         if answer.body.priority:
@@ -263,6 +263,14 @@ class Service:
             asked = answer.body.model_dump(include={"messages", "prompt"})
             facts |= {"asked": asked, "text": done.text}
         log.info("%s", json.dumps(facts, ensure_ascii=False))
+
+
+def _drafting(rounds: int, tokens: int, drafted: int, accepted: int) -> dict[str, float]:
+    """How an adapter's texts are drafted."""
+    return {
+        "rounds": rounds, "tokens": tokens, "drafted": drafted, "accepted": accepted,
+        "tokens_per_round": tokens / rounds if rounds else 0.0,
+    }  # fmt: skip
 
 
 def _leaving() -> ApiError:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -276,7 +277,7 @@ class DraftMenu:
         self.complete_to = 0
         self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
         self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
-        self._graphs = graphs
+        self._graphs = None if graphs is None else ref(graphs)  # a controller keeps menus of drafters that are gone
         self._seconds: dict[tuple[int, Form], float] = {}
         self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
         self._captured: dict[Form, set[int]] = {}  # batch sizes that have a graph
@@ -319,7 +320,8 @@ class DraftMenu:
 
     @property
     def _captures(self) -> bool:
-        return self._graphs is not None and self._graphs.capture
+        graphs = None if self._graphs is None else self._graphs()
+        return graphs is not None and graphs.capture
 
     def seconds(self, form: Form, batch: int) -> float:
         """Infinite where this form is not captured for so many sequences."""

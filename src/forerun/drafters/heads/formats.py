@@ -25,7 +25,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, brief
+from forerun.heads import lora_base
 from forerun.models.layers import linear
+from forerun.models.load.adapter import Adapter
 from forerun.models.load.weights import write_tensors
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode, PackedWeight, pack_floats, side_by_side
@@ -39,6 +41,7 @@ def write_config(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    folder = lora_base(folder) or folder
     if not folder.is_dir():
         raise ModelNotFound(f"there is no folder {str(folder)!r}; give the folder of a trained head")
     try:
@@ -55,7 +58,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_tensors(
     folder: Path, *, pickle: bool = False, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """The tensors of a folder's safetensors files that are wanted; of its pickles only where that was asked for."""
+    """The tensors of a folder's safetensors files that are wanted; of its pickles only where that was asked for.
+
+    Those of a LoRA are its base's, with its changes added.
+    """
+    if (base := lora_base(folder)) is not None:
+        changed = _with_changes(widened(read_tensors(base, pickle=pickle)), folder)
+        return {name: tensor for name, tensor in changed.items() if wanted(name)}
     tensors: dict[str, Tensor] = {}
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -74,6 +83,21 @@ def read_tensors(
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
     if not files and not pickles:
         raise ModelNotFound(f"{folder} holds no safetensors file; give the folder of a trained head")
+    return tensors
+
+
+def _with_changes(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """A head's tensors with the changes of a LoRA."""
+    adapter = Adapter.read(folder)
+    for given, (down, up) in adapter.changes.items():
+        name = given if given in tensors else f"model.{given}"
+        if name not in tensors or tensors[name].shape != (len(up), down.shape[1]):
+            raise DamagedFile(
+                f"the LoRA in {folder} changes {given[:80]!r} of {(len(up), down.shape[1])}, which the head in "
+                f"{adapter.base} does not have: it is another head's"
+            )
+        weight = tensors[name]
+        tensors[name] = (weight.float() + adapter.scale * (up.float() @ down.float())).to(weight.dtype)
     return tensors
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -49,6 +49,8 @@ class Load:
     kept: Sequence[int]  # of these, those whose accepted path did
     seconds: Mapping[str, float]  # by part of a round
     aged: int = 0  # requests admitted before more urgent ones, for they had waited longest
+    # by LoRA adapter: rounds of sequences, tokens, drafted and accepted ones
+    adapters: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def sequence_rounds(self) -> int:

@@ -39,7 +39,7 @@ def load_of(engine: Engine) -> Load:
         len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
         engine.target.cached_slots, engine.target.slots, stats.read, stats.reused, stats.preemptions,
         stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
-        list(stats.kept), dict(stats.seconds), engine.scheduler.aged,
+        list(stats.kept), dict(stats.seconds), engine.scheduler.aged, dict(stats.adapters),
     )  # fmt: skip
 
 

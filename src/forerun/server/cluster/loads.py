@@ -42,6 +42,8 @@ def added(first: Load, second: Load) -> Load:
         first.accepted + second.accepted, dict(Counter(first.forms) + Counter(second.forms)),
         _each(first.reached, second.reached), _each(first.kept, second.kept), _parts(first.seconds, second.seconds),
         first.aged + second.aged,
+        {name: _each(first.adapters.get(name, ()), second.adapters.get(name, ()))
+         for name in {**first.adapters, **second.adapters}},
     )  # fmt: skip
 
 
