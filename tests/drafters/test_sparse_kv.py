@@ -1,4 +1,4 @@
-"""sparse_kv on every kind of decoder: what its passes say, the target's KV behind them, its texts, and when it rests."""
+"""sparse_kv on every kind of decoder: its passes, the target's KV behind them, its texts, and when it rests."""
 
 from __future__ import annotations
 
