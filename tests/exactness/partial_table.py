@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.slots import UnpagedTarget
+from forerun.models.sparse import SparseContext
 from forerun.testing.doubles import TableLM, path_to, tree_of
 
 LAYERS = 6
@@ -23,7 +24,9 @@ LAYERS = 6
 def with_layers(whole: TableLM) -> TableLM:
     """The same table, which now lends a part of itself to drafters."""
 
-    def make(layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None) -> PartialTable:
+    def make(
+        layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None, context: SparseContext | None = None
+    ) -> PartialTable:
         return PartialTable(whole, layers)
 
     tables = torch.zeros(whole.vocab_size, whole.width)

@@ -206,6 +206,7 @@ class SpeculativeConfig:
     shared: bool = False  # suffix, recycling and lookahead learn from earlier requests of the same tenant
     history: str | None = None  # a file that keeps what suffix learnt so; needs shared
     draft_layers: str | None = None  # a plan of layers that layer_skip runs, or a number of first layers
+    draft_context: int = 1024  # tokens of a long context that sparse_kv drafts over
 
     def __post_init__(self) -> None:
         methods = "auto", "greedy", "probabilistic"
@@ -225,6 +226,7 @@ class SpeculativeConfig:
             shared=as_flag("shared", self.shared),
             history=_path("history", self.history),
             draft_layers=_path("draft_layers", self.draft_layers),
+            draft_context=as_whole("draft_context", self.draft_context, low=1),
         )
         if self.history is not None and not self.shared:
             raise InvalidInput("history keeps what requests share; set shared=True as well")

@@ -232,6 +232,10 @@ drafters = DrafterRegistry(
             says="Self-speculation: some of the target's own layers, on the target's own KV cache.",
         ),
         DrafterSpec(
+            "sparse_kv", "forerun.drafters.model.sparse_kv:SparseKvDrafter",
+            says="Self-speculation: the target itself, over a few pages of its own KV cache; for long contexts.",
+        ),
+        DrafterSpec(
             "draft_model", "forerun.drafters.model.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
             says="A second, smaller model; with another tokenizer, it drafts the tokens that both have.",

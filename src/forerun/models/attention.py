@@ -31,6 +31,7 @@ class Span:
     pages: Sequence[int]  # of the sequence's positions
     length: int
     shape: Topology
+    skipped: int = 0  # positions before these that the pages leave out: rotations count them, attention does not
 
     @property
     def nodes(self) -> int:

@@ -21,6 +21,7 @@ from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
+from forerun.models.sparse import SparseContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +264,13 @@ class ServedByProcesses(Protocol):
 class MakesPartial(Protocol):
     """Makes a draft model of some of a target's layers, which reads the target's own KV cache."""
 
-    def __call__(self, layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None) -> Target:
-        """`leave` turns what leaves the last of them [M, D] into what the LM head reads; None = the final norm."""
+    def __call__(
+        self, layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None, context: SparseContext | None = None
+    ) -> Target:
+        """`leave` turns what leaves the last of them [M, D] into what the LM head reads; None = the final norm.
+
+        `context` says which pages of a sequence are read; None = all.
+        """
         ...
 
 

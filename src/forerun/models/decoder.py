@@ -297,7 +297,7 @@ class Decoder(SlotTarget):
         """[M, 1, R] the rotations of one rope at every row's position."""
         rotations = self._rotations[index]
         regimes = [rotations.rope.regime(self._lengths[seq.id]) for seq in seqs]
-        positions = [[span.length + depth for depth in span.shape.depths] for span in spans]
+        positions = [[span.length + span.skipped + depth for depth in span.shape.depths] for span in spans]
         if len(set(regimes)) == 1:
             flat = [position for row in positions for position in row]
             return rotations.at(torch.tensor(flat, device=self.device), regimes[0])

@@ -1,4 +1,4 @@
-"""PartialTarget: some of a target's own layers as a draft model, over the target's own KV cache.
+"""PartialTarget: a target's own layers as a draft model, over the target's own KV cache: some layers, or some pages.
 
 It reads the keys and values that the target has cached of the committed tokens, so it has no cache of its own and no
 prompt to read. Drafted tokens are written behind them, where the target's pass writes the nodes of the tree anyway.
@@ -22,6 +22,7 @@ from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 from forerun.models.attention import Span
 from forerun.models.base import BaseTarget, LayerSubset
 from forerun.models.paged import Extent, PagedKV, slots_of
+from forerun.models.sparse import SparseContext
 
 # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
 Leave = Callable[[Tensor], Tensor]
@@ -64,9 +65,13 @@ class PartialTarget(BaseTarget):
 
     used_slots = cached_slots = 0  # all slots are the whole target's
 
-    def __init__(self, whole: RunsLayers, layers: LayerSubset, leave: Leave | None = None) -> None:
-        """`leave` stands in for the final norm."""
-        self.whole, self.layers = whole, layers
+    def __init__(
+        self, whole: RunsLayers, layers: LayerSubset, leave: Leave | None = None, context: SparseContext | None = None
+    ) -> None:
+        """`leave` stands in for the final norm; `context` says which pages are read, None = all."""
+        self.whole, self.layers, self.context = whole, layers, context
+        # of these the whole target's pass takes over keys, values and rows: they are its own
+        self._is_start = layers.is_prefix and context is None
         self.vocab_size, self.max_length, self.device = whole.vocab_size, whole.max_length, whole.device
         self.slots, self.pass_rows = whole.slots, whole.pass_rows
         self._leave = leave or whole.final_norm_of
@@ -86,7 +91,8 @@ class PartialTarget(BaseTarget):
             self._take_over(seq, chain)
             start = chain.length + len(chain.tokens)
             extent = self.whole.kv.grow(seq.id, start + end - first)
-            spans.append(Span(first, end, extent.pages, start, shapes[b]))
+            span = Span(first, end, extent.pages, start, shapes[b])
+            spans.append(span if self.context is None else self.context.narrow(seq, chain.length, span))
         rows = self.whole.run_layers(tokens, spans, seqs, self.layers)
         for seq, span in zip(seqs, spans, strict=True):
             self._scored[seq.id] = tokens[span.first : span.end], rows[span.first : span.end]
@@ -103,7 +109,7 @@ class PartialTarget(BaseTarget):
             if early_exits is not None:  # before its tokens: a fault between does no harm
                 chain.rows += [rows[node] for node in (0, *path)]
             chain.tokens += [tokens[node] for node in (0, *path)]
-            if early_exits is not None and self.layers.is_prefix and chain.intact:
+            if early_exits is not None and self._is_start and chain.intact:
                 early_exits[seq.id] = chain
 
     def truncate(self, seq: Seq, length: int) -> None:
@@ -132,6 +138,8 @@ class PartialTarget(BaseTarget):
     def release(self, seq: Seq) -> None:
         self._chains.pop(seq.id, None)
         self._scored.pop(seq.id, None)
+        if self.context is not None:
+            self.context.forget(seq.id)
 
     def _take_over(self, seq: Seq, chain: EarlyExitChain) -> None:
         """What another part drafted for this sequence is about to be overwritten: no pass may go on with it."""

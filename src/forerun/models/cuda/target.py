@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +43,7 @@ from forerun.models.cuda.plan import (
     Found,
     Need,
     Plan,
+    SentInts,
     Size,
     Span,
     adapter_runs,
@@ -62,6 +64,7 @@ from forerun.models.layers import Rotations
 from forerun.models.load.adapter import Adapter
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
+from forerun.models.sparse import SparseContext
 
 log = logging.getLogger(__name__)
 
@@ -334,18 +337,21 @@ FEWEST = 16  # rows up to which passes are captured at least: a chain of a casca
 class CudaPart(PartialTarget):
     """Implements forerun.models.base.Target for sequences that the whole target has prefilled."""
 
-    def __init__(self, target: CudaDecoder, layers: LayerSubset, leave: Leave | None = None) -> None:
+    def __init__(
+        self, target: CudaDecoder, layers: LayerSubset, leave: Leave | None = None, context: SparseContext | None = None
+    ) -> None:
         dtype = target.model.dtype
-        self.runs = CudaLayers(target, layers)
-        super().__init__(self.runs, layers, None if leave is None else lambda rows: leave(rows.to(dtype)))
+        self.runs = CudaLayers(target, layers, is_sparse=context is not None)
+        super().__init__(self.runs, layers, None if leave is None else lambda rows: leave(rows.to(dtype)), context)
 
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes that drafts for `max_batch` sequences take; run what follows them once in every size."""
         if not self.runs.replays.capture:
             return
-        started = perf_counter()
+        started, longest = perf_counter(), min(max_length, self.max_length)
         try:
-            self.runs.capture(max_batch, min(max_length, self.max_length), self._leave)
+            farthest = longest if self.context is None else min(longest, self.context.farthest)
+            self.runs.capture(max_batch, farthest, self._leave)
         except Exception as error:  # no memory, no working Triton: neither stops generation
             self.runs.sizes = []
             log.warning("draft passes are not captured: %s: %s", type(error).__name__, error)
@@ -360,8 +366,11 @@ class CudaLayers:
 
     early_exits = None
 
-    def __init__(self, target: CudaDecoder, layers: LayerSubset) -> None:
+    def __init__(self, target: CudaDecoder, layers: LayerSubset, is_sparse: bool = False) -> None:
+        """`is_sparse`: spans may have pages left out."""
         self._target, self._layers = target, layers
+        # the positions that rows are rotated by, where attention has others
+        self._rotated = SentInts(target.device, MAX_ROWS, torch.int32) if is_sparse else None
         self.kv, self.slots, self.device, self.make_room = (target.kv, target.slots, target.device, target.make_room)
         self.vocab_size, self.max_length, self.pass_rows = (target.vocab_size, target.max_length, target.pass_rows)
         self._steps = target.passes.steps.on(target.model.part(layers))
@@ -376,9 +385,13 @@ class CudaLayers:
         assert layers == self._layers, "a part runs its own layers"
         target, found = self._target, list[Tensor]()
         own = [Span(tokens[span.first : span.end], span.shape, span.pages, span.length) for span in spans]
+        turned = [span.length + span.skipped + depth for span in spans for depth in span.shape.depths]
         for some in _in_passes(own):
             plan = plan_pass(some, target.grown.group_nodes, self._size_for)
             target.buffers.send(plan)
+            if self._rotated is not None:
+                self._rotated.send(np.array(turned[: plan.rows], dtype=np.int32))
+                del turned[: plan.rows]
             self._do_pass(plan.size)
             found.append(target.buffers.x[: plan.rows])
             if len(own) > len(some):
@@ -436,10 +449,11 @@ class CudaLayers:
     def _launch(self, size: Size) -> None:
         """From tokens to what leaves the last layer, in `Buffers.x`."""
         run, steps, layers = Run.of(size, self._target.buffers.ints), self._steps, self._layers
+        turned = run if self._rotated is None else replace(run, positions=self._rotated.all[: size.rows])
         steps.embed(run)
         for i in range(layers.end):
             if i not in layers.without_attention:
-                steps.qkv(run, i)
+                steps.qkv(turned, i)
                 steps.attend(run, i)
                 steps.leave_attention(run, i)
             if i not in layers.without_mlp:

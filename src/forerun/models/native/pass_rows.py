@@ -35,10 +35,12 @@ class Rows:
         tails: Sequence[Sequence[int]] | None,
         write: list[int],
         pages: list[int],
+        skipped: list[int] | None = None,
     ) -> None:
         """`pages` of all sequences end to end; `first` says where each node's start.
 
-        `tails` None = of one slot each: the one that is written.
+        `tails` None = of one slot each: the one that is written. `skipped`: positions that the pages of each node leave
+        out; None = none.
         """
         if tails is None:
             self._stride, self.positions = 1, context
@@ -51,6 +53,9 @@ class Rows:
             for slots in tails:
                 numbers += slots
                 numbers += [0] * (stride - len(slots))
+        if skipped is not None:
+            self.positions = [at + more for at, more in zip(self.positions, skipped, strict=True)]
+            numbers[3 * len(first) : 4 * len(first)] = self.positions
         self.longest = max(self.positions, default=0)
         behind = 4 * len(numbers)
         self._numbers = array("i", numbers + pages)
@@ -83,7 +88,9 @@ def rows_of(spans: Sequence[Span]) -> Rows:
         else:
             context += [span.length] * nodes
             only_chains = False
-    return Rows(first, context, None if only_chains else _tails(spans), write, pages)
+    skipped = [span.skipped for span in spans for _ in range(span.nodes)]
+    tails = None if only_chains else _tails(spans)
+    return Rows(first, context, tails, write, pages, skipped if any(skipped) else None)
 
 
 def _tails(spans: Sequence[Span]) -> list[list[int]]:

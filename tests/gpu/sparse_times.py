@@ -1,0 +1,131 @@
+"""Plain decoding beside sparse_kv, several long texts at once: tokens per second, tokens per round, and equal texts.
+
+With `--model` a real model goes on with sources of Python's library: real acceptance. With `--shape` weights are random
+and `--attention` scales what attention adds to them: what drafts leave out then matters as little as that, so that the
+acceptance is one that was chosen, and only times say something.
+On a GPU: python -m tests.gpu.sparse_times --model FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun.api.llm import LLM
+from forerun.build.engine import make_engine
+from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.types import Budget, Request
+from forerun.engine.engine import Engine
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.target import CudaDecoder
+from forerun.verify.greedy import device_walk
+from lab.gpu.command import SHAPES
+from lab.gpu.stand_ins import RandomWeights
+from tests.exactness.harness import Letters
+
+
+class QuietAttention(RandomWeights):
+    """Random weights whose attention adds `share` of what it would."""
+
+    share = 1.0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).mul_(self.share if name.endswith("o_proj.weight") else 1.0)
+
+
+Prompts = list[tuple[int, ...]]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", help="a checkpoint; its own tokenizer reads the sources")
+    add("--shape", default="8b", choices=[*SHAPES], help="without --model; default: %(default)s")
+    add("--attention", type=float, default=0.02, help="with --shape; default: %(default)s")
+    add("--length", type=int, default=30_000, help="tokens of a prompt; default: %(default)s")
+    add("--batch", type=int, default=8, help="texts at once; default: %(default)s")
+    add("--max-tokens", type=int, default=192)
+    add("--context", type=int, default=1024, help="draft_context; default: %(default)s")
+    add("--drafts", default="none,adaptive,3,5,none", help="tokens a round, none or adaptive; default: %(default)s")
+    add("--device", default="cuda")
+    given = parser.parse_args()
+    engine, prompts = _real(given) if given.model else _random(given)
+    _write(engine, prompts, "none", 8)  # reads the prompts, once
+    _write(engine, prompts, "4", 16)
+    plain: list[list[int]] = []
+    for name in given.drafts.split(","):
+        before = engine.stats.drafted, engine.stats.accepted
+        rate, texts = _write(engine, prompts, name, given.max_tokens)
+        drafted, accepted = engine.stats.drafted - before[0], engine.stats.accepted - before[1]
+        plain = plain or texts
+        differ = sum(a != b for a, b in zip(plain, texts, strict=True))
+        share = accepted / max(1, drafted)
+        print(
+            f"{name:>8}: {rate:8.1f} tokens/s, drafted {drafted}, accepted {share:.3f} of them, "
+            f"{differ} of {len(texts)} texts differ from plain",
+            flush=True,
+        )
+
+
+def _real(given: argparse.Namespace) -> tuple[Engine, Prompts]:
+    """A model and sources of Python's library, each text from another file on."""
+    longest, speculative = given.length + given.max_tokens + 64, SpeculativeConfig("none", draft_context=given.context)
+    config = EngineConfig(
+        device=given.device, max_batch=given.batch, max_length=longest, kv_slots=given.batch * (longest + 256)
+    )
+    llm, prompts = LLM.load(given.model, config=config, speculative_config=speculative), Prompts()
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: -path.stat().st_size)
+    tokens: list[int] = []
+    for file in files:
+        tokens += llm.encode(file.read_text(encoding="utf-8", errors="ignore"))
+        if len(tokens) >= given.length:
+            prompts.append(tuple(tokens[: given.length]))
+            tokens = []
+        if len(prompts) == given.batch:
+            break
+    return llm.engine, prompts
+
+
+def _random(given: argparse.Namespace) -> tuple[Engine, Prompts]:
+    shape, vocabulary = SHAPES[given.shape]
+    weights = QuietAttention(shape, vocabulary, given.shape == "135m", given.device)
+    weights.share, longest = given.attention, given.length + given.max_tokens + 64
+    weights.config["max_position_embeddings"] = longest + 512
+    target = CudaDecoder(
+        DecoderConfig.from_hf(weights.config), weights, dtype=torch.bfloat16, device=given.device,
+        kv_slots=given.batch * (longest + 256), greedy_walk=device_walk(torch.device(given.device)),
+    )  # fmt: skip
+    speculative = SpeculativeConfig("none", draft_context=given.context)
+    config = EngineConfig(max_batch=given.batch, max_length=longest)
+    made = torch.Generator().manual_seed(1)
+    prompts = torch.randint(1, vocabulary, (given.batch, given.length), generator=made).tolist()
+    return make_engine(target, frozenset(), speculative, config, Letters()), [tuple(one) for one in prompts]
+
+
+def _write(engine: Engine, prompts: Prompts, name: str, tokens: int) -> tuple[float, list[list[int]]]:
+    """Tokens per second once all texts have begun, and the texts."""
+    params, budget = (
+        SamplingParams(max_tokens=tokens, ignore_eos=True),
+        Budget(int(name), int(name)) if name.isdigit() else None,
+    )
+    drafter = "none" if name == "none" else "sparse_kv"
+    ids = [engine.submit(Request(one, params, drafter=drafter, budget=budget)) for one in prompts]
+    texts: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
+    started, begun = 0.0, 0
+    while engine.busy:
+        for event in engine.step():
+            texts[event.seq_id] += event.tokens
+        if not started and all(texts.values()):
+            started, begun = perf_counter(), sum(map(len, texts.values()))
+    spent = perf_counter() - started
+    return (sum(map(len, texts.values())) - begun) / spent, [texts[seq_id] for seq_id in ids]
+
+
+if __name__ == "__main__":
+    main()
