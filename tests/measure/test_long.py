@@ -79,7 +79,8 @@ def test_a_broken_off_file_ends_with_the_line_that_is_named() -> None:
     for item in load_suite("long:4k", ["code_completion_4k"], model="m"):
         above, asked = text_of(item).rsplit("\n\n", 1)
         named = re.search(r"from the line after `(.*)`\. Write code only\.$", asked)
-        assert named is not None and named[1]
+        assert named is not None
+        assert named[1]
         assert above.splitlines()[-1].strip() == named[1]
 
 

@@ -8,8 +8,8 @@ where these do not suffice, the descriptions of installed packages. Four tasks, 
     needle           a document; find a planted sentence, or write out a paragraph of which the first words are given
     summary          a document; sum it up
 
-A prompt has the length that was asked for or up to 2% less, the model's chat template included. The same Python, packages
-and tokenizer give the same prompts. Nothing is taken from any benchmark.
+A prompt has the length that was asked for or up to 2% less, the model's chat template included. The same Python,
+packages and tokenizer give the same prompts. Nothing is taken from any benchmark.
 """
 
 from __future__ import annotations
