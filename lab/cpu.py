@@ -314,7 +314,7 @@ def measure_batches(settings: Settings, flags: argparse.Namespace) -> dict[str, 
     """A row for every batch size and drafter; here a place in the batch is filled once, with eight texts at least."""
     sizes = parse_batches(flags.batches)
     llm, _ = load(settings)
-    prompts = tokenise(llm, load_suite(settings.suite, settings.tasks, settings.limit), settings)
+    prompts = tokenise(llm, load_suite(settings.suite, settings.tasks, settings.limit, settings.model), settings)
     setups = {PLAIN: Setup("none")}
     setups |= {
         one.name: Setup(one.name if one.head is not None else one.drafter or llm.engine.default_drafter)
@@ -332,7 +332,7 @@ def measure(run: Run) -> Document:
     warn_if_busy(flags.require_idle)
     settings = settings_of(flags)
     # a mistake there shows before minutes are spent
-    load_suite(settings.suite, settings.tasks, settings.limit)
+    load_suite(settings.suite, settings.tasks, settings.limit, settings.model)
     settings, left_out = without_llama_cpp(settings)
     formats: dict[str, Any] = {}
     if not flags.skip_modes:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
 Prompts = Annotated[
-    str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours.")
+    str,
+    typer.Option(
+        help="A JSONL file with 'prompt' or 'messages', or Spec-Bench's; builtin is ours, long:4k,16k long ones."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]

@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, help="that each row may take")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args(arguments)
-    items = load_suite(given.suite, limit=given.limit)
+    items = load_suite(given.suite, limit=given.limit, model=given.target)
     plan = Plan(
         given.temperatures, given.verifiers, given.max_tokens, given.length, given.nodes, given.only != "chain",
         given.chosen, given.batch, given.seconds,

@@ -23,7 +23,7 @@ from forerun.measure.bench.contenders import is_comparable, load, own_contender
 from forerun.measure.bench.figures import Figures
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings
-from forerun.measure.bench.suites import BUILT_IN, Item, load_suite
+from forerun.measure.bench.suites import BUILT_IN, Item, load_suite, suite_size
 
 Verdict = Literal["fine", "look", "bad"]
 # logits; gaps that rounding can reverse
@@ -255,8 +255,8 @@ _SAMPLE = [{"role": "user", "content": "Name three rivers."}]
 
 
 def run_diagnosis(settings: Settings, setup: DrafterSetup, against: DrafterSetup) -> dict[str, Any]:
-    items = load_suite(settings.suite, settings.tasks, settings.limit)
-    total = len(load_suite(settings.suite, settings.tasks))
+    items = load_suite(settings.suite, settings.tasks, settings.limit, settings.model)
+    total = suite_size(settings.suite, settings.tasks)
     known = [_read(len(items), total, settings), *_checkpoints(settings), *marks_in(items)]
     counts = {"prompts_read": len(items), "prompts_there": total}
     try:

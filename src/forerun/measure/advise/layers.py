@@ -179,7 +179,7 @@ def count_layers(model: str) -> int:
 
 def _prepare(settings: Settings) -> tuple[Judge, dict[str, Any]]:
     """Load, write the prompts greedily, and cut windows from the texts."""
-    items = load_suite(settings.suite, settings.tasks, settings.limit)
+    items = load_suite(settings.suite, settings.tasks, settings.limit, settings.model)
     llm, cost = load(settings)
     texts = _write(llm, settings, [prompt.ids for prompt in tokenise(llm, items, settings)])
     windows = cut_windows(llm.engine.target, texts, MOST)

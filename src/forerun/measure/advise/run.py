@@ -22,15 +22,15 @@ from forerun.measure.bench.contenders import load, own_contender
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.measure.bench.stats import Pair, ratio_interval
-from forerun.measure.bench.suites import load_suite
+from forerun.measure.bench.suites import load_suite, suite_size
 from forerun.measure.machine import is_busy, load_average, machine_facts
 from forerun.models.load import checkpoint as loading
 
 
 def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
     limit = settings.limit if not with_check or settings.limit is None else 2 * settings.limit
-    items = load_suite(settings.suite, settings.tasks, limit)
-    given = len(load_suite(settings.suite, settings.tasks))
+    items = load_suite(settings.suite, settings.tasks, limit, settings.model)
+    given = suite_size(settings.suite, settings.tasks)
     before = load_average()
     llm, cost = load(settings)
     found = conclude(llm, cost, tokenise(llm, items, settings), settings, with_check)

@@ -39,7 +39,7 @@ from forerun.measure.bench.compare import SCHEMA
 from forerun.measure.bench.contenders import Engines, load, load_peers, own_contenders
 from forerun.measure.bench.figures import Figures, samples, summarise
 from forerun.measure.bench.settings import Cell, Settings
-from forerun.measure.bench.suites import Item, load_suite
+from forerun.measure.bench.suites import Item, load_suite, suite_size
 from forerun.measure.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
@@ -53,7 +53,7 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 def run(
     settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = "", trace: Path | None = None
 ) -> dict[str, Any]:
-    items = load_suite(settings.suite, settings.tasks, settings.limit)
+    items = load_suite(settings.suite, settings.tasks, settings.limit, settings.model)
     run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
     with Console(stderr=True).status(f"loading {Path(settings.model).name}"):
@@ -69,7 +69,7 @@ def run(
         **result["conditions"],
         "load_before": before,
         "busy": is_busy(before, result["conditions"]["cores"]),
-        "suite_prompts": len(load_suite(settings.suite, settings.tasks)),
+        "suite_prompts": suite_size(settings.suite, settings.tasks),
     }
     return {"benchmark": name, **result, "conditions": conditions}
 

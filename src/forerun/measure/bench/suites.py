@@ -1,20 +1,26 @@
-"""Prompts to measure with: the built-in suite, Spec-Bench's question file, SPEED-Bench's, or a user's own chats.
+"""Prompts to measure with: the built-in suites, Spec-Bench's question file, SPEED-Bench's, or a user's own chats.
 
 The built-in suite was written for this project: eight prompts for each of Spec-Bench's six tasks, and for five
 common tasks that Spec-Bench lacks: editing a file, extracting JSON from a text, open chat, long answers and answers of
-one line. Real prompts matter: random tokens or one prompt repeated flatter every lookup drafter.
+one line. Real prompts matter: random tokens or one prompt repeated flatter every lookup drafter. `long:4k,16k` are
+prompts of these lengths made from files of this machine (forerun.measure.bench.long).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import InvalidInput
+from forerun.measure.bench.long import PER_TASK, lengths_in, long_row, long_tasks
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
 
 TASKS = (
     "multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code_edit", "structured",
@@ -40,24 +46,61 @@ class Item:
 
 
 def load_suite(
-    path: str | Path | None = None, tasks: Sequence[str] | None = None, limit: int | None = None
+    path: str | Path | None = None,
+    tasks: Sequence[str] | None = None,
+    limit: int | None = None,
+    model: str | None = None,
 ) -> list[Item]:
-    """The built-in suite, or a JSONL file's; only some tasks, and the first `limit` prompts of each."""
+    """The built-in suite, long prompts for a model, or a JSONL file's; some tasks, the first `limit` of each."""
+    if limit is not None and limit < 1:
+        raise InvalidInput(f"limit={limit} leaves no prompts; use 1 or more per task")
+    lengths = lengths_in(str(path))
+    if lengths is not None:
+        chosen = _chosen(long_tasks(lengths), tasks)
+        return [_long(task, number, lengths, model) for task in chosen for number in range(PER_TASK)[:limit]]
+    items = list(_parse(_read(path), str(path or "prompts.jsonl")))
+    if not items:
+        raise InvalidInput(f"{str(path)!r} holds no prompts; write one JSON object per line")
+    chosen = _chosen(dict.fromkeys(item.task for item in items), tasks)
+    return [item for task in chosen for item in [i for i in items if i.task == task][:limit]]
+
+
+def suite_size(path: str | Path | None = None, tasks: Sequence[str] | None = None) -> int:
+    """How many prompts of these tasks a suite has."""
+    lengths = lengths_in(str(path))
+    return len(load_suite(path, tasks)) if lengths is None else PER_TASK * len(_chosen(long_tasks(lengths), tasks))
+
+
+def _chosen(known: Iterable[str], tasks: Sequence[str] | None) -> list[str]:
+    """Those of a suite's tasks that are asked for."""
+    known = list(known)
+    for task in tasks or ():
+        if task not in known:
+            raise InvalidInput(f"unknown task {task!r}; this suite has: {', '.join(known)}")
+    return [task for task in known if not tasks or task in tasks]
+
+
+def _read(path: str | Path | None) -> str:
     built_in = path is None or str(path) == BUILT_IN
     source = files("forerun.measure.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
         raise InvalidInput(f"no prompts at {str(source)!r}; give a JSONL file, or none for the built-in suite")
-    items = list(_parse(source.read_text(encoding="utf-8"), str(path or "prompts.jsonl")))
-    if not items:
-        raise InvalidInput(f"{str(path)!r} holds no prompts; write one JSON object per line")
-    known = list(dict.fromkeys(item.task for item in items))
-    for task in tasks or ():
-        if task not in known:
-            raise InvalidInput(f"unknown task {task!r}; this suite has: {', '.join(known)}")
-    if limit is not None and limit < 1:
-        raise InvalidInput(f"limit={limit} leaves no prompts; use 1 or more per task")
-    chosen = [task for task in known if not tasks or task in tasks]
-    return [item for task in chosen for item in [i for i in items if i.task == task][:limit]]
+    return source.read_text(encoding="utf-8")
+
+
+@cache
+def _long(task: str, number: int, lengths: tuple[int, ...], model: str | None) -> Item:
+    """A prompt of some length by the model's own tokenizer."""
+    return _item(long_row(task, number, lengths, _tokenizer(model)), "long", number + 1)
+
+
+@cache
+def _tokenizer(model: str | None) -> Tokenizer:
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    if model is None:
+        raise InvalidInput("long prompts are counted by a model's tokenizer, and no model is named here; use a file")
+    return open_checkpoint(model).tokenizer()
 
 
 def _parse(text: str, name: str) -> Iterator[Item]:
