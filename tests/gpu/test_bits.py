@@ -14,6 +14,7 @@ from forerun.testing import FakeSeq, path_to, random_tree
 from tests.gpu.tiny import VOCAB, make_target, need_cuda
 
 pytestmark = pytest.mark.gpu
+IN_BYTES = ("smollm2+int8", "large+fp8", "wide-qwen3+int8", "with-large-gemma3+fp8")  # keys and values
 GEMMA = ("with-gemma2", "with-gemma3", "with-large-gemma2", "with-large-gemma3")
 
 
@@ -33,10 +34,13 @@ USUAL, LONG = [2, 129, 700, 1500, 60], [5000, 37, 1022, 4090, 4160]
     [
         *((name, USUAL, 32) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA)),
         ("xl-context", LONG, 32),
+        ("large+int8", USUAL, 32),
+        ("with-large-gemma3+fp8", USUAL, 32),
         *(
             pytest.param(name, lengths, 8, id=f"tiled-{name}")
             for name, lengths in (("smollm2", USUAL), ("mistral", USUAL), ("large", USUAL), ("with-gemma2", USUAL),
-                                  ("with-large-gemma3", USUAL), ("xl-context", LONG))
+                                  ("with-large-gemma3", USUAL), ("xl-context", LONG), ("large+fp8", USUAL),
+                                  ("with-large-gemma3+int8", USUAL), ("xl-context+int8", LONG))
         ),
     ],
 )  # fmt: skip
@@ -101,7 +105,9 @@ def test_a_large_tree_behind_a_long_context_beside_a_prompt_has_the_bits_of_its_
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA])
+@pytest.mark.parametrize(
+    "name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA, *IN_BYTES]
+)
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
@@ -118,13 +124,13 @@ def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
         assert torch.equal(got, wanted[:count]), f"{int((got != wanted[:count]).sum())} differ at {count} rows"
 
 
-@pytest.mark.parametrize("name", ["smollm2", "large"])
+@pytest.mark.parametrize("name", ["smollm2", "large", "smollm2+fp8", "large+int8"])
 def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone or together, in passes of any size: what is read later is the same."""
     need_cuda()
     rng = random.Random(13)
     texts = [_text(rng, length) for length in (1, 70, 257, 900, 1400)]
-    layers = 2 if name == "large" else 3
+    layers = 2 if name.startswith("large") else 3
     found = []
     for chunk, together in [(MAX_ROWS, True), (MAX_ROWS, False), (512, True), (200, True), (64, False)]:
         monkeypatch.setattr("forerun.models.cuda.target.CHUNK", chunk)

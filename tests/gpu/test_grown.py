@@ -176,11 +176,17 @@ def test_kernels_do_what_torch_does(seed: int, tiled: bool, monkeypatch: pytest.
         assert torch.equal(plain, by_kernel), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("cpu", "llama"),
+        *(pytest.param("cuda", f"llama{kept}", marks=[pytest.mark.gpu]) for kept in ("", "+int8", "+fp8")),
+    ],
+)
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize(("count", "tiled"), [(2, False), (4, False), (2, True), (4, True)])
 def test_a_round_on_the_device_is_a_round(
-    device: str, chain: bool, count: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, name: str, chain: bool, count: int, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same logits, same verdict, and the same logits once more after the commit, several rounds long.
 
@@ -190,7 +196,7 @@ def test_a_round_on_the_device_is_a_round(
     need_cuda(device)
     rng = random.Random(3)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
+    ours, theirs = [make_target(name, device, dtype) for _ in range(2)]
     monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0 if tiled else 32)
     theirs._tiled_nodes = 0
     seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))]

@@ -14,6 +14,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES
+from forerun.models.kv_budget import KV_DTYPES
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 
@@ -179,8 +180,9 @@ def make_target(
     weight_kind: WeightKind = "plain",
     seed: int | None = None,
     samples: bool = True,
-    kv_dtype: torch.dtype | None = None,
 ) -> CudaDecoder:
+    """`name` is one of SHAPES; with a KV cache of 8 bits: SHAPE+int8 or SHAPE+fp8."""
+    name, _, kept = name.partition("+")
     config, weights = weights_of(make_reference(name, seed))
     return CudaDecoder(
         config,
@@ -188,7 +190,7 @@ def make_target(
         dtype=dtype,
         device=device,
         kv_slots=kv_slots,
-        kv_dtype=kv_dtype,
+        kv_dtype=KV_DTYPES[kept] if kept else None,
         kernels=kernels,
         weight_kind=weight_kind,
         greedy_walk=device_walk(torch.device(device)),

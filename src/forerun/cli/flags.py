@@ -123,7 +123,7 @@ HELP: Mapping[str, str] = {
     "draft_layers": "What layer_skip runs: a file of `forerun layers search`, or a number of first layers.",
     "draft_context": "Tokens of a long context that sparse_kv drafts over.",
     "dtype": "Number format of weights and activations.",
-    "kv_dtype": "Number format of the KV cache: auto, int8, or fp8 (GPU only); 8 bits take a quarter to a half of the memory.",
+    "kv_dtype": "Number format of the KV cache: int8, or fp8 (GPU only), takes a quarter to a half of the memory.",
     "device": "auto, cpu, cuda or one of several: cuda:1.",
     "threads": "CPU threads.",
     "max_length": "Prompt and output together, in tokens.",

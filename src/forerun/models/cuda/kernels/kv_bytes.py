@@ -4,8 +4,8 @@ FORMAT says which: PLAIN, or INT8 or E4M3, where the row of one head and token h
 of 127 or 448. Stores of 8 bits come as two tensors, the numbers and the scales; PLAIN ones are one tensor, and
 kernels compiled for them have no trace of the others.
 
-Numbers of 8 bits become 16-bit numbers before any product, exactly. Scales of keys multiply the scores, those of values
-the weights: a product per column of a tile, whichever program computes it, so a row's bits do not depend on its company.
+Numbers of 8 bits become 16-bit numbers before any product, exactly. Scales of keys multiply scores, those of values
+weights: one multiplication per column of a tile, by whichever program, so a row's bits do not depend on its company.
 """
 
 # mypy: ignore-errors
@@ -121,7 +121,7 @@ def for_values(weights, scales, values, FORMAT: tl.constexpr):
 @triton.jit
 def put_bytes(store, slot, place, rows, there, FORMAT: tl.constexpr):
     """Write rows [R, D] in 8 bits at `place`, and their scales at `slot` [R]; what is not a number is not lost."""
-    sizes = tl.where(rows == rows, tl.abs(rows), float("inf"))  # noqa: PLR0124
+    sizes = tl.where(rows == rows, tl.abs(rows), float("inf"))
     MOST: tl.constexpr = 448.0 if FORMAT == E4M3 else 127.0
     most = tl.max(sizes, 1)
     steps = rows * tl.where(most > 1e-30, tl.div_rn(MOST, most), 0.0)[:, None]
