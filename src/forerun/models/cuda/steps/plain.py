@@ -56,11 +56,11 @@ class PlainSteps:
         there, slots = self._written_by(run)
         keys, values = rotated[:, heads:], found[:, heads + config.kv_heads :]
         for part, new in enumerate((keys, values)):
-            rows, store = new.index_select(0, there).transpose(0, 1), self.kv[layer, part]
+            those, store = new.index_select(0, there).transpose(0, 1), self.kv[layer, part]
             if self.scales is None:
-                store.index_copy_(1, slots, rows.to(self.model.dtype))
+                store.index_copy_(1, slots, those.to(self.model.dtype))
             else:
-                numbers, scales = in_bytes(rows, store.dtype)
+                numbers, scales = in_bytes(those, store.dtype)
                 store.view(torch.int8).index_copy_(1, slots, numbers.view(torch.int8))
                 self.scales[layer, part].index_copy_(1, slots, scales)
 
