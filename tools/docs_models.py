@@ -10,6 +10,7 @@ from typing import get_args
 
 from forerun.core.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.gguf_weights import BITS
 from forerun.models.cuda.network import check_supported
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES
@@ -52,7 +53,7 @@ def file_formats() -> str:
     gpu = f"bfloat16; {', '.join(kinds[:-1])} or {kinds[-1]} on request"
     rows = [
         ("safetensors (a folder, or a hub id)", "float32; `bfloat16`, `q8` on request", gpu),
-        (f"GGUF: {_names(own)}", "as the file has it", gpu),
+        (f"GGUF: {_names(own)}", "as the file has it", f"{gpu}; `gguf` keeps {_names(list(BITS))} packed (Hopper)"),
         (f"GGUF: {_names(other)}", "float32", gpu),
     ]
     return supported.table(("file", "CPU, where the C kernels run the family", "GPU"), rows)

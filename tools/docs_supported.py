@@ -20,6 +20,7 @@ from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.gguf_weights import BITS
 from forerun.models.cuda.network import check_supported
 from forerun.models.families import FAMILIES, WRAPPED
 from forerun.models.load.catalog import known_models
@@ -76,11 +77,12 @@ def gguf_types() -> str:
             f"`{layout.name}`",
             f"{8 * layout.bytes / layout.weights:g}",
             "as it is" if layout.name in packed else "as float32",
+            f"packed, {BITS[layout.name]:g} bits" if layout.name in BITS else "as bfloat16",
         )
         for layout in read
     ]
     unread = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if layout not in read)
-    head = ("block type", "bits per weight", "held in memory by the C kernels")
+    head = ("block type", "bits per weight", "held in memory by the C kernels", "by a Hopper GPU with `--dtype gguf`")
     return f"{table(head, rows)}\n\nNot read: {unread}."
 
 
@@ -148,6 +150,8 @@ def number_formats() -> str:
 
 
 def _computed_in(name: str, device: torch.device) -> str:
+    if name == "gguf" and device.type == "cuda":
+        return "bfloat16 rows, the file's weights (Hopper)"
     try:
         found = str(_dtype(name, device)).removeprefix("torch.")
     except InvalidInput:

@@ -22,6 +22,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli.bench import words
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.cubin import products as cubin
 from forerun.models.cuda.cubin.products import Products
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips
@@ -89,10 +90,14 @@ def main() -> None:
     add("--shape", default="8b", choices=[*SHAPES], help="shape of the model; default: %(default)s")
     add("--mixtures", default="bf16,Q4_K_M,Q8_0", help="by comma; default: %(default)s; empty = none")
     add("--parts", action="store_true", help="also the products of one row, each by itself")
+    add("--simple", default="", help="another kernel in place of that for one row: 8 or 8_simple")
     add("--file", default="", help="a GGUF file to write texts from")
     add("--drafters", default="none", help="that write from the file, by comma; default: %(default)s")
     add("--tokens", type=int, default=400, help="of a text; default: %(default)s")
     flags = parser.parse_args()
+    if flags.simple:
+        found = cubin._function
+        cubin._function = lambda kind, name: found(kind, flags.simple if name == "1" else name)
     if flags.mixtures:
         rate = copy_rate()
         print(f"copy rate {rate / 1e12:.2f} TB/s")

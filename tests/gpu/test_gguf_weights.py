@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.build.engine import keeps_packed
-from forerun.core.errors import DamagedFile
+from forerun.build.engine import held_as, keeps_packed
+from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda import pool
 from forerun.models.cuda.file_weights import weight_of
 from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
 from forerun.models.cuda.network import Model
@@ -131,6 +132,22 @@ def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     stored.block(0)
     with pytest.raises(DamagedFile, match=r"blk\.1\.attn_q\.weight.*not finite"):
         stored.block(1)
+
+
+def test_a_file_stays_packed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoint, _ = opened(tmp_path, "Q4_K_M")
+    config, gpu = DecoderConfig.from_hf(checkpoint.config), torch.device("cuda")
+    monkeypatch.setattr(pool, "pick_kernels", lambda *_: "triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert keeps_packed(checkpoint, config, "gguf", gpu), "the compiled kernels come with the package"
+    types = "GGUF (F32, F16, Q4_K, Q6_K)"
+    assert held_as(checkpoint, config, "gguf", gpu) == f"{types}, kept packed"
+    assert held_as(checkpoint, config, "bfloat16", gpu) == f"{types}, dequantised to bfloat16"
+    assert held_as(checkpoint, config, "auto", torch.device("cpu")) == f"{types}, kept packed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not keeps_packed(checkpoint, config, "gguf", gpu)
+    with pytest.raises(InvalidInput, match="Hopper GPU; use bfloat16"):
+        held_as(checkpoint, config, "gguf", gpu)
 
 
 @pytest.mark.gpu

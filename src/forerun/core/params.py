@@ -243,7 +243,8 @@ class SpeculativeConfig:
 class EngineConfig:
     """Where and how large the engine runs. `from_dict` also takes vLLM's and llama-cpp-python's names."""
 
-    dtype: Dtype = "auto"  # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU
+    # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU; gguf = a file's own types on both
+    dtype: Dtype = "auto"
     device: str = "auto"
     max_batch: int | None = None  # sequences decoded together; None = by device, cores and KV memory
     max_length: int | None = None  # prompt and output together; None = the model's context; kv_slots at most

@@ -18,6 +18,7 @@ from forerun.control.cost import cores as cores
 from forerun.control.cost import is_busy as is_busy
 from forerun.control.cost import load_average as load_average
 from forerun.models.base import Target
+from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native.target import NativeDecoder
 
 SIZE = 128 << 20  # bytes that are copied to measure memory bandwidth: far more than any cache holds
@@ -59,6 +60,9 @@ def weight_bytes(target: Target) -> int | None:
     """Bytes of weights that a pass over one node reads, where the target or its configuration says so."""
     if isinstance(target, NativeDecoder):
         return target.weight_bytes
+    if isinstance(target, CudaDecoder) and target.config.moe is None:
+        layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in target.model.layers)
+        return sum(weight.nbytes for weights in (*layers, (target.model.head,)) for weight in weights)
     shared = target.shared()
     if shared is None or shared.config is None:
         return None

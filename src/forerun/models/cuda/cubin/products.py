@@ -19,6 +19,7 @@ SHARED = 227 << 10  # bytes of a multiprocessor that a program may have
 PROGRAMS = 132  # that splits are chosen for: as many as an H200 has multiprocessors
 ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
 SUMS, GATED = range(2)
+OF_GGUF = ("int4_mins", "int4_k", "bytes_k", "int8_groups")  # formats with a kernel for one row
 
 
 _POINTERS = "weights", "sides", "of_blocks", "channel", "squares", "row_scales", "out", "parts", "counters"
@@ -179,7 +180,7 @@ class Products:
             GATED if weight.gated else SUMS, weight.half_scales, *(0, 0, 0, 0.0) if norm is None else norm.numbers,
         )  # fmt: skip
         kind = weight.format + (f"_{weight.group}" if weight.sides is not None else "")
-        name = str(cut.width)
+        name = "1" if count == 1 and cut.width == 8 and weight.format in OF_GGUF else str(cut.width)
         if cut.four:
             name += "_four"
         elif cut.whole and cut.width == 128 and weight.format == "e4m3" and (row_tiles % 2 == 0 or row_tiles > 4):

@@ -46,11 +46,13 @@ struct Args {
 };
 
 template <int FORMAT_, int GROUP_, int ROWS_, int WARPS_, int STRIPS_, bool BY_WARP_, bool ROWS_FIRST_ = false,
-          bool PAIRED_ = false>
+          bool PAIRED_ = false, bool AHEAD_ = false, bool ONE_ROW_ = false>
 struct Kernel {
     static constexpr int FORMAT = FORMAT_, GROUP = GROUP_, ROWS = ROWS_, WARPS = WARPS_, STRIPS = STRIPS_;
     static constexpr bool BY_WARP = BY_WARP_, rows_first = ROWS_FIRST_;
     static constexpr bool paired = PAIRED_;  // programs for two tiles of rows share their weights' copies
+    static constexpr bool ahead = AHEAD_;    // weights are read from shared memory a block ahead
+    static constexpr bool one_row = ONE_ROW_;
     static constexpr int regs = ROWS / 2;
     // registers are moved from the warps that copy to those that multiply
     static constexpr bool many = ROWS >= 64 || (!BY_WARP && FORMAT != E4M3);
@@ -315,7 +317,8 @@ struct Held {
 template <class K>
 __device__ __forceinline__ void add_group(float (&sums)[K::regs], const float (&acc)[K::regs], float2 scale) {
 #pragma unroll
-    for (int i = 0; i < K::regs; i++) sums[i] = __fmaf_rn(acc[i], i % 4 < 2 ? scale.x : scale.y, sums[i]);
+    for (int i = 0; i < K::regs; i++)
+        if (!K::one_row || i % 2 == 0) sums[i] = __fmaf_rn(acc[i], i % 4 < 2 ? scale.x : scale.y, sums[i]);
 }
 
 template <bool FIRST, int COUNT>
@@ -448,6 +451,33 @@ __device__ __forceinline__ void multiply_by_warp(float (&sums)[K::STRIPS][K::reg
             now.multiply_group(reinterpret_cast<float(&)[COUNT][K::regs]>(sums), 0);
             release(now.empty);
         }
+    } else if constexpr (K::ahead) {
+        Operands<K, COUNT> even, odd;
+        const auto one = [&](auto &now, auto &then, bool more) {
+            now.read_rows();
+            if (more) {
+                barrier_wait(ring.full, ring.parity);
+                then.read(ring);
+                ring.advance();
+            }
+#pragma unroll
+            for (int group = 0; group < K::groups; group++) {
+                Pending<K, COUNT> pending;
+                if constexpr (K::mins) add_minima<K, COUNT>(sums, now, group, half);
+                pending.begin(now, group, half);
+                pending.settle(sums);
+            }
+            release(now.empty);
+        };
+        barrier_wait(ring.full, ring.parity);
+        even.read(ring);
+        ring.advance();
+        int left = blocks;
+        for (; left > 1; left -= 2) {
+            one(even, odd, true);
+            one(odd, even, left > 2);
+        }
+        if (left == 1) one(even, odd, false);
     } else if constexpr (K::ROWS > 8 || K::groups > 1) {
         for (int block = 0; block < blocks; block++, ring.advance()) {
             Operands<K, COUNT> now;
