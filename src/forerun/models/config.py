@@ -174,8 +174,13 @@ class DecoderConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """What it has beyond Llama's parts; a backend that lacks one of them says which."""
+        return tuple(name for name, there in self.parts.items() if there)
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """All that some family has beyond Llama's parts, and whether this model has it."""
         norms = self.norms
-        has: dict[str, bool] = {
+        return {
             "GeGLU": self.activation == "gelu_tanh",
             "soft caps of attention scores": self.attention_softcap is not None,
             "soft caps of logits": self.logit_softcap is not None,
@@ -206,7 +211,6 @@ class DecoderConfig:
             "recurrent states": self.recurrent is not None,
             "gates behind attention": self.gated_attention,
         }
-        return tuple(name for name, there in has.items() if there)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
