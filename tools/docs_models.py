@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from forerun.core.errors import UnsupportedModel
-from forerun.models.config import DecoderConfig
 from forerun.models.cuda.gguf_weights import BITS
-from forerun.models.cuda.network import check_supported
+from forerun.models.cuda.network import reason_against
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES
 from forerun.models.load.quants import LAYOUTS
@@ -29,17 +27,16 @@ def model_matrix() -> str:
 
 
 def _places_of(family: str) -> Iterator[str]:
-    config = DecoderConfig.from_hf({"model_type": family, **supported._ORDINARY})
+    config = supported._ordinary(family)
     yield "safetensors, GGUF" if FAMILIES[family].gguf else "safetensors"
     yield "C kernels" if NativeDecoder.reason_against(config) is None else TORCH
-    try:
-        check_supported(config)
-    except UnsupportedModel:
-        yield TORCH
-        yield "by the host, step by step"
-    else:
+    if reason_against(config) is None:
         yield "Triton kernels, captured passes"
         yield "EAGLE heads and draft models, captured"
+    else:
+        parts = supported._parts_in_triton(config)
+        yield TORCH if parts == supported.NO else f"torch, with {parts} in Triton"
+        yield "by the host, step by step"
     yield "our own network" if is_plain(config) else "transformers"
 
 

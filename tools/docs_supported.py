@@ -21,8 +21,9 @@ from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.gguf_weights import BITS
-from forerun.models.cuda.network import check_supported
-from forerun.models.families import FAMILIES, WRAPPED
+from forerun.models.cuda.network import HAS, reason_against
+from forerun.models.families import FAMILIES, WRAPPED, RecurrentKind
+from forerun.models.hybrid.mixers import DeltaNet, Mamba2, Memory, ShortConv
 from forerun.models.load.catalog import known_models
 from forerun.models.load.quantized.scheme import quantization_of
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
@@ -53,19 +54,42 @@ def families() -> str:
         ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
     wrapped = ", ".join(f"`{outer}` as `{part.family}`" for outer, part in WRAPPED.items())
-    return f"{rows}\n\nOf models that read pictures too, the language part runs: {wrapped}."
+    return f"{rows}\n\n{_reasons()}\n\nOf models that read pictures too, the language part runs: {wrapped}."
+
+
+def _ordinary(family: str) -> DecoderConfig:
+    return DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
 
 
 def _kernels_of(family: str) -> Iterator[str]:
-    config = DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
+    config = _ordinary(family)
     yield f"`{FAMILIES[family].gguf}`" if FAMILIES[family].gguf else NO
     yield YES if NativeDecoder.reason_against(config) is None else NO
-    try:
-        check_supported(config)
-    except UnsupportedModel:
-        yield NO
-    else:
-        yield YES
+    yield YES if reason_against(config) is None else _parts_in_triton(config)
+
+
+def _parts_in_triton(config: DecoderConfig) -> str:
+    """Of a decoder in torch that works row by row."""
+    mixers: dict[RecurrentKind, type] = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba2": Mamba2}
+    parts = ["attention"] if config.latent is None else []
+    if config.recurrent is not None and issubclass(mixers[config.recurrent.kind], Memory):
+        parts.append("scans")
+    return " and ".join(parts) or NO
+
+
+def _reasons() -> str:
+    """Why a column is not all yes, and what no kernel of the Triton decoder has."""
+    lines = list[str]()
+    for column, of in (("C kernels", NativeDecoder.reason_against), ("Triton kernels for all of it", reason_against)):
+        reasons = dict[str, list[str]]()
+        for family in FAMILIES:
+            if (reason := of(_ordinary(family))) is not None:
+                reasons.setdefault(reason.removeprefix("it has ").removeprefix("no kernels for "), []).append(family)
+        why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in reasons.items())
+        lines.append(f"Without {column}: {'; '.join(why)}.")
+    lacking = [name for name in _ordinary("llama").parts if name not in HAS]
+    lines.append(f"No Triton kernel has: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
+    return "\n".join(lines)
 
 
 def gguf_types() -> str:

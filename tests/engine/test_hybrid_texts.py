@@ -1,5 +1,6 @@
-"""Texts of recurrent hybrids: with any drafter, prefix cache and preemption they are transformers' greedy ones."""
+"""Texts of hybrids and decoders by rows: any drafter, prefix cache and preemption leave transformers' greedy ones."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,19 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import SpeculativeConfig
-from forerun.core.types import Request
+from forerun.core.types import Needs, Request, TreeBatch
 from forerun.drafters.model.layer_skip import default_plan, draft_part
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.stateful import StatefulDecoder
 from forerun.models.pages import PAGE
+from forerun.testing import FakeSeq
 from tests.engine.test_prefix import GREEDY, SEEDED, engine_on, play, text, written
 from tests.models.tiny_checkpoints import HYBRIDS, make_decoder, make_reference, save
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 
+PREEMPTED = ("lfm2", "qwen3_next", "granite4", "nemotron_h", "deepseek_v3", "gemma4")
 PROMPTS = ["abcabcabcabc", "the cat. the cat. the", "Q"]
 
 
@@ -76,15 +79,32 @@ def test_turns_find_as_much_with_drafts_as_without_and_change_no_text(
     assert written(fresh) == found["none"][1]
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
-def test_preempted_sequences_go_on_with_the_same_text(name: str, tmp_path: Path) -> None:
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_preempted_sequences_go_on_with_the_same_text(name: str, drafter: str, tmp_path: Path) -> None:
     params = replace(SEEDED, max_tokens=50)
     requests = [Request(tuple(text(20 + i, 42)), params) for i in range(4)]
     wanted = written(play(engine_on(made(name, tmp_path)), requests))
-    engine = engine_on(made(name, tmp_path, kv_slots=5 * PAGE))
+    engine = engine_on(made(name, tmp_path, kv_slots=5 * PAGE), drafter=drafter)
     assert written(play(engine, requests, apart=0)) == wanted
     assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_logits_behind_a_preemption_have_the_bits_of_before(name: str, tmp_path: Path) -> None:
+    """The sequence loses its pages and its states to another one, and is read anew beside a third."""
+    target = made(name, tmp_path, kv_slots=6 * PAGE)
+    seq, beside, other = (FakeSeq(b, text(b, n), max_length=260) for b, n in enumerate((90, 70, 190)))
+    tree = TreeBatch.trees([([seq.tokens[-1], 3, 9, 4, 5], [-1, 0, 0, 1, 3])])
+    target.prefill([seq], Needs())
+    before = target.score([seq], tree, Needs()).required_logits.clone()
+    target.release(seq)
+    target.prefill([beside, other], Needs())
+    target.release(other)
+    target.prefill([seq], Needs())
+    assert target.reused_tokens(seq) == 0, "it was read anew"
+    assert torch.equal(target.score([seq], tree, Needs()).required_logits, before)
 
 
 @pytest.mark.parametrize(("options", "said"), [
@@ -93,6 +113,21 @@ def test_preempted_sequences_go_on_with_the_same_text(name: str, tmp_path: Path)
 def test_what_hybrids_cannot_do_is_said_in_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=said) as raised:
         LLM(make_tiny_folder(tmp_path, "lfm2"), device="cpu", **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_nemotron_with_experts_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would read all of them, and then fail the test of trees."""
+    monkeypatch.setattr("forerun.models.hf.target.HFTarget.load", None)
+    folder = Path(make_tiny_folder(tmp_path, "nemotron_h"))
+    config = json.loads((folder / "config.json").read_text())
+    key = next(name for name in ("layers_block_type", "layer_types") if name in config)
+    config[key] = ["moe" if one == "mlp" else one for one in config[key]]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="experts") as raised:
+        LLM(folder, device="cpu")
     assert "\n" not in str(raised.value)
 
 

@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -55,6 +55,7 @@ if [ "$what" = tests ]; then
     check adapters tests/gpu/test_adapters.py tests/gpu/test_adapter_heads.py -m gpu -k "not company" &
     check company tests/gpu/test_adapters.py -m gpu -k company &
     check gemma tests/gpu/test_bits.py -m gpu -k "gemma and not large" &  # large ones are among the bits
+    check others tests/gpu/test_bits.py -m gpu -k "z- and not large" &  # likewise
     wait
     for name in $groups; do
         echo "== $name"

@@ -130,6 +130,13 @@ def pass_seconds(target: CudaDecoder | Decoder, nodes: int) -> float:
     return seconds
 
 
+def copy_rate(device: str, numbers: int) -> float:
+    """Bytes per second, read and written ones counted."""
+    source = torch.empty(numbers, dtype=torch.float32, device=device)
+    into = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: into.copy_(source), 10)
+
+
 def measure(name: str, settings: Mapping[str, Any], device: str, rate: float) -> str:
     config, started = DecoderConfig.from_hf(settings), perf_counter()
     weights = RandomFamily(config, device)
@@ -152,10 +159,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny widths, to try the script itself")
     flags = parser.parse_args()
-    source = torch.empty(1 << (22 if flags.tiny else 30), dtype=torch.float32, device=flags.device)
-    into = torch.empty_like(source)
-    rate = 2 * source.nbytes / seconds_of(lambda: into.copy_(source), 10)
-    del source, into
+    rate = copy_rate(flags.device, 1 << (22 if flags.tiny else 30))
     print(f"copies {rate / 1e12:.3f} TB/s; {CONTEXT} tokens of context", flush=True)
     for name in words(flags.shapes):
         try:

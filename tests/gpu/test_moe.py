@@ -248,9 +248,7 @@ def _where() -> torch.device:
     ("renormalise", "biased", "sigmoid"),
     [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (False, False, True)],
 )
-def test_routing_kernels(
-    experts: int, each: int, rows: int, renormalise: bool, biased: bool, sigmoid: bool
-) -> None:
+def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, biased: bool, sigmoid: bool) -> None:
     device, width = _where(), 48
     from forerun.models.cuda.kernels import experts as kernels
 

@@ -264,7 +264,7 @@ def drafts_with_checkpoint(drafter: str) -> bool:
 
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
-    from forerun.models.config import DecoderConfig, supports
+    from forerun.models.config import DecoderConfig, has_states, supports
     from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
     from forerun.models.encoder_decoder.target import load_encoder_decoder
 
@@ -276,7 +276,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         return load_parallel(checkpoint, config, device)
     if is_encoder_decoder(checkpoint.config):
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
-    if supports(checkpoint.config):
+    if supports(checkpoint.config) or has_states(checkpoint.config):
         from forerun.models.hybrid.target import torch_decoder
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import native_decoder

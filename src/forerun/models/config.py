@@ -174,8 +174,13 @@ class DecoderConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """What it has beyond Llama's parts; a backend that lacks one of them says which."""
+        return tuple(name for name, there in self.parts.items() if there)
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """All that some family has beyond Llama's parts, and whether this model has it."""
         norms = self.norms
-        has: dict[str, bool] = {
+        return {
             "GeGLU": self.activation == "gelu_tanh",
             "soft caps of attention scores": self.attention_softcap is not None,
             "soft caps of logits": self.logit_softcap is not None,
@@ -206,7 +211,6 @@ class DecoderConfig:
             "recurrent states": self.recurrent is not None,
             "gates behind attention": self.gated_attention,
         }
-        return tuple(name for name, there in has.items() if there)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -349,6 +353,8 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
     parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp",)  # of layers that are one part
+    if "moe" in kinds:
+        raise UnsupportedModel("layers of experts ('moe') beside recurrent ones are not supported; dense models are")
     if len(kinds) != layers or not set(kinds) <= {*attention, *parts, "conv", "linear_attention", "mamba"}:
         raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
     which = tuple(one not in (*attention, *parts) for one in kinds)
@@ -411,6 +417,15 @@ def supports(config: Mapping[str, Any]) -> bool:
     except UnsupportedModel:
         return False
     return True
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Is it of a family with recurrent states? transformers does not roll these back: no other decoder runs it."""
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        return False
+    family = FAMILIES.get(WRAPPED[name].family if name in WRAPPED else name)
+    return family is not None and family.recurrent is not None
 
 
 def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_HAS = {
+HAS = {
     "GeGLU",
     "soft caps of logits",
     "scaled embeddings",
@@ -52,30 +52,30 @@ _HAS = {
     "sliding windows",
     "soft caps of attention scores",
 }
-_HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
-_HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
-_HAS |= {"layers without a norm before attention", "scaled logits"}
+HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
+HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
+HAS |= {"layers without a norm before attention", "scaled logits"}
+
+
+def reason_against(config: DecoderConfig) -> str | None:
+    """What about this model the GPU decoder cannot run; None = nothing."""
+    moe = config.moe
+    widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
+    if lacking := [name for name in config.features if name not in HAS]:
+        return f"it has no kernels for {config.special or lacking[0]}"
+    if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
+        return "its experts have GeGLU, other norms than one before them, or scaled residuals"
+    if config.head_dim not in HEAD_DIMS:
+        return f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if any(width % 16 for width in widths):
+        return f"widths {', '.join(map(str, widths))} must be multiples of 16"
+    return None
 
 
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
-    if reason := reason_against(config):
+    if (reason := reason_against(config)) is not None:
         raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; dtype='bfloat16' runs it in torch")
-
-
-def reason_against(config: DecoderConfig) -> str:
-    """Why the GPU decoder cannot run a model; "" = it can."""
-    reason, moe = "", config.moe
-    widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
-    if lacking := [name for name in config.features if name not in _HAS]:
-        reason = f"it has no kernels for {lacking[0]}"
-    elif moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
-        reason = "its experts have GeGLU, other norms than one before them, or scaled residuals"
-    elif config.head_dim not in HEAD_DIMS:
-        reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    elif any(width % 16 for width in widths):
-        reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
-    return reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
         wide = acc.to(tl.float64)
         total, count = tl.sum(wide * wide, 1), 1
         if ALL:  # every program adds up all heads of queries or of keys
-            first, count = (h0 >= H) * H, tl.where(h0 < H, H, HKV)
+            first, count = tl.where(h0 < H, 0, H), tl.where(h0 < H, H, HKV)
             total = tl.zeros((HEADS,), dtype=tl.float64)
             for h in range(0, count, HEADS):
                 some = (first + h + tl.arange(0, HEADS))[:, None] * D + d[None, :]
