@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.api.llm import LLM
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request
+from forerun.core.types import Budget, Needs, Request
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
@@ -75,7 +75,10 @@ def main() -> None:
 
 def _real(given: argparse.Namespace) -> tuple[Engine, Prompts]:
     """A model and sources of Python's library, each text from another file on."""
-    longest, speculative = given.length + given.max_tokens + 64, SpeculativeConfig("none", draft_context=given.context)
+    longest, speculative = (
+        given.length + given.max_tokens + 64,
+        SpeculativeConfig("sparse_kv", draft_context=given.context),
+    )
     config = EngineConfig(
         device=given.device, max_batch=given.batch, max_length=longest, kv_slots=given.batch * (longest + 256)
     )
@@ -101,7 +104,9 @@ def _random(given: argparse.Namespace) -> tuple[Engine, Prompts]:
         DecoderConfig.from_hf(weights.config), weights, dtype=torch.bfloat16, device=given.device,
         kv_slots=given.batch * (longest + 256), greedy_walk=device_walk(torch.device(given.device)),
     )  # fmt: skip
-    speculative = SpeculativeConfig("none", draft_context=given.context)
+    if given.device == "cuda":
+        target.warm_up(Needs(), given.batch, longest)
+    speculative = SpeculativeConfig("sparse_kv", draft_context=given.context)
     config = EngineConfig(max_batch=given.batch, max_length=longest)
     made = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, vocabulary, (given.batch, given.length), generator=made).tolist()

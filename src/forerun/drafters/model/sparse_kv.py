@@ -10,22 +10,26 @@ from __future__ import annotations
 
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import NEVER, Offer
-from forerun.core.types import Budget, Seq
+from forerun.core.types import Budget, Needs, PlainSeq, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.models.base import LayerSubset, Target
+from forerun.models.base import HoldsUnread, LayerSubset, Target
 from forerun.models.pages import PAGE
 from forerun.models.sparse import SparseContext
 
 LEAST_LONGER = 2  # times as long as what drafts read: on shorter contexts a draft pass costs about a whole one
+PROBE, REPEATS = -1, 3  # a sequence that no engine has, and passes over it
 
 
 class SparseKvDrafter(ModelDrafter):
     adapts = True
 
-    def __init__(self, draft: Target, vocab_size: int, context: SparseContext) -> None:
+    def __init__(self, draft: Target, vocab_size: int, context: SparseContext, level: float | None = None) -> None:
+        """`level`: seconds of a draft pass, where one was timed."""
         super().__init__(draft, vocab_size)
         self._least = LEAST_LONGER * PAGE * context.pages
+        for _ in range(0 if level is None else 2):
+            self._meter.note(level or 0.0, 1)
 
     @classmethod
     def build(cls, parts: Parts) -> SparseKvDrafter:
@@ -37,7 +41,7 @@ class SparseKvDrafter(ModelDrafter):
             )
         draft = shared.partial(LayerSubset(len(shared.layers)), context=context)
         draft.warm_up(cls.needs, parts.max_batch, parts.max_length or parts.target.max_length)
-        return cls(draft, parts.target.vocab_size, context)
+        return cls(draft, parts.target.vocab_size, context, level_seconds(parts.target, draft, context))
 
     def offer(self, seq: Seq) -> Offer:
         """Nothing until most of the context would be left out; then a level costs the same however long it is."""
@@ -45,3 +49,22 @@ class SparseKvDrafter(ModelDrafter):
 
     def _depth(self, seq: Seq, budget: Budget) -> int:
         return super()._depth(seq, budget) if budget.runs else 0
+
+
+def level_seconds(target: Target, draft: Target, context: SparseContext) -> float | None:
+    """What a draft pass takes behind as much as it reads of a long context; None where there is no room to try."""
+    length, now = PAGE * context.pages, draft.can.clock
+    if not isinstance(target, HoldsUnread) or length >= target.max_length or not target.has_room(length + 1):
+        return None
+    probe, times = PlainSeq(PROBE, [0] * length, max_length=length + 1), list[float]()
+    try:
+        target.occupy(probe)
+        for _ in range(REPEATS):
+            started = now()
+            logits = draft.score([probe], TreeBatch.chains([probe.tokens[-1:]], draft.device), Needs()).required_logits
+            float(logits[-1, -1])  # wait for the device
+            times.append(now() - started)
+    finally:
+        draft.release(probe)
+        target.release(probe)
+    return min(times)
