@@ -18,7 +18,7 @@ from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.features import ROOM, FeatureRows
-from forerun.drafters.device.plan import FORMS
+from forerun.drafters.device.plan import FORMS, DraftJob
 from forerun.drafters.heads.eagle import EagleDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.engine.engine import Engine
@@ -396,7 +396,7 @@ def test_a_rehearsal_changes_nothing(layers: int) -> None:
     draft, target = batch.ours.draft, batch.target
     before = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     for bucket, reach in ((1, 100), (4, 3000), (12, 100)):
-        draft._rehearse(target, bucket, form, reach)
+        draft._rehearse(target, DraftJob(bucket, form, (reach,)))
     draft.rows.rehearse_reading()
     after = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     assert torch.equal(before[0].nan_to_num(), after[0].nan_to_num())
@@ -477,12 +477,10 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(monkey
     monkeypatch.setattr(draft.replays, "do", lambda name, work: work())
     rehearsed, rehearse = list[tuple[Form, int]](), draft._rehearse
     monkeypatch.setattr(
-        draft,
-        "_rehearse",
-        lambda target, bucket, form, reach: (rehearsed.append((form, bucket)), rehearse(target, bucket, form, reach)),
+        draft, "_rehearse", lambda target, job: (rehearsed.append((job.form, job.bucket)), rehearse(target, job))
     )
     for form in (Form(3, 3, 1), Form(15, 6, 5)):
-        rehearse(None, 12, form, 100)
+        rehearse(None, DraftJob(12, form, (100,)))
     draft.menu.complete_to = 12
     assert batch.ours.propose(batch.seqs, [Budget(15, 6, 5)] * 9).form is not None
     assert batch.ours.propose(batch.seqs, [Budget(59, 7, 10)] * 9).sizes() == [16] * 9

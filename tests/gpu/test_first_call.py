@@ -6,9 +6,10 @@ anew, once texts are written. So a piece of work that has no graph by then is se
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Request, Seq, TreeForm
+from forerun.core.types import Budget, Request, Round, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.model import ModelDraft, over_model
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
+from forerun.engine.driver import Driver, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
@@ -77,28 +79,28 @@ def _captures_all(*targets: CudaDecoder) -> None:
         target.passes.capture = target.after.replays.capture = True
 
 
-def _head(target: CudaDecoder) -> Drafter:
+def _head(target: CudaDecoder, at_once: int = MOST) -> Drafter:
     drafter, _ = both_drafters(target, borrows=True)
     drafter.draft.replays.capture = True
-    drafter.draft.rehearse(target, MOST, LENGTH)
+    drafter.draft.rehearse(target, MOST, LENGTH, at_once)
     return drafter
 
 
-def _model(target: CudaDecoder) -> Drafter:
+def _model(target: CudaDecoder, at_once: int = MOST) -> Drafter:
     draft = make_target("llama", "cpu", seed=9)
     draft.model.head[8:] = 0.0
     _captures_all(draft)
     model = ModelDraft(draft, VOCAB, target.grown.last)
     model.graphs.replays.capture = True
-    model.rehearse(target, MOST, LENGTH)
+    model.rehearse(target, MOST, LENGTH, at_once)
     return over_model(model, lambda: ModelDrafter(draft, VOCAB))
 
 
-def _load(kind: str, captures: Captures) -> tuple[Engine, CudaDecoder]:
+def _load(kind: str, captures: Captures, at_once: int = MOST) -> tuple[Engine, CudaDecoder]:
     """As load_engine does on a GPU: the drafter, which captures its graphs, then the target's passes."""
     target = willing_target()
     _captures_all(target)
-    drafter = _head(target) if "eagle3" in kind else _model(target)
+    drafter = _head(target, at_once) if "eagle3" in kind else _model(target, at_once)
     if kind.startswith("ngram"):
         drafter = HybridDrafter(NgramDrafter(), drafter)
     target.warm_up(drafter.needs, MOST, LENGTH)
@@ -153,6 +155,134 @@ def test_nothing_is_captured_in_first_calls(kind: str, monkeypatch: pytest.Monke
         assert captures.late == [], f"at batch {batch}, temperature {temperature}"
     assert engine.stats.rounds > 0
     assert not engine.drafters._failed
+
+
+def _insisting(batch: int) -> list[Request]:
+    """The same requests, written further, each with a budget of its own: what is drafted depends on graphs alone."""
+    return [
+        replace(one, budget=Budget(3, 3), params=SamplingParams(16 + i % 3, temperature=0.0))
+        for i, one in enumerate(_requests(batch, 0.0))
+    ]
+
+
+def _drafted_batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """How many sequences were drafted for in one round, from now on."""
+    found, observe = set[int](), engine.controller.observe
+
+    def note(outcome: Round) -> None:
+        if any(outcome.drafted):
+            found.add(sum(map(bool, outcome.drafted)))
+        observe(outcome)
+
+    monkeypatch.setattr(engine.controller, "observe", note)
+    return found
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_batches_whose_graphs_come_later_are_written_plainly_and_all_texts_are_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    engine, _ = _load(kind, captures)
+    wanted = [_write(engine, _insisting(batch), batch) for batch in (1, 8)]
+
+    later = Captures()
+    monkeypatch.setattr(graphs, "capture", later.capture)
+    engine, target = _load(kind, later, at_once=1)
+    at_load = len(target.later)
+    assert at_load > 0
+    assert engine.captures.waiting == at_load
+    engine.captures._due = float("inf")  # none beside texts
+    drafted = _drafted_batches(engine, monkeypatch)
+    assert [_write(engine, _insisting(batch), batch) for batch in (1, 8)] == wanted
+    assert later.late == []
+    assert drafted == {1}, "larger batches have no graphs"
+    assert len(target.later) == at_load
+
+    engine.captures.before(8)
+    assert 0 < len(target.later) < at_load, "of this size alone"
+    later.late.clear()
+    assert _write(engine, _insisting(8), 8) == wanted[1]
+    assert later.late == []
+    assert max(drafted) > 4
+
+    while engine.captures.when_idle():
+        pass
+    assert len(target.later) == 0
+    later.late.clear()
+    _write(engine, _insisting(32), 32)
+    assert later.late == []
+    assert max(drafted) > 16
+
+
+def test_captures_beside_texts_take_a_small_share_and_texts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    engine, target = _load("eagle3", captures, at_once=1)
+    at_load, seconds, now = len(target.later), 0.0, engine.captures._now
+    engine.captures._due = float("inf")
+    wanted = _write(engine, _insisting(8), 8)
+    advance = target.later._advance
+
+    def slowly(group: Any, waits: bool) -> bool:
+        nonlocal seconds
+        seconds += 1000.0  # of the clock that turns are taken by: the next is due 20,000 s later
+        return advance(group, waits)
+
+    monkeypatch.setattr(target.later, "_advance", slowly)
+    engine.captures._now, engine.captures._due = (lambda: now() + seconds), 0.0
+    assert _write(engine, _insisting(8), 8) == wanted
+    assert seconds == 1000.0
+    assert len(target.later) == at_load, "kernels were asked for, and nothing was captured yet"
+    engine.captures._due = 0.0
+    assert _write(engine, _insisting(8), 8) == wanted
+    assert len(target.later) == at_load - 1
+
+
+def test_a_capture_that_fails_later_leaves_its_batches_without_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    engine, target = _load("eagle3", captures, at_once=1)
+    engine.captures._due = float("inf")
+    wanted = _write(engine, _insisting(4), 4)
+
+    def fail(group: Any, waits: bool) -> bool:
+        raise RuntimeError("no memory for a graph")
+
+    monkeypatch.setattr(target.later, "_advance", fail)
+    engine.captures.before(4)
+    assert not target.later.wants(4)
+    assert target.later.wants(8)
+    assert "no more drafts for batches of 4 sequences: RuntimeError: no memory for a graph" in caplog.text
+    assert _write(engine, _insisting(4), 4) == wanted
+    assert not engine.drafters._failed
+
+
+def test_a_drafter_that_was_dropped_is_not_captured_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    target = willing_target()
+    _captures_all(target)
+    drafter = _head(target, at_once=1)
+    captures.is_loading = False
+    del drafter
+    gc.collect()
+    while target.later.next():
+        pass
+    assert captures.late == []
+
+
+def test_an_idle_driver_captures_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    engine, target = _load("eagle3", captures, at_once=1)
+    driver = Driver(engine)
+    driver.wait(Waiter(lambda: not len(target.later)))
+    assert not engine.captures.when_idle()
 
 
 def test_sampling_is_captured_for_trees_alone_and_for_trees_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

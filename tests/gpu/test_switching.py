@@ -14,6 +14,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.plan import DraftJob
 from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
@@ -84,7 +85,7 @@ def captured_at_load(engine: Engine) -> None:
     drafter = engine.drafters.get("device")
     assert isinstance(drafter, OnDevice)
     for form in {one for one in ALL if one is not None}:
-        drafter.draft._rehearse(None, 8, form, 256)
+        drafter.draft._rehearse(None, DraftJob(8, form, (256,)))
 
 
 def long_texts(count: int = 6, tokens: int = 60, heat: float = 0.0) -> list[Request]:

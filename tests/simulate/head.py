@@ -87,7 +87,7 @@ class SimulatedHead(BaseDrafter):
     def rest(self, seats: Seats, behind: Unread) -> None:
         """It keeps no rows."""
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int) -> None:
+    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = 0) -> None:
         """Nothing is captured."""
 
     def _behind(self, going: Seats, form: Form) -> TreeBatch | None:

@@ -25,6 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState, find_adapter
 
 LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
+IDLE_SLEEP = 0.05  # the same where captures wait for kernels that are being compiled
 _LEADER = "leader"
 
 
@@ -161,10 +162,12 @@ class Driver:
 
     def write(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Serve several requests and wait for all. Whatever happens, none of them stays behind."""
-        handles: list[Handle] = []
+        requests, handles = list(requests), list[Handle]()
+        if not self.engine.busy:  # else others would wait too: see CaptureTurns
+            self.post(lambda engine: engine.captures.before(min(len(requests), engine.max_batch)))
         try:
             for request in requests:
-                handles.append(self.submit(request))  # noqa: PERF401  # if one is refused, the others are dropped
+                handles.append(self.submit(request))  # if one is refused, the others are dropped
             return [self.result(handle) for handle in handles]
         finally:
             for handle in handles:
@@ -255,8 +258,8 @@ class Driver:
             elif self.engine.busy:
                 self.engine.step()
                 self._wake_ready()
-            else:
-                waiter.sleep(LONGEST_SLEEP)
+            elif not self.engine.captures.when_idle():
+                waiter.sleep(IDLE_SLEEP if self.engine.captures.waiting else LONGEST_SLEEP)
 
     def _do_posted(self) -> None:
         while self._inbox:

@@ -27,6 +27,7 @@ from forerun.core.offer import RoundPlan
 from forerun.core.request import TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
+from forerun.engine.captures import CaptureTurns
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
 from forerun.engine.round import (
@@ -87,6 +88,7 @@ class Engine:
         self.stats = EngineStats(now=target.can.clock)
         self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
         self.deadline = LaunchDeadline()
+        self.captures = CaptureTurns(target, self.settle, self.stats.now)
         self._waiting_prompts = NONE_WAIT  # what the controller was told last
         self._scored: dict[int, list[TokenLogprob | None]] = {}  # of prompts, as far as they are read
 
@@ -104,6 +106,7 @@ class Engine:
             if self._scored and (scored := self.scheduler.next_scored()) is not None:
                 self.settle()
                 self._score_prompt(scored)
+            self.captures.beside(len(self.running))
             if line.first is None:
                 self._open()
                 if self.spare_seconds() > 0.0:

@@ -247,6 +247,30 @@ class CompilesAhead(Protocol):
     def compile_ahead(self, max_length: int) -> None: ...
 
 
+class Later(Protocol):
+    """Captures that wait for a spare moment."""
+
+    def __len__(self) -> int: ...
+    def wants(self, batch: int) -> bool:
+        """Is there something for batches of this size?"""
+        ...
+
+    def next(self, batch: int | None = None, waits: bool = False) -> bool:
+        """Make one, for a batch of this size or the smallest; False = nothing can be done now.
+
+        `waits`: for kernels that are being compiled.
+        """
+        ...
+
+
+@runtime_checkable
+class CapturesLater(Protocol):
+    """A target that writes before all graphs of larger batches are captured."""
+
+    @property
+    def later(self) -> Later: ...
+
+
 @runtime_checkable
 class ServedByProcesses(Protocol):
     """A target that other processes compute a part of: they may end, and they are to be ended."""

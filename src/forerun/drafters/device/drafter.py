@@ -1,8 +1,9 @@
 """OnDevice: a Drafter over a DeviceDrafter, and DeviceDraft: what heads and draft models have in common there.
 
-With each draft go the target's pass over its trees, the commit of the path and the copy of its hidden rows. All graphs
-are captured before texts are written: every form of the menu, for every batch size up to a largest; there are two of
-each where contexts may be long. Nothing is captured while texts are written, unless a budget asks for another form.
+With each draft go the target's pass over its trees, the commit of the path and the copy of its hidden rows. What is
+captured are all forms of the menu, for every batch size up to a largest; there are two of each where contexts may be
+long. Those of one sequence are captured before texts are written, those of larger batches then or later
+(forerun.models.cuda.later). Nothing is captured inside of a round, unless a budget asks for another form.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,10 +24,11 @@ from forerun.core.offer import Form, Offer
 from forerun.core.tree import ints_of
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, lone_roots
-from forerun.drafters.device.plan import MOST, DraftMenu, form_of
+from forerun.drafters.device.plan import MOST, DraftJob, DraftMenu, form_of
 from forerun.drafters.device.protocol import DeviceDrafter, Seats, Unread
 from forerun.models.base import Target
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.steps.compiling import Compiling
 from forerun.models.cuda.target import CudaDecoder
 
 log = logging.getLogger(__name__)
@@ -94,7 +98,8 @@ class DeviceDraft(ABC):
         assert form is not None, "a form is known unless the draft follows another"
         seqs = [seq for seq, _ in seats]
         if not self.menu.knows(form, len(seqs)):  # not on the menu: the budget insists on it
-            self._rehearse(None, self.menu.bucket(form, len(seqs)), form, max(len(seq.tokens) for seq in seqs))
+            farthest = max(len(seq.tokens) for seq in seqs)
+            self._rehearse(None, DraftJob(self.menu.bucket(form, len(seqs)), form, (farthest,)))
         wanted = {(seq.id, seq.tokens[-1]): i for i, seq in enumerate(seqs)}
         ahead, self._ahead = self._ahead, None  # none where something was captured: that overwrites its trees
         if ahead is None or ahead.form != form or not any(one in ahead.trees for one in wanted):
@@ -143,26 +148,56 @@ class DeviceDraft(ABC):
             if any([seq.id in started for seq in seqs]):  # noqa: C419 - quicker
                 self._ahead = None
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int) -> None:
+    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = MOST) -> None:
         """See forerun.drafters.device.protocol.DeviceDrafter. Progress is logged."""
         if not self.replays.capture:
             return
         assert isinstance(target, CudaDecoder), "other targets have no graphs"
         now = target.can.clock
-        started, jobs = now(), self.menu.jobs(max_batch, self._prepare(target, max_length))
-        self._compile([*dict.fromkeys((bucket, form) for bucket, form, _ in jobs)])
-        for i, (bucket, form, farthest) in enumerate(jobs):
-            progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
-            self._rehearse(target, bucket, form, farthest)
-        self.menu.complete_to = jobs[-1][0]
-        log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), now() - started)
+        started, reach = now(), self._prepare(target, max_length)
+        jobs = self.menu.jobs(max_batch, reach)
+        soon = [job for job in jobs if job.bucket <= max(at_once, jobs[0].bucket)]
+        self._begin(target, soon)
+        for i, job in enumerate(soon):
+            progress.info("capturing drafts for batches of %d: %d of %d", job.bucket, i + 1, len(soon))
+            self._rehearse(target, job)
+        self.menu.complete_to = jobs[-1].bucket
+        log.info("captured %d drafts and the passes over their trees in %.1f s", len(soon), now() - started)
+        self._leave_for_later(target, jobs[len(soon) :])
 
-    def _compile(self, jobs: Sequence[tuple[int, Form]]) -> None:  # noqa: B027 - captures compile them one by one
-        """Compile the kernels of drafts for so many sequences side by side, where that can be done without drafting."""
+    def _begin(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
+        """Before the first captures: compile their kernels side by side."""
+        if begun := self._compile(target, jobs):
+            begun.finish()
 
-    def _rehearse(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
-        self._capture(target, bucket, form, farthest)
-        self.menu.note_captured(bucket, form)
+    def _compile(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> Compiling | None:
+        """Begin to compile the kernels of these side by side, where that can be done without drafting."""
+        return None  # captures compile them one by one
+
+    def _leave_for_later(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
+        """Unless this drafter is dropped meanwhile."""
+        this = ref(self)
+
+        def compile_some(some: Sequence[DraftJob]) -> Compiling | None:
+            draft = this()
+            return None if draft is None else draft._compile(target, some)
+
+        def capture(job: DraftJob) -> None:
+            if (draft := this()) is not None:
+                draft._rehearse(target, job)
+
+        for bucket in dict.fromkeys(job.bucket for job in jobs):
+            some = [job for job in jobs if job.bucket == bucket]
+            smaller = max((one for one in self.menu.buckets if one < bucket), default=0)
+            batches = range(smaller + 1, bucket + 1)
+            target.later.add(batches, partial(compile_some, some), [partial(capture, job) for job in some])
+        if jobs:
+            log.info("%d drafts of larger batches are captured when they come, or when nothing is written", len(jobs))
+
+    def _rehearse(self, target: CudaDecoder | None, job: DraftJob) -> None:
+        for farthest in job.reaches:
+            self._capture(target, job.bucket, job.form, farthest)
+        self.menu.note_captured(job.bucket, job.form)
         self._proposed, self._ahead = [], None  # whose trees were overwritten
 
 
@@ -338,7 +373,7 @@ def built(
 ) -> OnDevice[Draft] | None:
     try:
         drafter = make()
-        drafter.draft.rehearse(target, max_batch, max_length)
+        drafter.draft.rehearse(target, max_batch, max_length, at_once=1)
     except ForerunError:
         raise
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation

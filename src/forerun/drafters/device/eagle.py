@@ -24,6 +24,7 @@ from forerun.drafters.device.growth import DraftNoise, Frontier, HeadOutput, Poo
 from forerun.drafters.device.head import FeatureFusion, HeadNet, make_net, why_not
 from forerun.drafters.device.plan import (
     DraftForm,
+    DraftJob,
     DraftMenu,
     Lane,
     behind,
@@ -40,7 +41,7 @@ from forerun.models.base import Target
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
-from forerun.models.cuda.steps.compiling import compile_together
+from forerun.models.cuda.steps.compiling import Compiling, begin_compiling
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import TREE_MARGIN
 
@@ -209,26 +210,34 @@ class HeadDraft(DeviceDraft):
 
     def _prepare(self, target: CudaDecoder, max_length: int) -> int:
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
-        self.rows.rehearse_reading()
         return max_length
 
-    def _compile(self, jobs: Sequence[tuple[int, Form]]) -> None:
-        """Drafts whose kernels are not launched: integers are zero, and what would be chosen by others is not read."""
-        if not self.replays.capture or self.net.model.mix is not None:  # whose rows are chosen outside of kernels
-            return
+    def _begin(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
+        super()._begin(target, jobs)
+        self.rows.rehearse_reading()
 
-        def draft() -> None:
-            self.ints.all[MAX_ROWS:].zero_()
-            for bucket, form in jobs:
-                lanes = [self.rows.lane(None, 0)] * bucket
-                planned, _ = plan_draft(lanes, form, self.net.group_nodes, 0, self.net.attends)
-                self._draft(planned)
-            self.noise.is_on = True
-            self._draft(planned)
-
-        with torch.inference_mode():
-            compile_together(draft)
+    @torch.inference_mode()
+    def _compile(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> Compiling | None:
+        if self.net.model.mix is not None:  # whose rows are chosen outside of kernels
+            return None
+        self._proposed, self._ahead = [], None  # whose trees are overwritten
+        with self.replays.uncaptured():
+            begun = begin_compiling(lambda: self._ask_for(target, jobs))
         self.noise.is_on = False
+        return begun
+
+    def _ask_for(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
+        """All of it, of padding. Nothing is launched: integers are zero, and what kernels would choose is not read."""
+        self.rows.rehearse_reading()
+        self.ints.all[MAX_ROWS:].zero_()
+        for bucket, form, reaches in jobs:
+            lanes = [self.rows.lane(None, 0)] * bucket
+            for farthest in reaches:
+                planned, _ = plan_draft(lanes, form, self.net.group_nodes, farthest, self.net.attends)
+                self._draft(planned)
+                self.rows.rehearse(target.ask_for(planned.trees, self.needs, farthest), planned.trees)
+        self.noise.is_on = True
+        self._draft(planned)
 
     def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         lanes, self.noise.is_on = [self.rows.lane(None, 0)] * bucket, False

@@ -259,6 +259,14 @@ def contexts_of(max_length: int) -> list[int]:
     return list(found.values())
 
 
+class DraftJob(NamedTuple):
+    """Drafts that are captured: batch size, form, and the contexts that they hold for, the shortest last."""
+
+    bucket: int
+    form: Form
+    reaches: tuple[int, ...]
+
+
 class DraftMenu:
     """Implements forerun.drafters.device.protocol.DeviceMenu: of a head's trees, or of a draft model's chains."""
 
@@ -283,15 +291,12 @@ class DraftMenu:
         self._captured: dict[Form, set[int]] = {}  # batch sizes that have a graph
         self._expected = {form: expected(self._rates, form) for form in self.forms}
 
-    def jobs(self, max_batch: int, max_length: int) -> list[tuple[int, Form, int]]:
-        """What is captured: batch sizes, forms, and the contexts that they hold for, the shortest last.
-
-        The time of a draft is noted each time it is captured, so the last one, in a short context, counts.
-        """
-        reaches = contexts_of(max_length)[::-1]
+    def jobs(self, max_batch: int, max_length: int) -> list[DraftJob]:
+        """What is captured. The time of a draft is noted each time, so the last one, in a short context, counts."""
+        reaches = tuple(contexts_of(max_length)[::-1])
         largest = round_up(min(max_batch, MOST), self.buckets)
         buckets = [bucket for bucket in self.buckets if bucket <= largest]
-        return [(size, form, reach) for size in buckets for form in forms_for(size, self.forms) for reach in reaches]
+        return [DraftJob(size, form, reaches) for size in buckets for form in forms_for(size, self.forms)]
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
@@ -328,6 +333,7 @@ class DraftMenu:
         found = self._found.get((form, batch))
         if found is None:
             listed = batch <= MOST and form in forms_for(round_up(batch, self.buckets), self.forms)
+            listed = listed and (batch > self.complete_to or self.knows(form, batch))  # else it is captured later
             found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
         return found
 
@@ -350,6 +356,7 @@ class DraftMenu:
 
     def note_captured(self, bucket: int, form: Form) -> None:
         self._captured.setdefault(form, set()).add(bucket)
+        self._found.clear()
 
     def expected(self, form: Form) -> float:
         return self._expected[form] if form in self._expected else expected(self._rates, form)

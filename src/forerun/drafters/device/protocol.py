@@ -43,7 +43,7 @@ class DeviceMenu(Menu, Protocol):
 
     @property
     def complete_to(self) -> int:
-        """Batches up to this size have all graphs that they will get; 0 = nothing was captured."""
+        """Batches up to this size have all graphs that they will get, or get them later; 0 = nothing was captured."""
         ...
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
@@ -97,10 +97,11 @@ class DeviceDrafter(Protocol):
         """A plain round follows unread trees: keep what a later draft needs of their pass (if the menu switches)."""
         ...
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int) -> None:
+    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = ...) -> None:
         """Capture and time all that drafts for so many sequences replay, and the target's passes over their trees.
 
-        Only padding is drafted for. Without graphs, as on a CPU, there is nothing to do.
+        What batches of more than `at_once` sequences replay is left to `CapturesLater.later` of the target. Only
+        padding is drafted for. Without graphs, as on a CPU, there is nothing to do.
         """
         ...
 

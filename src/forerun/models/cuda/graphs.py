@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import cycle
@@ -108,10 +109,16 @@ class Passes:
                 if not (prompts_only and scored):
                     self.buffers.send(padding(size))
                     for adapted in self.kinds():
-                        run = self._run(size, adapted)
-                        run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
+                        self._launch(_Key(size, self._layers, scored, adapted=adapted), some)
 
         compile_together(launch)
+
+    def ask_for_grown(self, plan: Plan, hidden: tuple[int, ...], form: TreeForm) -> None:
+        """Launch what `run_grown` captures, in one layer of each kind: within `compile_together`."""
+        for adapted in self.kinds():
+            self.buffers.send(self.padded(plan, adapted))
+            key = _Key(plan.size, hidden, plan.size.rows, form, adapted)
+            self._launch(key, one_of_each_kind(self.model.layers))
 
     def kinds(self) -> tuple[bool, ...]:
         """Of passes that are captured beforehand: without adapters, and with them where some are loaded."""
@@ -206,12 +213,13 @@ class Passes:
     def _run(self, size: Size, adapted: bool) -> Run:
         return Run.of(size, self.buffers.ints, self.buffers.adapters.sent_with(size.rows) if adapted else None)
 
-    def _launch(self, key: _Key) -> None:
+    def _launch(self, key: _Key, only: Sequence[int] | None = None) -> None:
+        """All layers, or some: see run_pass."""
         size, hidden, scored, form, adapted = key
         run, buffers = self._run(size, adapted), self.buffers
         if form is not None:
             self.grown.fill(run.ints, size, form)
-        run_pass(self.steps, self.model, buffers, run, hidden, scored)
+        run_pass(self.steps, self.model, buffers, run, hidden, scored, only)
         if form is not None:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
@@ -281,6 +289,15 @@ class Replays:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._calls: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture and device.type == "cuda" else None
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Work is done, and not captured: for `compile_together`, which launches nothing."""
+        captures, self.capture = self.capture, False
+        try:
+            yield
+        finally:
+            self.capture = captures
 
     @torch.inference_mode()
     def do(self, name: Hashable, work: Callable[[], None]) -> None:

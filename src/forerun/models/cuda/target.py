@@ -35,6 +35,7 @@ from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
 from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
+from forerun.models.cuda.later import LaterCaptures
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
@@ -116,6 +117,7 @@ class CudaDecoder(SlotTarget):
             self.passes.scored_size, self.sampler.kinds, self.grown.last, self._with_adapters,
         )  # fmt: skip
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
+        self.later = LaterCaptures()
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -279,6 +281,18 @@ class CudaDecoder(SlotTarget):
         self.sampler.rehearse(plan.size, form)
         self.after.keep_rows(plan, layers)
         self.after.move(form)
+        return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
+
+    @torch.inference_mode()
+    def ask_for(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
+        """Launch what `rehearse` captures: within `compile_together`, which launches nothing."""
+        layers = self._layers(needs)
+        plan = plan_grown([], form, self._group_nodes, farthest=farthest, tiled_nodes=self._tiled_nodes)
+        with self.after.replays.uncaptured():
+            self.passes.ask_for_grown(plan, layers, form)
+            self.sampler.rehearse(plan.size, form)
+            self.after.keep_rows(plan, layers)
+            self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     @torch.no_grad()

@@ -97,6 +97,7 @@ class Worker:
 
 
 def main() -> None:
+    os.nice(5)  # texts may be written meanwhile
     said = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
     while True:

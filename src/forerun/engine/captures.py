@@ -1,0 +1,51 @@
+"""CaptureTurns: when an engine captures the graphs that were left for later (`CapturesLater`).
+
+While it is idle: one after another, and requests that come wait for one at most. Before a batch that somebody waits for
+as a whole: all that the batch needs. Beside texts under way: one now and then, so that they take a small share of the
+time; the texts go on without the drafts that need them. No capture lies in a round, so none is booked as drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forerun.models.base import CapturesLater, Target
+
+SHARE = 0.05  # of the time of texts under way, at most
+
+
+class CaptureTurns:
+    def __init__(self, target: Target, settle: Callable[[], None], now: Callable[[], float]) -> None:
+        """`settle` finishes the rounds that were launched: captures run in the same buffers."""
+        self._later = target.later if isinstance(target, CapturesLater) else None
+        self._settle, self._now, self._due = settle, now, 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Captures that were left for later."""
+        return 0 if self._later is None else len(self._later)
+
+    def when_idle(self) -> bool:
+        """Make one; False = there is nothing to do now."""
+        return self._later is not None and bool(len(self._later)) and self._one(None, waits=False)
+
+    def before(self, batch: int) -> None:
+        """Make all that a batch of this size needs, and wait for its kernels."""
+        while self._later is not None and self._later.wants(batch):
+            self._one(batch, waits=True)
+
+    def beside(self, batch: int) -> None:
+        """Make one for a batch that is being written, if one is due."""
+        if self._later is None or not batch or not len(self._later):
+            return
+        if self._now() >= self._due and self._later.wants(batch):
+            self._one(batch, waits=False)
+
+    def _one(self, batch: int | None, waits: bool) -> bool:
+        assert self._later is not None, "asked before"
+        self._settle()
+        started = self._now()
+        made = self._later.next(batch, waits)
+        ended = self._now()
+        self._due = ended + (ended - started) / SHARE
+        return made

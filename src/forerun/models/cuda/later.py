@@ -1,0 +1,85 @@
+"""LaterCaptures: graphs of larger batches, compiled and captured once there is time for it.
+
+A model can write as soon as the graphs of one sequence are there. Those of larger batches wait here until the engine
+is idle, a batch needs them, or a share of a busy engine's time is due to them (forerun.engine.captures). Until they
+are there, such batches are written without the drafts that need them. Kernels of a group are compiled by other
+processes first, while texts are written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from forerun.models.cuda.steps.compiling import Compiling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Group:
+    batches: range  # sizes of batches that its graphs are for
+    compile: Callable[[], Compiling | None]
+    captures: list[Callable[[], None]]
+    compiling: Compiling | None = field(default=None)
+    has_begun: bool = False
+
+
+class LaterCaptures:
+    """Implements forerun.models.base.Later. Used by the engine's thread, between rounds."""
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+
+    def __len__(self) -> int:
+        return sum(len(group.captures) for group in self._groups)
+
+    def add(
+        self, batches: range, compile_kernels: Callable[[], Compiling | None], captures: Sequence[Callable[[], None]]
+    ) -> None:
+        """Graphs for batches of these sizes; `compile_kernels` begins to compile what they launch."""
+        self._groups.append(_Group(batches, compile_kernels, list(captures)))
+        self._groups.sort(key=lambda group: group.batches.stop)
+
+    def wants(self, batch: int) -> bool:
+        """Is there something for batches of this size?"""
+        return self._group_for(batch) is not None
+
+    def next(self, batch: int | None = None, waits: bool = False) -> bool:
+        """Capture one graph, for a batch of this size or the smallest; False = there is none, or it is compiled still.
+
+        `waits`: for its kernels, where they are being compiled. A group that fails is given up: its batches are
+        written as they are now.
+        """
+        group = self._group_for(batch) if batch is not None else next(iter(self._groups), None)
+        if group is None:
+            return False
+        try:
+            return self._advance(group, waits)
+        except Exception as error:  # no memory, or a kernel that does not compile
+            self._groups.remove(group)
+            sizes = group.batches[-1], type(error).__name__, error
+            log.warning("no more drafts for batches of %d sequences: %s: %s", *sizes)
+            return True
+
+    def _advance(self, group: _Group, waits: bool) -> bool:
+        if not group.has_begun:
+            group.has_begun, group.compiling = True, group.compile()
+            return True
+        if group.compiling is not None:
+            if not waits and not group.compiling.is_done:
+                return False
+            group.compiling.finish()
+            group.compiling = None
+        if group.captures:
+            group.captures.pop(0)()
+        if not group.captures:
+            self._groups.remove(group)
+            left = f"{len(self)} captures of larger batches wait" if self._groups else "nothing waits any more"
+            log.info("batches of %d sequences are drafted for now; %s", group.batches[-1], left)
+        return True
+
+    def _group_for(self, batch: int) -> _Group | None:
+        """The first whose graphs a batch of this size replays."""
+        return next((group for group in self._groups if batch in group.batches), None)
