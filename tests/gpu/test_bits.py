@@ -107,8 +107,7 @@ WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224,
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA, *OTHERS, *IN_BYTES],
+    "name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA, *OTHERS, *IN_BYTES]
 )
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
