@@ -291,5 +291,5 @@ def _topics() -> list[tuple[str, str]]:
 @cache
 def _descriptions() -> list[tuple[str, str]]:
     """What installed packages say of themselves, by name."""
-    found = {str(one.metadata["Name"]): str(one.metadata.get_payload() or "") for one in distributions()}
+    found = {str(one.metadata["Name"]): str(one.metadata.json.get("description", "")) for one in distributions()}
     return sorted((name, text) for name, text in found.items() if len(text) > 500)

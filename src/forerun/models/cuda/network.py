@@ -207,8 +207,9 @@ class Model:
 
 
 def _stored(weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> StoredWeights | StoredBlocks:
-    gguf = isinstance(weights, GgufWeights)
-    return StoredBlocks(weights, config, device) if gguf else StoredWeights(weights, config, device)
+    if isinstance(weights, GgufWeights):
+        return StoredBlocks(weights, config, device)
+    return StoredWeights(weights, config, device)
 
 
 class Buffers:

@@ -57,7 +57,7 @@ class Strips:
 
     def __getitem__(self, rows: Tensor) -> Tensor:
         """Some of its rows, widened: of weights for rows in bf16, as LM heads are."""
-        found = torch.cat([self._rows(some) for some in rows.split(_WIDENED)])
+        found = torch.cat([self._rows(rows[i : i + _WIDENED]) for i in range(0, len(rows), _WIDENED)])
         return found if self.channel is None else found * self.channel[rows, None]
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -235,17 +235,17 @@ def pack_int4(weight: Tensor, scales: Tensor, zeros: Tensor | None = None, minim
         assert minima.dtype == scales.dtype
         kind, data = "int4_mins", _turned(data, 3)
         sides.append(_of_outputs(minima, group))
-    half = scales.dtype == torch.float16
+    half, (outputs, depth) = scales.dtype == torch.float16, weight.shape
     return Strips(
-        kind, _by_block(data), *weight.shape, sides=_by_block(torch.cat(sides, 3)), group=group, half_scales=half
+        kind, _by_block(data), outputs, depth, sides=_by_block(torch.cat(sides, 3)), group=group, half_scales=half
     )
 
 
 def pack_int8_groups(weight: Tensor, scales: Tensor) -> Strips:
     """int8 [N, K] and scales [N, K / 32]."""
     data, half = _byte_fragments(weight.view(torch.uint8)), scales.dtype == torch.float16
-    sides = _by_block(_of_outputs(scales, 32))
-    return Strips("int8_groups", _by_block(data), *weight.shape, sides=sides, group=32, half_scales=half)
+    sides, (outputs, depth) = _by_block(_of_outputs(scales, 32)), weight.shape
+    return Strips("int8_groups", _by_block(data), outputs, depth, sides=sides, group=32, half_scales=half)
 
 
 def pack_k(weight: Tensor, steps: Tensor, lows: Tensor, scales: Tensor, minima: Tensor) -> Strips:
@@ -260,10 +260,11 @@ def pack_k(weight: Tensor, steps: Tensor, lows: Tensor, scales: Tensor, minima: 
     numbers = weight.to(torch.uint8)
     data = _turned(_nibble_fragments(numbers), 3) if group == 32 else _byte_fragments(numbers << 1)
     of_groups = [
-        _of_outputs((values + SIGN).to(torch.uint8), group).unflatten(3, (-1, 8, 2)) for values in (steps, lows)
+        torch.unflatten(_of_outputs((values + SIGN).to(torch.uint8), group), 3, (-1, 8, 2)) for values in (steps, lows)
     ]
     sides = [torch.stack(of_groups, -2).flatten(3), _of_outputs(scales, BLOCK), _of_outputs(minima, BLOCK)]
+    outputs, depth = weight.shape
     return Strips(
-        "int4_k" if group == 32 else "bytes_k", _by_block(data), *weight.shape,
+        "int4_k" if group == 32 else "bytes_k", _by_block(data), outputs, depth,
         sides=_by_block(torch.cat(sides, 3)), group=group, half_scales=True,
     )  # fmt: skip
