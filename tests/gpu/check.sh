@@ -47,7 +47,7 @@ if [ "$what" = tests ]; then
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
     check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py tests/gpu/test_file_weights.py tests/gpu/test_gguf_weights.py -m gpu &
-    check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu &
+    check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_kv_bytes.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu &
     check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py \
         tests/gpu/test_hybrid_bits.py -m gpu &

@@ -69,6 +69,9 @@ class HeldWeights(dict[str, torch.Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self[name].shape)
 
+    def packed_kinds(self) -> set[int]:
+        return set()
+
 
 def random_weights() -> HeldWeights:
     rng = torch.Generator().manual_seed(7)

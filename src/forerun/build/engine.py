@@ -349,7 +349,7 @@ def held_as(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, device: t
     from forerun.models.native.target import choose_mode
 
     quantization: object = checkpoint.weights.quantization
-    if kinds := checkpoint.weights.packed_kinds():
+    if quantization is None and (kinds := checkpoint.weights.packed_kinds()):
         from forerun.models.load.quants import LAYOUTS
 
         quantization = f"GGUF ({', '.join(LAYOUTS[kind].name for kind in sorted(kinds))})"

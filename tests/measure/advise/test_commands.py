@@ -90,7 +90,7 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
 def test_only_what_vllm_lacks_is_left_unanswered() -> None:
     lacking = {name for name in registry.drafters.names() if registry.drafters.spec(name).vllm is None}
     lacking -= {"prediction", "forced"}  # which live on what a request brings
-    assert lacking == {"none", "hydra", "recycling", "lookahead", "layer_skip", "draft_text", "specdec"}
+    assert lacking == {"none", "hydra", "recycling", "lookahead", "layer_skip", "sparse_kv", "draft_text", "specdec"}
     config, note = vllm_config(evidence_for("hydra"), Setup("m", "ngram", "folder"), "hydra")
     assert config is None
     assert "hydra" in note

@@ -119,7 +119,17 @@ def for_values(weights, scales, values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def put_bytes(store, slot, place, rows, there, FORMAT: tl.constexpr):
+def put(store, head, slot, head_stride, rows, found, there, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Write rows [R, D] of these heads at a slot: as `found`, which has the type of the cache, or in 8 bits."""
+    place = head[:, None] * head_stride + slot * D + tl.arange(0, D)[None, :]
+    if FORMAT == PLAIN:
+        tl.store(store + place, found, mask=there[:, None])
+    else:
+        _store_bytes(store, head * (head_stride // D) + slot, place, rows, there, FORMAT)
+
+
+@triton.jit
+def _store_bytes(store, slot, place, rows, there, FORMAT: tl.constexpr):
     """Write rows [R, D] in 8 bits at `place`, and their scales at `slot` [R]; what is not a number is not lost."""
     sizes = tl.where(rows == rows, tl.abs(rows), float("inf"))
     MOST: tl.constexpr = 448.0 if FORMAT == E4M3 else 127.0

@@ -11,7 +11,7 @@ factor per row; products of few rows hand on sums of squares tile by tile instea
 import triton
 import triton.language as tl
 
-from forerun.models.cuda.kernels.kv_bytes import PLAIN, put_bytes
+from forerun.models.cuda.kernels.kv_bytes import put
 from forerun.models.cuda.kernels.linear import open_gate
 
 
@@ -204,18 +204,11 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
     if h0 < H:
         tl.store(out + m * (H * D) + n, found)
     else:
-        into = ((heads - H) % HKV).to(tl.int64)[:, None] * head_stride + slot * D + d[None, :]
-        there = (heads >= 0)[:, None] & (slot >= 0)
-        if FORMAT != PLAIN:
-            scale_at = ((heads - H) % HKV).to(tl.int64) * (head_stride // D) + slot
-            if turned:
-                put_bytes(keys, scale_at, into, acc, (heads >= 0) & (slot >= 0), FORMAT)
-            else:
-                put_bytes(values, scale_at, into, acc, (heads >= 0) & (slot >= 0), FORMAT)
-        elif turned:
-            tl.store(keys + into, found, mask=there)
+        head, there = ((heads - H) % HKV).to(tl.int64), (heads >= 0) & (slot >= 0)
+        if turned:
+            put(keys, head, slot, head_stride, acc, found, there, D, FORMAT)
         else:
-            tl.store(values + into, found, mask=there)
+            put(values, head, slot, head_stride, acc, found, there, D, FORMAT)
 
 
 @triton.jit
