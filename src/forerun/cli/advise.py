@@ -32,7 +32,7 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
 from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
 from forerun.measure.plan.advice import plan as make_plan
-from forerun.measure.report.tables import figure_table, print_table
+from forerun.measure.report.terminal import figure_table, print_table
 
 Drafters = Annotated[
     str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
@@ -80,7 +80,7 @@ def advise(
     )  # fmt: skip
     from forerun.measure.advise.answer import in_words
     from forerun.measure.advise.run import run_advisor
-    from forerun.measure.report.tables import print_line, print_table
+    from forerun.measure.report.terminal import print_line, print_table
 
     name = short_name(model)
     status = Console(stderr=True).status(f"measuring {name}")
@@ -113,7 +113,7 @@ def _table(found: Mapping[str, Any]) -> Table:
 
 def _cell(found: Mapping[str, Any]) -> str:
     """A predicted speed-up; one prompt gives no interval."""
-    from forerun.measure.bench.stats import Spread
+    from forerun.measure.bench.figures import Spread
 
     return str(Spread(found["value"], found["low"], found["high"]))
 

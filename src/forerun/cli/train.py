@@ -224,6 +224,6 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
 
 
 def _many(options: DataOptions, workers: int, gpus: float) -> AbstractContextManager[Write]:
-    from forerun.train.data.ray_workers import ray_writer
+    from forerun.train.data.make import ray_writer
 
     return ray_writer(options, workers, gpus)

@@ -30,8 +30,7 @@ from forerun.measure.advise.evidence import (
     spread,
 )
 from forerun.measure.advise.predict import Costs, at_acceptance
-from forerun.measure.bench.figures import acceptance_document
-from forerun.measure.bench.stats import Spread
+from forerun.measure.bench.figures import Spread, acceptance_document
 from forerun.measure.report.summary import busy_warning
 from forerun.models.base import Target
 

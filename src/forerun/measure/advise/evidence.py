@@ -8,7 +8,7 @@ For more at once, look-ups are replayed on the texts under the price list of the
 says what it costs.
 
 Both prompts and the machine's noise move a figure. So the evidence is also kept without each prompt, costs included,
-and intervals come from how much a figure changes then (forerun.measure.bench.stats.jackknife).
+and intervals come from how much a figure changes then (forerun.measure.bench.figures.jackknife).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from forerun.drafters.lookup.suffix_table import Successors
 from forerun.measure.advise.predict import Costs, Drafting, Text, can_replay, estimate, replay, worst_prompt
 from forerun.measure.bench.alternate import Contender, Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import own_contender
-from forerun.measure.bench.figures import Accepted, interval_of
+from forerun.measure.bench.figures import Accepted, Spread, interval_of, jackknife
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.measure.bench.stats import Spread, jackknife
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 HOPELESS = 0.85  # a drafter that would write no faster than this on the first prompts writes no others

@@ -17,8 +17,7 @@ from forerun.control.cost import CostModel
 from forerun.core.types import Budget, PlainSeq, Scores, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, LookupDrafter
 from forerun.measure.bench.alternate import Drafts
-from forerun.measure.bench.figures import Accepted, acceptance_by_depth
-from forerun.measure.bench.stats import Pair, ratio_of
+from forerun.measure.bench.figures import Accepted, Pair, acceptance_by_depth, ratio_of
 from forerun.verify.greedy import follow
 
 DRAWS = 200  # rounds of a batch that are put together at random

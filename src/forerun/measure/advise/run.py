@@ -19,9 +19,9 @@ from forerun.measure.advise.answer import Setup, document
 from forerun.measure.advise.evidence import Evidence, gather, prospects, spread
 from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender
+from forerun.measure.bench.figures import Pair, ratio_interval
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
-from forerun.measure.bench.stats import Pair, ratio_interval
 from forerun.measure.bench.suites import load_suite, suite_size
 from forerun.measure.machine import is_busy, load_average, machine_facts
 from forerun.models.load import checkpoint as loading

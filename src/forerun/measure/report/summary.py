@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.settings import PLAIN
-from forerun.measure.bench.stats import Spread
 
 INTERVALS = (
     "Intervals are 95% intervals over prompts (jackknife, Student's t): how far other prompts of the same kind and "
