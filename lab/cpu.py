@@ -52,7 +52,8 @@ from forerun.measure.peers.llama_cpp import load_model
 from forerun.measure.peers.process import PeerProcess
 from forerun.measure.quality import MODES, load_mode
 from forerun.measure.report import terminal
-from forerun.measure.report.terminal import figure_table, number, print_table, ratio, wide_console
+from forerun.measure.report.tables import figure_table, print_table
+from forerun.measure.report.terminal import number, ratio, wide_console
 from forerun.models.load import checkpoint as loading
 from lab.batch_report import read_rival, say_row, show_batches
 from lab.plots import plot

@@ -25,7 +25,7 @@ from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.suites import load_suite
 from forerun.measure.peers.endpoint import base_of, first_model
-from forerun.measure.report.terminal import figure_table
+from forerun.measure.report.tables import figure_table
 from lab.runner import Document, Run, picture, share
 from lab.serve.load import Load, Target, figures, host_figures, over_off, plot, read_host, send_all
 from lab.serve.stream_client import Endpoint

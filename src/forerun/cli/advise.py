@@ -26,13 +26,13 @@ from forerun.cli.bench import (
 )
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
 from forerun.cli.loading import check_model, progress_shown, short_name
-from forerun.cli.show import table_console
+from forerun.cli.show import counted, table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
 from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
 from forerun.measure.plan.advice import plan as make_plan
-from forerun.measure.report.terminal import figure_table, print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 Drafters = Annotated[
     str, typer.Option(help="Only these, by comma; default: all that can be built here.", show_default=False)
@@ -80,7 +80,7 @@ def advise(
     )  # fmt: skip
     from forerun.measure.advise.answer import in_words
     from forerun.measure.advise.run import run_advisor
-    from forerun.measure.report.terminal import print_line, print_table
+    from forerun.measure.report.tables import print_line, print_table
 
     name = short_name(model)
     status = Console(stderr=True).status(f"measuring {name}")
@@ -263,8 +263,7 @@ def _verdict(choices: list[Choice], price: float | None) -> str:
 
 
 def _replicas(choice: Choice) -> str:
-    count = round(choice.replicas.value)
-    return "1 replica" if count == 1 else f"{count} replicas"
+    return counted(round(choice.replicas.value), "replica")
 
 
 def _range(figure: Range, form: str, times: float = 1.0) -> str:

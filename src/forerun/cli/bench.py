@@ -18,7 +18,7 @@ from rich.console import Console
 from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.measure.report.terminal import figure_table, print_table
+from forerun.measure.report.tables import figure_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

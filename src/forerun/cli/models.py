@@ -18,7 +18,7 @@ from rich.table import Table
 from forerun.cli.flags import STDOUT, JsonFile, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import ForerunError, InvalidInput, UnknownName
-from forerun.measure.report.terminal import figure_table, print_table
+from forerun.measure.report.tables import figure_table, print_table
 from forerun.models.load.catalog import cache_folder, find_known, known_models
 from forerun.models.load.catalog import pull as pull_model
 from forerun.models.load.quantized.scheme import describe

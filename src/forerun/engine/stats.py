@@ -16,7 +16,6 @@ from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.core.clock import Clock
     from forerun.core.tree import Seconds
     from forerun.core.types import Round, Scores, TreeBatch
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from forerun.measure.report.terminal import print_line, print_table
+from forerun.measure.report.tables import print_line, print_table
 
 SIZES = ("1", "2", "4", "8", "16", "32")
 

@@ -27,11 +27,10 @@ from forerun.measure.advise.evidence import (
     fixed_chain,
     fixed_lookup,
     prospects,
-    spread,
 )
 from forerun.measure.advise.predict import Costs, at_acceptance
 from forerun.measure.bench.figures import Spread, acceptance_document
-from forerun.measure.report.summary import busy_warning
+from forerun.measure.report.summary import busy_warning, counted
 from forerun.models.base import Target
 
 Verdict = Literal["draft", "do not draft", "cannot tell"]
@@ -314,7 +313,7 @@ def _for_vllm(
             continue
         nearest = vllm_config(evidence, setup, other.drafter, made.off_from)
         if nearest[0] is not None:
-            said = f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
+            said = f"{note} The next best that it has is {other.drafter}, {_times(other.speedup.as_document())} here."
             return nearest[0], f"{said} {nearest[1]}".rstrip()
     return None, note
 
@@ -322,13 +321,13 @@ def _for_vllm(
 def compare_with_auto(setup: Setup, made: Decision, found: list[Prospect]) -> dict[str, Any]:
     """Would a user who sets nothing get what is recommended? If not, why."""
     known = next((prospect for prospect in found if prospect.drafter == setup.auto), None)
-    here = None if known is None else spread(known.speedup)
+    here = None if known is None else known.speedup.as_document()
     agrees = made.best is not None and made.best.drafter == setup.auto
     return {"drafter": setup.auto, "agrees": agrees, "speedup": here, "why": _why(setup, made, known)}
 
 
 def _why(setup: Setup, made: Decision, known: Prospect | None) -> str:
-    predicted = "" if known is None else f", predicted at {_times(spread(known.speedup))}"
+    predicted = "" if known is None else f", predicted at {_times(known.speedup.as_document())}"
     default = f"The default (auto) would draft with {setup.auto}{predicted}"
     careful = "Its controller drafts only what should pay, so leaving it on costs almost nothing"
     if made.best is None:
@@ -351,7 +350,7 @@ def _why(setup: Setup, made: Decision, known: Prospect | None) -> str:
 def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
     return {
         prospect.drafter: {
-            "speedup": spread(prospect.speedup),
+            "speedup": prospect.speedup.as_document(),
             "budget": prospect.budget,
             "tokens_per_round": round(prospect.tokens_per_round, 3),
             "worst_prompt": round(prospect.worst, 4),
@@ -423,13 +422,10 @@ def _checked(found: Mapping[str, Any]) -> Iterator[str]:
     for batch, check in found.get("check", {}).get("by_batch", {}).items():
         size = "" if batch == "1" else f", {batch} at once, {check['drafter']}"
         yield (
-            f"Checked on {_prompts(check['prompts'])} held back{size}: predicted {check['predicted']['value']:.2f}, "
+            f"Checked on {counted(check['prompts'], 'prompt')} held back{size}: "
+            f"predicted {check['predicted']['value']:.2f}, "
             f"measured {_times(check['measured'])}; {100 * check['error']:+.0f}%."
         )
-
-
-def _prompts(count: int) -> str:
-    return "1 prompt" if count == 1 else f"{count} prompts"
 
 
 def _times(found: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ and intervals come from how much a figure changes then (forerun.measure.bench.fi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -32,9 +32,9 @@ from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.drafters.lookup.suffix_table import Successors
 from forerun.measure.advise.predict import Costs, Drafting, Text, can_replay, estimate, replay, worst_prompt
-from forerun.measure.bench.alternate import Contender, Group, Prompt, Run, alternate, warm_up
+from forerun.measure.bench.alternate import Contender, Group, Prompt, Run, alternate, in_turn, warm_up
 from forerun.measure.bench.contenders import own_contender
-from forerun.measure.bench.figures import Accepted, Spread, interval_of, jackknife
+from forerun.measure.bench.figures import Accepted, Spread, jackknife
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -321,12 +321,6 @@ def _best_fixed(evidence: Evidence, tried: Mapping[int, Drafting]) -> Fixed:
     return Fixed(lengths, gains)
 
 
-def spread(found: Spread) -> dict[str, float | None]:
-    """A figure and its interval as plain JSON values; null where there is no interval."""
-    low, high = interval_of(found) or (None, None)
-    return {"value": round(found.value, 4), "low": low, "high": high}
-
-
 FEW = 3  # prompts that every drafter writes
 progress = logging.getLogger("forerun.progress")  # what the command line shows
 
@@ -348,12 +342,7 @@ def write_in_turn(
     for index, group in enumerate(groups):
         if index == FEW:
             going = [one for one in going if goes_on(one.name, runs)]
-        for run in _rotated((plain, *going), index, group, max_tokens):
+        for run in alternate(in_turn((plain, *going), index), [group], max_tokens, 1):
             runs[run.contender].append(run)
             progress.info("prompt %d of %d, written with %s", index + 1, len(groups), run.contender)
     return runs
-
-
-def _rotated(contenders: Sequence[Contender], by: int, group: Group, max_tokens: int) -> Iterable[Run]:
-    first = by % len(contenders)
-    return alternate((*contenders[first:], *contenders[:first]), [group], max_tokens, 1)

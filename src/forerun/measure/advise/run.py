@@ -16,10 +16,10 @@ from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.measure.advise.answer import Setup, document
-from forerun.measure.advise.evidence import Evidence, gather, prospects, spread
-from forerun.measure.bench.alternate import Group, Prompt, Run, alternate, warm_up
+from forerun.measure.advise.evidence import Evidence, gather, prospects
+from forerun.measure.bench.alternate import Group, Prompt, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender
-from forerun.measure.bench.figures import Pair, ratio_interval
+from forerun.measure.bench.figures import Figures
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.measure.bench.suites import load_suite, suite_size
@@ -103,25 +103,18 @@ def check(
     contenders = [own_contender(llm, settings, cell, one) for one in (DrafterSetup(PLAIN, "none"), setup)]
     groups = in_batches(held_back, batch)
     warm_up(contenders, groups[0], min(8, settings.max_tokens))
-    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
-    for run in alternate(contenders, groups, settings.max_tokens, repeats):
-        runs[run.contender].append(run)
-    by_prompt: dict[str, list[Pair]] = {}
-    base = {run.key[1:]: run for run in runs[PLAIN]}
-    for run in runs[setup.name]:
-        other = base[run.key[1:]]
-        pair = Pair(run.tokens, run.seconds, other.tokens, other.seconds)
-        by_prompt.setdefault(run.prompt, []).append(pair)
-    measured = ratio_interval(list(by_prompt.values()))
+    figures = Figures(list(alternate(contenders, groups, settings.max_tokens, repeats)))
+    measured = figures.speedup(setup.name, PLAIN)
+    base = {run.key[1:]: run.texts for run in figures.of(PLAIN)}
     return {
         "batch": batch,
         "drafter": best.drafter,
         "budget": best.budget,
         "prompts": len(held_back),
-        "predicted": spread(best.speedup),
-        "measured": spread(measured),
+        "predicted": best.speedup.as_document(),
+        "measured": measured.as_document(),
         "error": round(best.speedup.value / measured.value - 1.0, 4),
-        "equal": all(run.texts == base[run.key[1:]].texts for run in runs[setup.name]),
+        "equal": all(run.texts == base[run.key[1:]] for run in figures.of(setup.name)),
     }
 
 

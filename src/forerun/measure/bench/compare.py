@@ -14,7 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from forerun.core.errors import InvalidInput
-from forerun.measure.report.terminal import figure_table, number
+from forerun.measure.report.tables import figure_table
+from forerun.measure.report.terminal import number
 
 ALL = "all tasks"
 _CONDITIONS = (

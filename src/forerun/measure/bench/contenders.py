@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 
@@ -29,7 +29,7 @@ from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import RoundPlan
-from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.core.params import Dtype, EngineConfig, KvDtype, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq
 from forerun.drafters.base import Drafter, Parts
 from forerun.measure.bench.alternate import Contender, Drafts, Written
@@ -40,10 +40,6 @@ from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder
 
-if TYPE_CHECKING:
-    from forerun.core.params import Dtype, KvDtype
-
-
 LAYERS = "layer_skip"  # what follows `=` is its plan
 
 
@@ -52,7 +48,7 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
     config = EngineConfig(
-        dtype=cast("Dtype", settings.dtype), kv_dtype=cast("KvDtype", settings.kv_dtype), device=settings.device,
+        dtype=cast(Dtype, settings.dtype), kv_dtype=cast(KvDtype, settings.kv_dtype), device=settings.device,
         threads=threads, max_batch=max(8, *settings.batches),
     )  # fmt: skip
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)

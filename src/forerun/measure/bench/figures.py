@@ -44,6 +44,11 @@ class Spread:
     def interval(self) -> str:
         return "" if self.low is None or self.high is None else f"{_end(self.low)} to {_end(self.high)}"
 
+    def as_document(self, name: str = "value") -> dict[str, float | None]:
+        """The figure under this name, and the ends of its interval, as plain JSON values; null where there is none."""
+        low, high = interval_of(self) or (None, None)
+        return {name: round(self.value, 4), "low": low, "high": high}
+
     @property
     def is_clear(self) -> bool:
         """Is 1 outside the interval? Without an interval nothing is clear."""
@@ -233,9 +238,9 @@ def summarise(
     return {
         "ratios": ratios,
         "intervals": {name: interval_of(spread) for name, spread in ratios_of.items()},
-        "speedup": {name: _interval(ratios_of[f"{name}_vs_{PLAIN}"], "speedup") for name in drafters},
+        "speedup": {name: ratios_of[f"{name}_vs_{PLAIN}"].as_document("speedup") for name in drafters},
         "mean_over_prompts": {
-            f"{name}_vs_{PLAIN}": _interval(mean_interval([*figures.by_prompt(name, PLAIN).values()]), "mean")
+            f"{name}_vs_{PLAIN}": mean_interval([*figures.by_prompt(name, PLAIN).values()]).as_document("mean")
             for name in drafters
         },
         "contenders": {name: _figures(figures, name) for name in names},
@@ -266,14 +271,14 @@ def _all_ratios(figures: Figures, names: Sequence[str]) -> dict[str, Spread]:
 def _by_task(figures: Figures, name: str, task: str) -> dict[str, Any]:
     per_round = figures.tokens_per_round(name, task)
     return {
-        **_interval(figures.speedup(name, PLAIN, task), "speedup"),
+        **figures.speedup(name, PLAIN, task).as_document("speedup"),
         "tokens_per_round": None if per_round is None else round(per_round, 3),
         **acceptance_document(figures.accepted(name, task)),
     }
 
 
 def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float | None]]:
-    return {task: _interval(figures.speedup(name, base, task), "speedup") for task in figures.tasks}
+    return {task: figures.speedup(name, base, task).as_document("speedup") for task in figures.tasks}
 
 
 def _figures(figures: Figures, name: str) -> dict[str, Any]:
@@ -295,11 +300,6 @@ def interval_of(spread: Spread) -> list[float] | None:
     if spread.low is None or spread.high is None:
         return None
     return [round(spread.low, 4), round(spread.high, 4)]
-
-
-def _interval(spread: Spread, name: str) -> dict[str, float | None]:
-    low, high = interval_of(spread) or (None, None)
-    return {name: round(spread.value, 4), "low": low, "high": high}
 
 
 def samples(figures: Figures, drafter: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:
