@@ -15,8 +15,7 @@ import pytest
 
 from forerun.control.cost import CostModel
 from forerun.measure.advise.answer import Setup, Verdict, decide, document, in_words, judge
-from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, conclude_from, prospects
-from forerun.measure.advise.predict import Text
+from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, Text, conclude_from, prospects
 from forerun.measure.bench.alternate import Run
 from forerun.measure.bench.figures import Spread, jackknife
 from forerun.measure.bench.settings import PLAIN

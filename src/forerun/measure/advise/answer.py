@@ -20,15 +20,16 @@ from forerun.build.engine import needs_head
 from forerun.core import registry
 from forerun.measure.advise.evidence import (
     BATCHES,
+    Costs,
     Evidence,
     Fixed,
     Prospect,
     accepted,
+    at_acceptance,
     fixed_chain,
     fixed_lookup,
     prospects,
 )
-from forerun.measure.advise.predict import Costs, at_acceptance
 from forerun.measure.bench.figures import Spread, acceptance_document
 from forerun.measure.report.summary import busy_warning, counted
 from forerun.models.base import Target
