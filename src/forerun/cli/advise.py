@@ -78,8 +78,7 @@ def advise(
         threads=threads, setups=parse_setups(words(drafters) or ["auto"]),
         batches=_batches(check, check_batches),
     )  # fmt: skip
-    from forerun.measure.advise.answer import in_words
-    from forerun.measure.advise.run import run_advisor
+    from forerun.measure.advise.answer import in_words, run_advisor
     from forerun.measure.report.tables import print_line, print_table
 
     name = short_name(model)

@@ -16,7 +16,7 @@ from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.measure.advise import run as advise
+from forerun.measure.advise import answer as advise
 from forerun.measure.advise.answer import Setup, document, in_words
 from forerun.measure.advise.evidence import BATCHES, Costs, Drafting, Evidence, Text, gather, prospects
 from forerun.measure.bench.alternate import Prompt

@@ -17,7 +17,7 @@ from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.advise import run as advise
+from forerun.measure.advise import answer as advise
 from forerun.measure.advise.answer import PROMPT, Setup, costly_part, document, forerun_command, in_words, vllm_config
 from forerun.measure.advise.evidence import Costs, Drafting, Evidence, Text
 from forerun.measure.bench.settings import Settings
