@@ -32,6 +32,7 @@ from forerun.measure.bench import run as bench
 from forerun.measure.bench.alternate import ContenderLost
 from forerun.measure.bench.batches import SIZES, Setup, Sweep, parse_batches
 from forerun.measure.bench.contenders import load
+from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import (
     FIXED_NODES,
@@ -44,7 +45,6 @@ from forerun.measure.bench.settings import (
     Settings,
     parse_setups,
 )
-from forerun.measure.bench.stats import Spread
 from forerun.measure.bench.suites import TASKS, load_suite
 from forerun.measure.machine import SIZE, cores, is_busy, load_average, rate, weight_bytes
 from forerun.measure.memory import resident

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from forerun.measure.bench.alternate import Contender, Run, differences
-from forerun.measure.bench.figures import Figures, interval_of
+from forerun.measure.bench.figures import Figures, Spread, interval_of
 from forerun.measure.bench.settings import PLAIN, Cell
-from forerun.measure.bench.stats import Spread
 from lab.plots import load_pyplot
 from lab.spec.measure import Session
 from lab.spec.methods import LOOKUPS

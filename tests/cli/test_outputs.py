@@ -30,7 +30,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(loading._CHECKS, name, lambda name: None)
     for module, work in (
         ("measure.bench.run", "run"),
-        ("measure.advise.run", "run_advisor"),
+        ("measure.advise.answer", "run_advisor"),
         ("measure.plan.measure", "measure"),
     ):
         monkeypatch.setattr(f"forerun.{module}.{work}", _never)

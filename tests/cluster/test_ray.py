@@ -176,7 +176,7 @@ def test_another_drafter_is_taken_without_a_restart_and_streams_go_on(
 
 
 def test_many_workers_make_the_shards_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
-    from forerun.train.data.ray_workers import ray_writer
+    from forerun.train.data.make import ray_writer
 
     def options(name: str) -> DataOptions:
         return DataOptions(

@@ -20,7 +20,7 @@ def run(program: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 def test_the_package_and_the_server_are_imported_without_it() -> None:
     run(
         "import forerun, forerun.ray, forerun.api.llm, forerun.server.cluster.run\n"
-        "import forerun.train.data.ray_workers, forerun.measure.plan.advice"
+        "import forerun.train.data.make, forerun.measure.plan.advice"
     )
     pytest.importorskip("fastapi")
     run("import forerun.server.app, forerun.server.run")

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.overlap import Overlap, lookup_allowance
+from forerun.control.prices import Allowance
 from forerun.core.offer import RoundPlan
 from forerun.core.types import PlainSeq, Round
 from forerun.drafters.base import LookupDrafter, NoDrafter

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun.control import forms
-from forerun.control.allowance import Allowance
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
+from forerun.control.prices import Allowance
 from forerun.core.offer import PLAIN
 from lab.simulate.speeds import h200
 from tests.simulate.head import SimulatedForms

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
+from forerun.control.prices import Allowance
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Seq
 from tests.control.simulate.predictable import Make, Simulation, TextKind

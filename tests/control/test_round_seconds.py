@@ -6,7 +6,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.times import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
+from forerun.control.estimates import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
 from forerun.core.offer import FREE, Offer
 from forerun.core.types import Budget, Round, Seq
 from forerun.testing import FakeSeq

@@ -8,8 +8,8 @@ import pytest
 
 from forerun.control import adaptive
 from forerun.control.cost import CostModel
+from forerun.control.estimates import RoundOverhead
 from forerun.control.overlap import Overlap, level_rate
-from forerun.control.times import RoundOverhead
 from forerun.core.offer import Form
 from lab.simulate.speeds import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts

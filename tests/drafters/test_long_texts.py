@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from forerun.core.types import Budget
-from forerun.drafters.lookup import places
-from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.drafters.lookup.places import TAIL, Text
+from forerun.drafters.lookup import ngram
+from forerun.drafters.lookup.ngram import TAIL, NgramDrafter, Text
 from forerun.testing import FakeSeq
 
 WORDS = 3000
@@ -62,7 +61,7 @@ def test_a_round_does_no_more_work_in_a_long_text(width: int, monkeypatch: pytes
     assert read < 1.2 * less
     assert searched < 1.2 * shorter
     assert sorts <= 1  # once in TAIL tokens
-    monkeypatch.setattr(places, "TAIL", 1 << 20)  # the negative control: all of the text is a string
+    monkeypatch.setattr(ngram, "TAIL", 1 << 20)  # the negative control: all of the text is a string
     assert work_of(LONG, width, monkeypatch)[1] > 5 * shorter
 
 
@@ -89,7 +88,7 @@ def test_long_texts_have_the_matches_that_a_whole_search_finds(seed: int, monkey
         tokens += [*few[at : at + rng.randrange(3, 10)], *words(1000 * seed + i, 3)]
     found = list[list[Any]]()
     for tail in (1 << 20, 64):
-        monkeypatch.setattr(places, "TAIL", tail)
+        monkeypatch.setattr(ngram, "TAIL", tail)
         drafter, seq = NgramDrafter(), FakeSeq(0, tokens[:200], max_length=1 << 20)
         own = list[Any]()
         for token in tokens[200:]:
@@ -104,7 +103,7 @@ def test_long_texts_have_the_matches_that_a_whole_search_finds(seed: int, monkey
 
 
 def test_a_text_that_is_cut_is_as_if_it_had_never_been_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "TAIL", 16)
+    monkeypatch.setattr(ngram, "TAIL", 16)
     tokens = words(3, 90) + words(3, 8)
     for length in (98, 94, 60, 33, 5, 0):
         text = Text(tokens)

@@ -16,8 +16,7 @@ from forerun.control.cost import CostModel
 from forerun.core.offer import NEVER, Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.lookup.recycling import RecyclingDrafter
-from forerun.drafters.lookup.rest import LONGEST, SHORTEST, Rest
+from forerun.drafters.lookup.recycling import LONGEST, SHORTEST, RecyclingDrafter, Rest
 from forerun.engine.sequence import SequenceState
 from forerun.testing import FakeSeq
 from lab.simulate.device import KnownAnswers, SimulatedDevice

@@ -17,7 +17,6 @@ from forerun.core.errors import InvalidInput, UnknownName
 from forerun.measure.bench import contenders, run
 from forerun.measure.bench.alternate import Contender, Run, Written
 from forerun.measure.bench.compare import SCHEMA, read_result
-from forerun.measure.bench.contenders import Recorder
 from forerun.measure.bench.figures import pieces
 from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings, parse_setups
@@ -164,13 +163,15 @@ def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
     assert RunLog(tmp_path, settings).known(Cell()) == {}
 
 
-def test_rounds_are_recorded_beside_the_controller_that_plans_them() -> None:
+def test_rounds_are_recorded_and_the_engine_is_left_as_it_was() -> None:
+    """Nothing stands between the engine and its controller: the benchmark measures the product."""
     llm = table_llm()
-    recorder = contenders.recorder_of(llm)
-    assert isinstance(llm.engine.controller, Recorder)
-    assert contenders.recorder_of(llm) is recorder
-    setup = DrafterSetup("ngram:3", "ngram", 3)
+    controller, setup = llm.engine.controller, DrafterSetup("ngram:3", "ngram", 3)
     written = contenders.own_contender(llm, Settings(), Cell(), setup).write([[5, 6, 7], [8, 9]], 12)
+    assert llm.engine.controller is controller
+    assert llm.engine.stats.by_round is None
+    assert sum(one["pass"] for one in written.passes) == pytest.approx(llm.engine.stats.seconds["pass"])
+    assert written.rounds == len(written.passes) == llm.engine.stats.rounds
     assert [len(text) for text in written.texts] == [sum(r[2] + 1 for r in text) for text in written.drafts]
     assert all(r[0] <= 3 for text in written.drafts for r in text)
     assert any(r[0] for text in written.drafts for r in text)

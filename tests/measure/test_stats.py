@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.measure.bench.stats import Pair, Spread, mean_interval, ratio_interval, ratio_of, t_quantile
+from forerun.measure.bench.figures import Pair, Spread, mean_interval, ratio_interval, ratio_of, t_quantile
 
 TRUTH = 1.2
 Interval = Callable[[Sequence[Sequence[Pair]]], Spread]

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from forerun.core.types import Branch
-from forerun.engine.outcome import rejected_branches
+from forerun.engine.round import rejected_branches
 
 PROMPT = "one two three one two four one two three one two four one two"
 

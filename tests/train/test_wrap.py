@@ -17,8 +17,17 @@ from safetensors.torch import load_file
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.train.data.corpus import Text, write_shard
 from forerun.train.data.make import write_answers, write_prompts
-from forerun.train.data.prompts import Prompt, Renderer, as_messages
-from forerun.train.data.wrap import CODE_SHARES, LEAST, SHARES, Passage, Wrapper, read_passages
+from forerun.train.data.prompts import (
+    CODE_SHARES,
+    LEAST,
+    SHARES,
+    Passage,
+    Prompt,
+    Renderer,
+    Wrapper,
+    as_messages,
+    read_passages,
+)
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
 

@@ -14,7 +14,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import TreeBatch
 from forerun.testing import FakeSeq, random_tree
 from forerun.verify import warp as truncation
-from forerun.verify.logprobs import token_logprobs
+from forerun.verify.decide import token_logprobs
 from forerun.verify.warp import _add_bias, coupled_token, keep_top_k, keep_top_p, keep_within_min_p, warp, warp_rows
 
 transformers = pytest.importorskip("transformers")

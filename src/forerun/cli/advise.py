@@ -26,7 +26,7 @@ from forerun.cli.bench import (
 )
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
 from forerun.cli.loading import check_model, progress_shown, short_name
-from forerun.cli.show import table_console
+from forerun.cli.show import counted, table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
@@ -78,8 +78,7 @@ def advise(
         threads=threads, setups=parse_setups(words(drafters) or ["auto"]),
         batches=_batches(check, check_batches),
     )  # fmt: skip
-    from forerun.measure.advise.answer import in_words
-    from forerun.measure.advise.run import run_advisor
+    from forerun.measure.advise.answer import in_words, run_advisor
     from forerun.measure.report.tables import print_line, print_table
 
     name = short_name(model)
@@ -113,7 +112,7 @@ def _table(found: Mapping[str, Any]) -> Table:
 
 def _cell(found: Mapping[str, Any]) -> str:
     """A predicted speed-up; one prompt gives no interval."""
-    from forerun.measure.bench.stats import Spread
+    from forerun.measure.bench.figures import Spread
 
     return str(Spread(found["value"], found["low"], found["high"]))
 
@@ -263,8 +262,7 @@ def _verdict(choices: list[Choice], price: float | None) -> str:
 
 
 def _replicas(choice: Choice) -> str:
-    count = round(choice.replicas.value)
-    return "1 replica" if count == 1 else f"{count} replicas"
+    return counted(round(choice.replicas.value), "replica")
 
 
 def _range(figure: Range, form: str, times: float = 1.0) -> str:

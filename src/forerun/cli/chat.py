@@ -23,7 +23,7 @@ import typer
 
 from forerun.cli import loading
 from forerun.cli.flags import Settings, in_chat, with_settings
-from forerun.cli.show import Screen, in_tokens, over_the_context, write_text
+from forerun.cli.show import Screen, Written, counted, in_tokens, over_the_context, write_text
 from forerun.core import registry
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.models.load.catalog import cache_folder
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from forerun.api.llm import LLM
     from forerun.api.prompts import Message
-    from forerun.cli.flags import Settings
-    from forerun.cli.show import Screen, Written
 
 
 @with_settings
@@ -168,8 +166,7 @@ def _file(rest: str, command: str) -> Path:
 
 
 def _length(conversation: Conversation) -> str:
-    count = sum(turn["role"] == "user" for turn in conversation.turns)
-    return "1 exchange" if count == 1 else f"{count} exchanges"
+    return counted(sum(turn["role"] == "user" for turn in conversation.turns), "exchange")
 
 
 @dataclass(frozen=True, slots=True)

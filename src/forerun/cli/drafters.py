@@ -17,7 +17,7 @@ from rich.table import Table
 from forerun.cli.bench import DtypeName, MaxTokens, Model, Prompts, Threads
 from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, check_file, write_document
 from forerun.cli.loading import check_model, short_name
-from forerun.cli.show import table_console
+from forerun.cli.show import counted, table_console
 from forerun.core import registry
 from forerun.core.registry import DrafterSpec
 from forerun.heads import heads_in_the_box
@@ -244,8 +244,4 @@ def build(
         started = perf_counter()
         documents = (tokenizer.encode(text, add_special=False) for text in read_documents(files))
         count = write_corpus(out, documents, tokenizer.vocab_size, checkpoint.name)
-    print(f"{count} tokens of {_files(len(files))} are in {out} ({perf_counter() - started:.1f} s)")
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count} files"
+    print(f"{count} tokens of {counted(len(files), 'file')} are in {out} ({perf_counter() - started:.1f} s)")

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from typer.core import TyperCommand
 
 from forerun.build.memory_limit import without_collector
-from forerun.cli.flags import check_file, check_folder, spelt
+from forerun.cli.flags import Settings, check_file, check_folder, spelt
 from forerun.core import registry
 from forerun.core.errors import UnknownName
 
 if TYPE_CHECKING:
     from forerun.api.llm import LLM
-    from forerun.cli.flags import Settings
     from forerun.core.params import SpeculativeConfig
 
 

@@ -133,8 +133,12 @@ def closing_line(written: Written) -> str:
     return " · ".join([*parts, f"drafter {written.completion.drafter}", f"verifier {written.completion.verifier}"])
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def in_tokens(count: int, rate: float | None) -> str:
-    tokens = f"{count} token" if count == 1 else f"{count} tokens"
+    tokens = counted(count, "token")
     return tokens if rate is None else f"{tokens}, {rate:.1f} tokens/s"
 
 

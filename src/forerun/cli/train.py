@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from time import monotonic, strftime
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -27,93 +27,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SAY_EVERY = 5.0  # seconds between two lines where there is no bar
 
-TRAIN_HELP: Mapping[str, str] = {
-    "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
-    "data": "A folder that `forerun data make` filled.",
-    "out": "Where the drafter goes; an interrupted run resumes there.",
-    "hottest": "Leave out texts that were written at a higher temperature.",
-    "cut_loops": "Cut answers that repeat themselves so many tokens behind the first repetition; 0 is never.",
-    "measure_on": "A folder of greedy texts of other prompts; at each evaluation rounds through them are counted.",
-    "init": "The folder of a finished head of the same method and shape to start from.",
-    "steps": "Optimiser steps in all.",
-    "batch_tokens": "Tokens per step.",
-    "max_length": "Longer sequences are cut.",
-    "lr": "Highest learning rate; default: the recipe's.",
-    "optimizer": "adamw or muon; default: muon for block drafters.",
-    "warmup": "Share of the steps over which the rate rises.",
-    "clip": "Largest norm of a gradient.",
-    "weight_decay": "Of matrices.",
-    "seed": "Of weights, order and noise.",
-    "vocab": "Size of the draft vocabulary; 0 is all of the target's.",
-    "levels": "Heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block; 0 is the recipe's.",
-    "blocks": "Blocks per Medusa or Hydra head.",
-    "layers": "Layers of a draft model, taken from the target; of a block drafter.",
-    "exit": "Layers in front of an exit adapter; 0 is two thirds of the target's.",
-    "rank": "Rank of an exit adapter, a Markov head, a path selector, or the LoRA of --joint; 0 is the recipe's.",
-    "decay": "Weight of each level relative to the one before.",
-    "loss": "Distance between laws.",
-    "train_head": "An LM head of its own; otherwise the target's rows are used and not stored.",
-    "width": "Width of an EAGLE-3 head; 0 = the target's; narrower ones have an LM head of their own.",
-    "one_byte": "EAGLE-3: write matrices as one byte per weight; default: as the head of --init has them.",
-    "inner": "Width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's.",
-    "features": "Hidden layers that EAGLE-3 (default: three) or a block drafter (default: five) reads, by comma.",
-    "fc_norm": "EAGLE-3.1: norm every feature before they are fused.",
-    "norm_output": "EAGLE-3.1: feed the normed output back.",
-    "joint": "Medusa-2: a LoRA on the target is trained too, and written as another target.",
-    "positions": "How a block's positions weigh: by how far its draft gets, or by --decay.",
-    "causal": "A block's rows see only the rows before them, as in JetSpec.",
-    "window": "Positions that all layers of a block drafter but the last see; 0 is all positions.",
-    "anchors": "Share of the answers' tokens at which blocks start, per step.",
-    "stored": "How a block drafter's matrices are written.",
-    "holdout": "Share of the prompts that are held back, one at least.",
-    "eval_every": "Steps between simulations on held-back text.",
-    "eval_batches": "Batches per simulation.",
-    "save_every": "Steps between checkpoints.",
-    "compile": "Compile the target's pass.",
-    "device": "auto, cpu, cuda or one of several: cuda:1.",
-}
 
-
-DATA_HELP: Mapping[str, str] = {
-    "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
-    "out": "Where the shards go; an interrupted run resumes there.",
-    "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
-    "passages": "A folder filled earlier, whose answers long prompts are made of; may be given several times.",
-    "wrapped": "How many prompts to make of passages at most (0: one of each).",
-    "own_prompts": "How many prompts the target is asked to write itself.",
-    "openings": "How these begin, in turn; may be given several times; default: the target's choice.",
-    "temperatures": "Each prompt is answered once at each, by comma; default: 0,0.7,1.",
-    "max_prompt": "Tokens of a prompt at most, template included; 0 is 160, or half of --max-length if that is less.",
-    "max_length": "Tokens of prompt and answer at most.",
-    "max_answer": "Tokens of an answer at most; 0 is what --max-length leaves.",
-    "batch": "Sequences written at once.",
-    "shard_tokens": "Tokens per shard.",
-    "seed": "Seed of all random draws.",
-    "device": "auto, cpu, cuda or one of several: cuda:1.",
-}
-
-
-def with_options(owner: type[Any], words: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(owner: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every field of an option class; they reach it as one mapping of what was given."""
-    hints, defaults = get_type_hints(owner), {f.name: f.default for f in fields(owner)}
+    hints = get_type_hints(owner)
 
-    def flag(name: str) -> inspect.Parameter:
-        hint, default, said = hints[name], defaults[name], spelt(name)
+    def flag(field: Field[Any]) -> inspect.Parameter:
+        hint, default, said = hints[field.name], field.default, spelt(field.name)
         if bool in (hint, *get_args(hint)):
             said = f"{said}/--no-{said[2:]}"
         hint = list[str] if get_origin(hint) is tuple else hint  # `in_tuple` reads them
         number = isinstance(default, int | float) and not isinstance(default, bool)
         in_words = f"{default:g}" if number else None
-        return flag_of(said, hint, words[name], in_words, needed=default is MISSING)
+        return flag_of(said, hint, field.metadata["help"], in_words, needed=default is MISSING)
 
     def given(values: dict[str, Any]) -> dict[str, Any]:
         chosen = {name: plain(value) for name, value in values.items() if value not in (None, [])}
         return {n: in_tuple(owner, n, v) if isinstance(v, list) else v for n, v in chosen.items()}
 
-    return lambda command: with_flags(command, [flag(name) for name in words], given)
+    flags = [flag(field) for field in fields(owner) if "help" in field.metadata]
+    return lambda command: with_flags(command, flags, given)
 
 
-@with_options(TrainOptions, TRAIN_HELP)
+@with_options(TrainOptions)
 def train(
     given: Mapping[str, Any],
     method: Annotated[str, typer.Argument(help=f"{', '.join(METHODS)}, or refresh.", show_default=False)],
@@ -204,7 +140,7 @@ def _data() -> None:
 
 
 @data.command()
-@with_options(DataOptions, DATA_HELP)
+@with_options(DataOptions)
 def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpus: Gpus = 0.0) -> None:
     """Have the target write prompts and answer them at several temperatures."""
     options = DataOptions(**given)
@@ -224,6 +160,6 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
 
 
 def _many(options: DataOptions, workers: int, gpus: float) -> AbstractContextManager[Write]:
-    from forerun.train.data.ray_workers import ray_writer
+    from forerun.train.data.make import ray_writer
 
     return ray_writer(options, workers, gpus)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from forerun.control.allowance import Allowance
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import NO_FORMS, FormChooser, Promise
 from forerun.control.lookups import MOST_WITH_TREES, LookupGate, chain_budget, plan_lookups, search_ahead
 from forerun.control.overlap import MOST_READ_FIRST, Overlap, ends, lookup_allowance, lookup_promise, within
 from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.prices import Allowance
 from forerun.core.offer import FREE, NEVER, PLAIN, Menu, Offer, RoundPlan
 from forerun.core.types import Budget, Round, Seq
 

@@ -5,9 +5,9 @@ The form that promises most tokens per second is taken, plain decoding being a f
     (B + sum of E over the sequences) / (T_pass(rows) + T_overhead(form))
 
 E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_overhead what else a round
-of this form takes, drafting first of all: what the menu says, then what rounds took (times.py). The last form stays
+of this form takes, drafting first of all: what the menu says, then what rounds took (estimates.py). The last form stays
 unless another is better by 3%. Now and then a form is tried that might do better than is believed; a trial must be
-covered by the allowance (allowance.py), which bounds what all trials together can lose.
+covered by the allowance (`Allowance`), which bounds what all trials together can lose.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
-from forerun.control.acceptance import Acceptance
-from forerun.control.allowance import Allowance
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.prices import BEST_ACCEPTANCE
-from forerun.control.times import RoundOverhead, presumed_gap
+from forerun.control.estimates import Acceptance, RoundOverhead, presumed_gap
+from forerun.control.prices import BEST_ACCEPTANCE, Allowance
 from forerun.core.offer import PLAIN, Form, Menu
 
 # of a plain pass: where plain rounds took more than that beside it, the process had just started

@@ -7,7 +7,7 @@ is accepted of them.
 Where look-ups for all sequences take a negligible share of a round, all are made. Elsewhere the gate is open or closed.
 While it is closed, rounds are plain, and now and then look-ups are made for single sequences: their matches, put
 together to a batch, show what drafts would give per second. If that is more than plain decoding gives, the gate
-opens, and it closes when rounds have shown that it was not. What that may lose is bounded (allowance.py).
+opens, and it closes when rounds have shown that it was not. What that may lose is bounded (`Allowance`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from forerun.control.acceptance import Factor
-from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
+from forerun.control.estimates import Factor, RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.times import RoundOverhead
+from forerun.control.prices import Allowance
 from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
 from forerun.core.types import Budget, Round, Seq
 

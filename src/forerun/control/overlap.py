@@ -6,7 +6,7 @@ tokens that it knows. The match is expected to continue through the round under 
 Only if the tokens that it then promises are worth more than what the head would write in the same time, and in the gap,
 is the round under way read first. Where there is no head, the same holds of plain rounds, which overlap too.
 
-What look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what look-ups
+What look-ups can lose is bounded (`Allowance`): against plain decoding 1.5% over any 200 rounds, and what look-ups
 have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as little
 as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of the bound.
 """
@@ -18,10 +18,9 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from forerun.control.acceptance import Factor
-from forerun.control.allowance import Allowance
+from forerun.control.estimates import Factor, presumed_gap
 from forerun.control.forms import FormChooser, Promise
-from forerun.control.times import presumed_gap
+from forerun.control.prices import Allowance
 from forerun.core.offer import LOOKUP, PLAIN, Form, Offer
 from forerun.core.types import Seq
 

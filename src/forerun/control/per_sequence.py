@@ -8,7 +8,7 @@ drafter that cannot stop by itself, depth is fixed beforehand from the acceptanc
 Where nothing pays, only a trial can show that acceptance has risen (`Trials`). A drafter that stops where it is not
 confident says at once what it would gain: its trials come after 2, 4, ... 32 rounds without a draft, until one pays
 again; a new text has one at once, and then starts from half the wait of the text before. Trials are as short as can
-pay, and all together lose no more than the allowance has (allowance.py). Until the next trial a sequence that is
+pay, and all together lose no more than the allowance has (`Allowance`). Until the next trial a sequence that is
 alone rests: nothing is planned for it, and its rounds follow each other.
 """
 
@@ -17,11 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from forerun.control.acceptance import FIRST_WAIT, GAIN_MEMORY, LONGEST_WAIT, MEMORY, Factor, History
-from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
+from forerun.control.estimates import (
+    FIRST_WAIT,
+    GAIN_MEMORY,
+    IN_A_ROW,
+    LONGEST_WAIT,
+    MEMORY,
+    Factor,
+    History,
+    RoundSeconds,
+    drafting_seconds,
+)
 from forerun.control.prices import (
     REFRESH_ROUNDS,
+    Allowance,
     Levels,
     MeanNodes,
     Option,
@@ -34,7 +44,6 @@ from forerun.control.prices import (
     share_options,
     shortest_that_pays,
 )
-from forerun.control.times import IN_A_ROW, RoundSeconds, drafting_seconds
 from forerun.core.offer import FREE, Offer, total
 from forerun.core.types import Budget, Round, Seq
 

@@ -168,7 +168,7 @@ class Greedy:
 
 
 class KnownLogprobs(Protocol):
-    """Log-probabilities that were computed behind a pass (forerun.verify.logprobs)."""
+    """Log-probabilities that were computed behind a pass (forerun.verify.decide)."""
 
     def of(self, seq_id: int, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
         """Of the tokens after these nodes of its tree, and of the likeliest there."""

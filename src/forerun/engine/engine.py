@@ -29,7 +29,6 @@ from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request,
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.captures import CaptureTurns
 from forerun.engine.detokenize import Decodes, Detokenizer
-from forerun.engine.outcome import outcome_of
 from forerun.engine.round import (
     Change,
     LaunchDeadline,
@@ -37,6 +36,7 @@ from forerun.engine.round import (
     Seats,
     Timeline,
     cut_budgets,
+    outcome_of,
     plan_of,
     seats_behind,
     with_starters,

@@ -16,7 +16,6 @@ from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.core.clock import Clock
     from forerun.core.tree import Seconds
     from forerun.core.types import Round, Scores, TreeBatch
 
@@ -257,6 +256,7 @@ class EngineStats:
     # by LoRA adapter: rounds of single sequences, tokens, drafted and accepted ones
     adapters: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     trace: Trace | None = None  # where to write every round
+    by_round: list[Mapping[str, float]] | None = None  # seconds of each round by part, while somebody asks for them
     now: Clock = WALL  # the target's clock, which all rounds are timed by
     # passes over prompts that no round has waited for yet
     _launched: list[Seconds] = field(default_factory=list)
@@ -280,6 +280,8 @@ class EngineStats:
         else:
             self.forms["plain"] = self.forms.get("plain", 0) + len(outcome.drafted)
         self._add(clock)
+        if self.by_round is not None:
+            self.by_round.append(dict(clock.seconds))
         if self.trace is not None:
             self.trace.add_round(clock.started, clock.seconds, outcome, tokens)
 

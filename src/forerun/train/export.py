@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.drafters.heads.base import vocabulary_of
 from forerun.drafters.heads.block_config import KINDS, BlockConfig
 from forerun.drafters.heads.block_head import read_block, tables_of, write_block
 from forerun.drafters.heads.eagle import read_mtp, write_mtp
@@ -116,10 +117,12 @@ def export_head(
             raise InvalidInput(
                 f"{to} needs the LM head rows that this head borrows from its target; name it with --target"
             )
-        rows = head_rows(_draft_ids(config, weights))
+        rows = head_rows(vocabulary_of(config, weights).ids)
         weights["lm_head.weight"] = rows.to(weights["fc.weight"].dtype)
     if reader.layout == "speculators" or to == "sglang":
-        weights = {name: weight for name, weight in weights.items() if name != "t2d"} | _mask(config, weights)
+        weights = {name: weight for name, weight in weights.items() if name != "t2d"}
+        if "d2t" in weights:  # which of the target's tokens are drafted
+            weights["t2d"] = vocabulary_of(config, weights).tensors()["t2d"]
     shifted = _shift_layers(config, reader.layer_shift)
     if target_name:
         shifted = replace(shifted, target=target_name)
@@ -191,12 +194,6 @@ def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
         raise InvalidInput(f"{name} cannot read the input of layer 0; train a head on later layers")
 
 
-def _draft_ids(config: EagleConfig, weights: dict[str, Tensor]) -> Tensor:
-    """The target's token of every draft token: `d2t` holds the differences."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + weights["d2t"] if "d2t" in weights else ids
-
-
 def _with_own_embedding(
     config: EagleConfig, weights: dict[str, Tensor], embed_rows: HeadRows | None, name: str
 ) -> dict[str, Tensor]:
@@ -207,15 +204,6 @@ def _with_own_embedding(
     table = (embed_rows(torch.arange(config.vocab_size)).float() @ into.float().t()).to(into.dtype)
     kept = {key: weight for key, weight in weights.items() if key != "embed_proj.weight"}
     return {**kept, "embed_tokens.weight": table}
-
-
-def _mask(config: EagleConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`t2d`: which of the target's tokens are drafted; none where the vocabulary is whole."""
-    if "d2t" not in weights:
-        return {}
-    mask = torch.zeros(config.vocab_size, dtype=torch.bool)
-    mask[_draft_ids(config, weights)] = True
-    return {"t2d": mask}
 
 
 def _engine_keys(values: dict[str, Any], config: EagleConfig) -> dict[str, Any]:
@@ -241,7 +229,8 @@ def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> No
 
 def _copy_head(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
     if kind in KINDS:
-        copy_block(folder, out, pickle=pickle)
+        config, weights = read_block(folder, pickle=pickle)
+        _write_block(out, config, weights)
         return
     if kind == "mtp":
         write_mtp(out, *read_mtp(folder))
@@ -284,10 +273,7 @@ def export_block(folder: Path, out: Path, to: str, head_rows: HeadRows | None, e
             table = _own_or_borrowed(weights, "embed_tokens.weight", every, embed_rows)
             weights |= {before: table @ down.float().t(), after: rows @ up.float()}
     kept = {name: weight for name, weight in weights.items() if name != "t2d"}
-    half = {name: w.to(torch.bfloat16) if w.is_floating_point() else w for name, w in kept.items()}
-    write_block(out, config, half)
-    write_config(out, _block_keys(read_config(out), config))
-    _read_block_back(out, half)
+    _write_block(out, config, kept, _block_keys)
 
 
 def _own_or_borrowed(weights: Mapping[str, Tensor], name: str, ids: Tensor, rows: HeadRows | None) -> Tensor:
@@ -301,12 +287,19 @@ def _own_or_borrowed(weights: Mapping[str, Tensor], name: str, ids: Tensor, rows
     return rows(ids).float()
 
 
-def copy_block(folder: Path, out: Path, *, pickle: bool = False) -> None:
-    """The same head in this package's own form."""
-    config, weights = read_block(folder, pickle=pickle)
+Keys = Callable[[dict[str, Any], BlockConfig], dict[str, Any]]
+
+
+def _write_block(out: Path, config: BlockConfig, weights: Mapping[str, Tensor], keys: Keys | None = None) -> None:
+    """In half precision, with `keys` for another engine, and read it back."""
     half = {name: w.to(torch.bfloat16) if w.is_floating_point() else w for name, w in weights.items()}
     write_block(out, config, half)
-    _read_block_back(out, half)
+    if keys is not None:
+        write_config(out, keys(read_config(out), config))
+    _, found = read_block(out)
+    wrong = [name for name, weight in half.items() if name not in found or not torch.equal(weight, found[name])]
+    if wrong or found.keys() != half.keys():
+        raise DamagedFile(f"{out} was written, but reads back otherwise ({', '.join(wrong)}); is the disk full?")
 
 
 def _block_keys(values: dict[str, Any], config: BlockConfig) -> dict[str, Any]:
@@ -317,10 +310,3 @@ def _block_keys(values: dict[str, Any], config: BlockConfig) -> dict[str, Any]:
         values |= {"architectures": ["LlamaForCausalLMEagle3"], "pard_token": config.mask_token, "eagle_config": nested}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     return {**values, "dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_parameters": rope}
-
-
-def _read_block_back(out: Path, weights: Mapping[str, Tensor]) -> None:
-    _, found = read_block(out)
-    wrong = [name for name, weight in weights.items() if name not in found or not torch.equal(weight, found[name])]
-    if wrong or found.keys() != weights.keys():
-        raise DamagedFile(f"{out} was written, but reads back otherwise ({', '.join(wrong)}); is the disk full?")

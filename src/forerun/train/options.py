@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from forerun.core.errors import InvalidInput
 
+T = TypeVar("T")
 Method = Literal[
     "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dflash2", "dspark", "peagle", "specdec",
     "draft-model", "early-exit",
@@ -26,6 +27,10 @@ _STEPS: dict[str, int] = {
 _LAYERS: dict[str, int] = {"draft-model": 4, "specdec": 4, **dict.fromkeys(BLOCKS, 4)}
 _MOVERS: dict[str, str] = dict.fromkeys(BLOCKS, "muon")
 _RANKS: dict[str, int] = {"early-exit": 128, "dflash2": 64, "dspark": 64, "medusa": 16}
+_ZERO = {  # what 0 means
+    "vocab": "all of the target's", "inner": "the target's", "levels": "the recipe's", "layers": "the recipe's",
+    "rank": "the recipe's", "exit": "two thirds of the layers", "cut_loops": "never", "window": "all positions",
+}  # fmt: skip
 WIDTHS = 16  # the width of a head is a multiple of this
 
 
@@ -58,59 +63,77 @@ def _check(ok: bool, name: str, value: object, limit: str) -> None:
         raise InvalidInput(f"{name}={value!r} is out of range: {limit}")
 
 
+def told(default: T, words: str) -> T:
+    """A field with what the command line says of its flag."""
+    made: Any = field(default=default, metadata={"help": words})
+    return cast(T, made)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """One training run. None and 0 mean what the method's own recipe says."""
 
     method: Method
-    target: str
-    data: str  # one folder of `forerun data make`, or several with commas between
-    out: str
-    hottest: float | None = None  # texts that were written at a higher temperature are not learnt from
-    # an answer that repeats itself is cut so many tokens behind the first repetition; 0 = never
-    cut_loops: int = 0
-    measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
-    init: str = ""  # a finished head of the same method and shape to start from
-    steps: int = 2000  # optimiser steps in all
-    batch_tokens: int = 16384  # per step
-    max_length: int = 512  # longer sequences are cut
-    lr: float | None = None
-    optimizer: Literal["adamw", "muon"] | None = None  # muon moves matrices along orthogonalised momentum
-    warmup: float = 0.04  # share of the steps
-    clip: float = 0.5
-    weight_decay: float = 0.0
-    seed: int = 0
-    vocab: int = 0  # size of the draft vocabulary; 0 = all of the target's
-    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block
-    blocks: int = 1  # per Medusa or Hydra head
-    layers: int = 0  # of a draft model, pruned from the target; of a block drafter; of an EAGLE-3 head
-    width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
-    exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
-    # of an exit adapter, of DSpark's Markov head, of DFlash 2's selector, of the LoRA of `joint`; 0 = the recipe's
-    rank: int = 0
-    inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
-    # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
-    features: tuple[int, ...] = ()
-    decay: float = 0.8  # weight of each level relative to the one before
-    loss: Literal["kl", "lk_hybrid"] = "kl"
-    train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
-    # EAGLE-3: matrices are written as one byte per weight; None = as those of `init` are
-    one_byte: bool | None = None
-    fc_norm: bool = False  # EAGLE-3.1
-    norm_output: bool = False  # EAGLE-3.1
-    joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads
-    # how a block's positions weigh: by how far its draft gets, or by `decay`
-    positions: Literal["survival", "decay"] = "survival"
-    causal: bool = False  # a block's rows see only those before them, as in JetSpec
-    window: int = 0  # positions that all layers of a block drafter but the last see; 0 = all positions
-    anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
-    stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
-    holdout: float = 0.02  # share of the prompts that are held back, one at least
-    eval_every: int = 200
-    eval_batches: int = 4
-    save_every: int = 200
-    compile: bool = False
-    device: str = "auto"
+    target: str = field(
+        metadata={"help": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id."}
+    )
+    # or several, with commas between
+    data: str = field(metadata={"help": "A folder that `forerun data make` filled."})
+    out: str = field(metadata={"help": "Where the drafter goes; an interrupted run resumes there."})
+    hottest: float | None = told(None, "Leave out texts that were written at a higher temperature.")
+    cut_loops: int = told(
+        0, "Cut answers that repeat themselves so many tokens behind the first repetition; 0 is never."
+    )
+    measure_on: str = told(
+        "", "A folder of greedy texts of other prompts; at each evaluation rounds through them are counted."
+    )
+    init: str = told("", "The folder of a finished head of the same method and shape to start from.")
+    steps: int = told(2000, "Optimiser steps in all.")
+    batch_tokens: int = told(16384, "Tokens per step.")
+    max_length: int = told(512, "Longer sequences are cut.")
+    lr: float | None = told(None, "Highest learning rate; default: the recipe's.")
+    optimizer: Literal["adamw", "muon"] | None = told(None, "adamw or muon; default: muon for block drafters.")
+    warmup: float = told(0.04, "Share of the steps over which the rate rises.")
+    clip: float = told(0.5, "Largest norm of a gradient.")
+    weight_decay: float = told(0.0, "Of matrices.")
+    seed: int = told(0, "Of weights, order and noise.")
+    vocab: int = told(0, "Size of the draft vocabulary; 0 is all of the target's.")
+    levels: int = told(
+        0, "Heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block; 0 is the recipe's."
+    )
+    blocks: int = told(1, "Blocks per Medusa or Hydra head.")
+    layers: int = told(0, "Layers of a draft model, taken from the target; of a block drafter.")
+    exit: int = told(0, "Layers in front of an exit adapter; 0 is two thirds of the target's.")
+    rank: int = told(
+        0, "Rank of an exit adapter, a Markov head, a path selector, or the LoRA of --joint; 0 is the recipe's."
+    )
+    decay: float = told(0.8, "Weight of each level relative to the one before.")
+    loss: Literal["kl", "lk_hybrid"] = told("kl", "Distance between laws.")
+    train_head: bool = told(True, "An LM head of its own; otherwise the target's rows are used and not stored.")
+    width: int = told(0, "Width of an EAGLE-3 head; 0 = the target's; narrower ones have an LM head of their own.")
+    one_byte: bool | None = told(
+        None, "EAGLE-3: write matrices as one byte per weight; default: as the head of --init has them."
+    )
+    inner: int = told(0, "Width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's.")
+    features: tuple[int, ...] = told(
+        (), "Hidden layers that EAGLE-3 (default: three) or a block drafter (default: five) reads, by comma."
+    )
+    fc_norm: bool = told(False, "EAGLE-3.1: norm every feature before they are fused.")
+    norm_output: bool = told(False, "EAGLE-3.1: feed the normed output back.")
+    joint: bool = told(False, "Medusa-2: a LoRA on the target is trained too, and written as another target.")
+    positions: Literal["survival", "decay"] = told(
+        "survival", "How a block's positions weigh: by how far its draft gets, or by --decay."
+    )
+    causal: bool = told(False, "A block's rows see only the rows before them, as in JetSpec.")
+    window: int = told(0, "Positions that all layers of a block drafter but the last see; 0 is all positions.")
+    anchors: float = told(0.5, "Share of the answers' tokens at which blocks start, per step.")
+    stored: Literal["bfloat16", "int8"] = told("bfloat16", "How a block drafter's matrices are written.")
+    holdout: float = told(0.02, "Share of the prompts that are held back, one at least.")
+    eval_every: int = told(200, "Steps between simulations on held-back text.")
+    eval_batches: int = told(4, "Batches per simulation.")
+    save_every: int = told(200, "Steps between checkpoints.")
+    compile: bool = told(False, "Compile the target's pass.")
+    device: str = told("auto", "auto, cpu, cuda or one of several: cuda:1.")
 
     def __post_init__(self) -> None:
         _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
@@ -120,22 +143,16 @@ class TrainOptions:
             _check(0 < getattr(self, name) < inf, name, getattr(self, name), "a number above 0")
         _check(0 <= self.weight_decay < inf, "weight_decay", self.weight_decay, "0 or more")
         _check(0 < self.decay < inf, "decay", self.decay, "a number above 0")
-        _check(self.vocab >= 0, "vocab", self.vocab, "0 (all of the target's) or more")
-        _check(self.inner >= 0, "inner", self.inner, "0 (the target's) or more")
+        for name, zero in _ZERO.items():
+            _check(getattr(self, name) >= 0, name, getattr(self, name), f"0 ({zero}) or more")
         _check_device(self.device)
         _check(self.max_length >= 16, "max_length", self.max_length, "at least 16 tokens")
         _check(self.batch_tokens >= 16, "batch_tokens", self.batch_tokens, "at least 16")
         _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
         _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
-        _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
-        _check(self.exit >= 0, "exit", self.exit, "0 (two thirds of the layers) or more")
-        _check(self.rank >= 0, "rank", self.rank, "0 (the recipe's) or more")
-        _check(self.cut_loops >= 0, "cut_loops", self.cut_loops, "0 (never) or more")
         _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
-        _check(self.layers >= 0, "layers", self.layers, "0 (the recipe's) or more")
         fresh = self.method in ("draft-model", "early-exit", "specdec")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
-        _check(self.window >= 0, "window", self.window, "0 (all positions) or more")
         for name in ("causal", "window"):
             given = getattr(self, name)
             _check(not given or self.method in BLOCKS, name, given, f"only for {', '.join(BLOCKS)}")
@@ -170,22 +187,31 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    target: str
-    out: str
-    prompts: tuple[str, ...] = ()  # files of the user's own: .txt lines or .jsonl with "prompt" or "turns"
-    passages: tuple[str, ...] = ()  # folders of earlier runs, whose answers long prompts are made of
-    wrapped: int = 0  # how many of these; 0 = one per passage
-    own_prompts: int = 1000  # how many the target is asked to write itself
-    openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = the target's choice
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
-    # tokens of a prompt, template included; 0 = 160, or half of max_length if that is less
-    max_prompt: int = 0
-    max_length: int = 512  # prompt and answer
-    max_answer: int = 0  # tokens of an answer; 0 = what max_length leaves
-    batch: int = 64  # sequences written at once
-    shard_tokens: int = 2_000_000
-    seed: int = 0
-    device: str = "auto"
+    target: str = field(
+        metadata={"help": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id."}
+    )
+    out: str = field(metadata={"help": "Where the shards go; an interrupted run resumes there."})
+    prompts: tuple[str, ...] = told((), "A file of prompts (.txt lines, or .jsonl); may be given several times.")
+    passages: tuple[str, ...] = told(
+        (), "A folder filled earlier, whose answers long prompts are made of; may be given several times."
+    )
+    wrapped: int = told(0, "How many prompts to make of passages at most (0: one of each).")
+    own_prompts: int = told(1000, "How many prompts the target is asked to write itself.")
+    openings: tuple[str, ...] = told(
+        ("",), "How these begin, in turn; may be given several times; default: the target's choice."
+    )
+    temperatures: tuple[float, ...] = told(
+        (0.0, 0.7, 1.0), "Each prompt is answered once at each, by comma; default: 0,0.7,1."
+    )
+    max_prompt: int = told(
+        0, "Tokens of a prompt at most, template included; 0 is 160, or half of --max-length if that is less."
+    )
+    max_length: int = told(512, "Tokens of prompt and answer at most.")
+    max_answer: int = told(0, "Tokens of an answer at most; 0 is what --max-length leaves.")
+    batch: int = told(64, "Sequences written at once.")
+    shard_tokens: int = told(2_000_000, "Tokens per shard.")
+    seed: int = told(0, "Seed of all random draws.")
+    device: str = told("auto", "auto, cpu, cuda or one of several: cuda:1.")
 
     def __post_init__(self) -> None:
         _check(bool(self.temperatures), "temperatures", self.temperatures, "at least one")

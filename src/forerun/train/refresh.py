@@ -80,7 +80,7 @@ def refresh(
             f"{len(recorded.texts)} recorded texts ({recorded.repeats} repeats, {recorded.unreadable} unreadable), "
             f"{recorded.tokens_per_round:.2f} tokens per round as served"
         )
-        write_shards(recorded, Path(options.data))
+        write_shard(Path(options.data) / "shard-00000.safetensors", recorded.texts)
         train(options, report, say)
         held_back = _held_back(options)
         target = load_target(checkpoint, EngineConfig(device=options.device))
@@ -205,11 +205,6 @@ def read_recordings(folder: Path, max_length: int) -> Recorded:
     if not texts:
         raise InvalidInput(f"{folder} holds {unreadable} lines and no text that can be read; record again")
     return Recorded(texts, unreadable, repeats, tokens / rounds if rounds else 0.0)
-
-
-def write_shards(recorded: Recorded, folder: Path) -> None:
-    """The texts as `forerun train` reads them."""
-    write_shard(folder / "shard-00000.safetensors", recorded.texts)
 
 
 def _lines(files: list[Path]) -> Iterator[Any]:

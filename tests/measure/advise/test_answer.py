@@ -16,10 +16,9 @@ from forerun.control.cost import CostModel
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.drafters.lookup.suffix_table import Successors
-from forerun.measure.advise import run as advise
+from forerun.measure.advise import answer as advise
 from forerun.measure.advise.answer import Setup, document, in_words
-from forerun.measure.advise.evidence import BATCHES, Evidence, gather, prospects
-from forerun.measure.advise.predict import Costs, Drafting, Text
+from forerun.measure.advise.evidence import BATCHES, Costs, Drafting, Evidence, Text, gather, prospects
 from forerun.measure.bench.alternate import Prompt
 from forerun.measure.bench.settings import Settings, parse_setups
 from forerun.testing import TableLM

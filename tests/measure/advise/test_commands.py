@@ -17,10 +17,9 @@ from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.params import SpeculativeConfig
-from forerun.measure.advise import run as advise
+from forerun.measure.advise import answer as advise
 from forerun.measure.advise.answer import PROMPT, Setup, costly_part, document, forerun_command, in_words, vllm_config
-from forerun.measure.advise.evidence import Evidence
-from forerun.measure.advise.predict import Costs, Drafting, Text
+from forerun.measure.advise.evidence import Costs, Drafting, Evidence, Text
 from forerun.measure.bench.settings import Settings
 from forerun.testing import TableLM
 from tests.measure.advise.known import changed, complete

@@ -15,11 +15,10 @@ import pytest
 
 from forerun.control.cost import CostModel
 from forerun.measure.advise.answer import Setup, Verdict, decide, document, in_words, judge
-from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, conclude_from, prospects
-from forerun.measure.advise.predict import Text
+from forerun.measure.advise.evidence import BATCHES, Evidence, Prospect, Text, conclude_from, prospects
 from forerun.measure.bench.alternate import Run
+from forerun.measure.bench.figures import Spread, jackknife
 from forerun.measure.bench.settings import PLAIN
-from forerun.measure.bench.stats import Spread, jackknife
 from forerun.testing import TableLM
 
 COST = CostModel({1: 1.0, 2: 1.1, 4: 1.25, 8: 1.6, 16: 2.6, 32: 5.0, 64: 10.0})

@@ -8,12 +8,12 @@ from forerun.control.cost import CostModel
 from forerun.core.types import Budget
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.measure.advise.evidence import calibrate
-from forerun.measure.advise.predict import (
+from forerun.measure.advise.evidence import (
     Costs,
     Drafting,
     Text,
     at_acceptance,
+    calibrate,
     can_replay,
     estimate,
     replay,

@@ -9,8 +9,7 @@ import pytest
 
 from forerun.control.cost import CostModel
 from forerun.core.errors import ForerunError
-from forerun.measure.advise.evidence import FEW, Runs, gather, has_hope, prospects, write_in_turn
-from forerun.measure.advise.predict import Text
+from forerun.measure.advise.evidence import FEW, Runs, Text, gather, has_hope, prospects, write_in_turn
 from forerun.measure.bench.alternate import Contender, Drafts, Group, Prompt, Run, Written
 from forerun.measure.bench.settings import Settings, parse_setups
 from tests.measure.conftest import table_llm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.measure.bench.stats import Spread
+from forerun.measure.bench.figures import Spread
 from forerun.measure.report import summary
 from tests.measure.report.documents import clear_gain, no_clear_gain, one_prompt, result_of
 

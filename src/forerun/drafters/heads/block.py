@@ -40,8 +40,7 @@ from forerun.drafters.heads.base import (
 )
 from forerun.drafters.heads.block_config import BlockKind
 from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
-from forerun.drafters.heads.eagle_head import default_layers
-from forerun.drafters.heads.eagle_runner import attend_to
+from forerun.drafters.heads.eagle_head import attend_to, default_layers
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target

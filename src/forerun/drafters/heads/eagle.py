@@ -33,9 +33,17 @@ from forerun.drafters.heads.base import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, default_layers, read_head
+from forerun.drafters.heads.eagle_head import (
+    Attend,
+    EagleConfig,
+    EagleHead,
+    HeadLayer,
+    Kind,
+    TorchRunner,
+    default_layers,
+    read_head,
+)
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
-from forerun.drafters.heads.eagle_runner import TorchRunner
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,

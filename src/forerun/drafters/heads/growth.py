@@ -43,15 +43,11 @@ Ways = Callable[[Any], Candidates | None]  # what may follow a candidate's node;
 Size = tuple[int, int, int]  # of a tree: nodes below its root, levels, children of a node at most
 
 
-class Successors(Protocol):
-    """A table of what may follow a token, whatever else is known of the node."""
+class TextTable(NamedTuple):
+    """What may follow a token, whatever else is known of the node; as far as that is trusted in one text."""
 
-    @property
-    def factors(self) -> Sequence[float]:
-        """What its probabilities are multiplied by: where nothing else may follow a node, and where something may."""
-        ...
-
-    def after(self, token: int) -> Sequence[Candidate]: ...
+    factors: Sequence[float]  # of its probabilities: where nothing else may follow a node, and where something may
+    after: Callable[[int], Sequence[Candidate]]
 
 
 class BestTree(NamedTuple):
@@ -84,7 +80,7 @@ class Grown:
         return sums
 
 
-def grow(root: int, first: Candidates, ways: Ways, more: Successors | None, size: Size, least: float) -> Grown:
+def grow(root: int, first: Candidates, ways: Ways, more: TextTable | None, size: Size, least: float) -> Grown:
     """A tree of at most `size` (nodes below its root, levels, children of a node), down to survivals of `least`.
 
     Of each list of candidates only the best that is not yet in the tree waits: the others cannot come before it. What a

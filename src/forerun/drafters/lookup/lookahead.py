@@ -7,7 +7,7 @@ pool by their first token; those that begin with the last committed token are th
 Nothing is stored twice: trunk and chains are ordinary nodes of the tree.
 
 The window pays only where nodes are nearly free. Under a price list that says otherwise it is left out, and the
-pool holds what was committed alone. So it does while the drafter rests (forerun.drafters.lookup.rest).
+pool holds what was committed alone. So it does while the drafter rests (`Rest`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
-from forerun.drafters.lookup.rest import Rest
+from forerun.drafters.lookup.recycling import Rest
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
 KEPT = 7  # n-grams of a first token

@@ -5,11 +5,16 @@ cost: whether or not a guess was proposed, the committed token shows whether it 
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
 one longer. A target that runs plain passes ahead stops where a match is worth drafting (`MatchNeeds`).
 
-A look-up takes hardly longer in a text of 128,000 tokens than in a short one (places.py): beyond the last few thousand
+A look-up takes hardly longer in a text of 128,000 tokens than in a short one (`Text`): beyond the last few thousand
 tokens it looks at the most recent places of the last four tokens, and at the match of the look-up before, which may go
 on. Of an encoder-decoder the source comes first, behind a start token of its own: so
 drafting begins with the source's first tokens, and goes on wherever the output agrees with the source (aggressive
 decoding, Ge et al. 2022).
+
+`Text` has the tokens of a sequence. The last few thousand are also kept as a string with a character per token: to
+search it takes less time than to keep an index of it, above all where look-ups are rare. Of all that lies before, every
+run of FAR tokens is sorted, now and then: a search there takes a few steps more in a text of 128,000 tokens than in one
+of 10,000.
 """
 
 from __future__ import annotations
@@ -17,11 +22,80 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from forerun.core.offer import FREE, Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.heads.growth import TreeBuilder, best_count, least_step
-from forerun.drafters.lookup.places import FAR, Text
+
+TAIL = 4096  # tokens of the string at least; at twice as many the rest is sorted
+FAR = 4  # tokens of a run that is found before them
+_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # runs that only look alike are told apart by whoever asks
+
+
+class Text:
+    """Grows at its end."""
+
+    __slots__ = ("_ends", "_runs", "_start", "tail", "tokens")
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self.tokens = list[int]()
+        self.tail, self._start = "", 0  # of the tokens from `_start` on
+        self._runs, self._ends = np.empty(0, np.uint64), np.empty(0, np.int32)  # sorted; equal runs by their ends
+        self.extend(tokens)
+
+    def extend(self, fresh: Sequence[int]) -> None:
+        self.tokens += fresh
+        if len(self.tokens) - self._start > 2 * TAIL:
+            self._sort()
+        else:
+            self.tail += "".join(map(chr, fresh))
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first tokens."""
+        if length < self._start + TAIL // 2 and self._start:
+            kept = self.tokens[:length]
+            self.tokens.clear()
+            self.tail, self._start = "", 0
+            self.extend(kept)
+        else:
+            del self.tokens[length:]
+            self.tail = self.tail[: length - self._start]
+
+    @property
+    def is_long(self) -> bool:
+        """Is there more than the string?"""
+        return self._start > 0
+
+    def last_before(self, n: int, end: int) -> int:
+        """The end of the last n tokens where they came last before `end`, of the string; -1 = nowhere."""
+        until = end - self._start
+        at = self.tail.rfind(self.tail[-n:], 0, until) if n <= until else -1
+        return -1 if at < 0 else at + n + self._start
+
+    def far_ends(self, most: int) -> list[int]:
+        """Where a run like the last one has ended among those that are sorted, the most recent first."""
+        if not self._start:
+            return []
+        run = 0
+        for token in self.tokens[-FAR:]:
+            run = (run * _MIX + token) & _MASK
+        wanted = np.uint64(run)
+        first, behind = (int(self._runs.searchsorted(wanted, side)) for side in ("left", "right"))
+        found: list[int] = self._ends[max(first, behind - most) : behind][::-1].tolist()
+        return [end for end in found if end < len(self.tokens)]
+
+    def _sort(self) -> None:
+        tokens, count = np.array(self.tokens, np.uint64), len(self.tokens) - FAR + 1
+        runs = tokens[:count]
+        for i in range(1, FAR):
+            runs = runs * np.uint64(_MIX) + tokens[i : i + count]
+        order = np.argsort(runs, kind="stable")
+        self._runs, self._ends = runs[order], (order + FAR).astype(np.int32)
+        self._start = len(self.tokens) - TAIL
+        self.tail = "".join(map(chr, self.tokens[self._start :]))
+
 
 WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
 # tokens that a native call writes at most: a match that is refused grows with each that it says right

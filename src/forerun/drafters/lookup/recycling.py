@@ -1,11 +1,20 @@
-"""RecyclingDrafter: drafts the successors that the target found likeliest after the same tokens before.
+"""RecyclingDrafter: drafts what the target found likeliest after the same tokens before; and when it rests (`Rest`).
 
 Every pass gives the target's law after every scored node, rejected ones included, and most of it is thrown away. This
 drafter keeps the likeliest successors of each pair of tokens and of each single one (token recycling, Luo et al. 2024,
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
 trusted is learnt from the committed tokens, at no cost. Where drafts bring too little, rows are left unread and only
-the committed tokens are kept (forerun.drafters.lookup.rest). What is kept belongs to one request, or where `shared` is
+the committed tokens are kept (`Rest`). What is kept belongs to one request, or where `shared` is
 set to one tenant.
+
+The likeliest tokens after every node lie on the device. To read them the host must wait for each pass, so no round can
+be launched before the last one was read: on a GPU such rounds take about a quarter longer than plain ones that overlap.
+A drafter that does not bring that much rests, as lookahead does too: it offers nothing (`NEVER`), so that rounds are
+plain and overlap, and it learns from what was committed alone. It wakes for a few rounds now and then; while these
+bring nothing, rests double.
+
+Greedy texts and sampled ones are told apart, because drafts of the latter are accepted far less often. What one text
+has shown holds for the next.
 """
 
 from __future__ import annotations
@@ -23,8 +32,42 @@ from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
-from forerun.drafters.lookup.rest import Rest
 from forerun.drafters.model.draft_law import likeliest
+
+BREAK_EVEN = 1.3  # tokens per round, below which plain rounds that overlap are faster
+FIRST, TRIAL, MOST = 2.0, 1.5, 4.0  # tokens that may be lost: at the start, after a rest, and at most
+SHORTEST, LONGEST = 32, 512  # rounds of a rest
+
+
+class _State:
+    __slots__ = ("credit", "left", "length")
+
+    def __init__(self) -> None:
+        self.credit, self.left, self.length = FIRST, 0, SHORTEST
+
+
+class Rest:
+    """Of all sequences of one drafter."""
+
+    def __init__(self) -> None:
+        self._states = {True: _State(), False: _State()}
+
+    def holds(self, seq: Seq) -> bool:
+        return self._states[seq.params.is_greedy].left > 0
+
+    def note(self, seq: Seq, tokens: int) -> None:
+        """A round of this sequence brought so many tokens."""
+        state = self._states[seq.params.is_greedy]
+        if state.left:
+            state.left -= 1
+            state.credit = TRIAL
+            return
+        state.credit = min(MOST, state.credit + tokens - BREAK_EVEN)
+        if state.credit < 0:
+            state.left, state.length = state.length, min(2 * state.length, LONGEST)
+        elif state.credit == MOST:
+            state.length = SHORTEST
+
 
 KEPT = 8  # successors of a context
 MOST_CONTEXTS, MOST_TENANTS = 1 << 16, 16  # that are kept; beyond, the oldest are dropped

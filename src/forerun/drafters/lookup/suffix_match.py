@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Seq
 from forerun.drafters.base import NEGLIGIBLE
-from forerun.drafters.heads.growth import BestTree, Candidates, Size, Successors, Ways, best_count, grow
+from forerun.drafters.heads.growth import BestTree, Candidates, Size, TextTable, Ways, best_count, grow
 from forerun.drafters.lookup.suffix_index import (
     ALIKE,
     BREAK,
@@ -211,7 +211,7 @@ class Lookup(Protocol):
         """The length of the match that the chain follows; 0 = there is none."""
         ...
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
         """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
         ...
 
@@ -250,7 +250,7 @@ class PlaceLookup:
     def match(self) -> int:
         return self._chain[0].match if self._chain else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
         grown = grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
         return grown.cut(best_count(grown.survivals, price))
 
@@ -393,7 +393,7 @@ class NativeLookup:
     def match(self) -> int:
         return self._matches[0] if self._ask.steps else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
         ask = self._ask
         # a factor of nothing leaves the table out
         self._factors[:] = (0.0, 0.0) if table is None else table.factors

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.core.types import Budget, Needs, PlainSeq, TreeBatch
 from forerun.drafters.base import AT_HAND
-from forerun.drafters.heads.growth import least_step
+from forerun.drafters.heads.growth import TextTable, least_step
 from forerun.drafters.model.draft_law import likeliest
 from forerun.models.base import Target
 
@@ -145,13 +144,6 @@ class OwnTrust:
     @property
     def factor(self) -> float:
         return min(max(self.hits / self.expected, OWN_LEAST), OWN_MOST)
-
-
-class TextTable(NamedTuple):
-    """Implements forerun.drafters.heads.growth.Successors for one text."""
-
-    factors: Sequence[float]
-    after: Callable[[int], Row]
 
 
 class Fill:

@@ -19,7 +19,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
 from forerun.measure.bench.alternate import first_difference, in_turn
-from forerun.measure.bench.stats import t_quantile
+from forerun.measure.bench.figures import t_quantile
 
 PLAIN = "plain"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

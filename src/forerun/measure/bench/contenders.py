@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 
@@ -24,25 +24,19 @@ from forerun.build.engine import (
 )
 from forerun.build.load import draft_models, drafting
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller, PlansAhead, SeesPrompts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.errors import InvalidInput
-from forerun.core.offer import RoundPlan
-from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq
+from forerun.core.params import Dtype, EngineConfig, KvDtype, SamplingParams, SpeculativeConfig
+from forerun.core.types import Request
 from forerun.drafters.base import Drafter, Parts
-from forerun.measure.bench.alternate import Contender, Drafts, Written
+from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
 from forerun.measure.machine import cores
 from forerun.measure.peers.process import Peers
 from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder
-
-if TYPE_CHECKING:
-    from forerun.core.params import Dtype, KvDtype
-
 
 LAYERS = "layer_skip"  # what follows `=` is its plan
 
@@ -52,7 +46,7 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
     config = EngineConfig(
-        dtype=cast("Dtype", settings.dtype), kv_dtype=cast("KvDtype", settings.kv_dtype), device=settings.device,
+        dtype=cast(Dtype, settings.dtype), kv_dtype=cast(KvDtype, settings.kv_dtype), device=settings.device,
         threads=threads, max_batch=max(8, *settings.batches),
     )  # fmt: skip
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
@@ -160,24 +154,22 @@ def own_contenders(engines: Engines, settings: Settings, cell: Cell) -> list[Con
 
 def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
     """One drafter in one cell; drafters keep what they learnt between prompts, as in a server."""
-    recorder = recorder_of(llm)
     budget = setup.fixed()
     drafter = setup.drafter if setup.head is None else setup.name
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
-        recorder.take()
         params = [_params(settings, cell, ids, max_tokens) for ids in prompts]
         requests = [  # without a salt: a prompt that another contender has read is not found in the prefix cache
             Request(tuple(ids), one, drafter, cell.verifier, budget, cache_salt=None)
             for ids, one in zip(prompts, params, strict=True)
         ]
-        with places(llm, cell.batch):
+        with places(llm, cell.batch) as passes:
             started = perf_counter()
             seqs = llm.driver.write(requests)
             seconds = perf_counter() - started
             llm.engine.settle()  # no round of this engine is unread when the next contender begins
-        passes, drafts = recorder.take()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
+        drafts = [tuple((one.drafted, one.depth, one.accepted) for one in seq.rounds) for seq in seqs]
         decoding = sum(spent for one in passes for part, spent in one.items() if part != "prompt")
         return Written(texts, seconds, len(passes), decoding, passes, drafts)
 
@@ -185,21 +177,18 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
 
 
 @contextmanager
-def places(llm: LLM, batch: int) -> Iterator[None]:
-    """In a batch, no more texts are written at once than it has places; a text alone has the whole engine."""
+def places(llm: LLM, batch: int) -> Iterator[list[Mapping[str, float]]]:
+    """The seconds of each round meanwhile, by part.
+
+    In a batch, no more texts are written at once than it has places; a text alone has the whole engine.
+    """
     engine, most = llm.engine, llm.engine.max_batch
     engine.max_batch = most if batch == 1 else min(batch, most)
+    engine.stats.by_round = passes = list[Mapping[str, float]]()
     try:
-        yield
+        yield passes
     finally:
-        engine.max_batch = most
-
-
-def recorder_of(llm: LLM) -> Recorder:
-    """The recorder around this engine's controller, put there when first asked for."""
-    if not isinstance(llm.engine.controller, Recorder):
-        llm.engine.controller = Recorder(llm.engine.controller)
-    return llm.engine.controller
+        engine.max_batch, engine.stats.by_round = most, None
 
 
 def is_comparable(llm: LLM, cell: Cell) -> bool:
@@ -243,45 +232,3 @@ def load_peers(llm: LLM, settings: Settings) -> Peers:
 
         found.contenders.append(endpoint_contender(settings.url, settings.ignore_eos))
     return found
-
-
-class Recorder:
-    """A controller that records every round and leaves the decisions to the controller it wraps.
-
-    All of them: a question of the engine's that stopped here would make the benchmark measure another product.
-    """
-
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
-        self._plans_ahead = controller if isinstance(controller, PlansAhead) else None
-        self._sees_prompts = controller if isinstance(controller, SeesPrompts) else None
-        self.passes: list[Mapping[str, float]] = []
-        self._drafts: dict[int, list[tuple[int, int, int]]] = {}
-
-    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        return self.controller.plan(seqs)
-
-    def follow(self, seqs: Sequence[Seq], last: RoundPlan, switches: Callable[[], bool]) -> RoundPlan | None:
-        if self._plans_ahead is None:
-            return last.again() if last.kind == "trees" and last.repeats > 0 else None
-        return self._plans_ahead.follow(seqs, last, switches)
-
-    def note_waiting(self, prompts: WaitingPrompts) -> None:
-        if self._sees_prompts is not None:
-            self._sees_prompts.note_waiting(prompts)
-
-    def observe(self, outcome: Round) -> None:
-        self.controller.observe(outcome)
-        self.passes.append(dict(outcome.seconds))
-        rows = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
-        for seq, drafted, depth, accepted in rows:
-            self._drafts.setdefault(seq.id, []).append((drafted, depth, accepted))
-
-    def forget(self, seq: Seq) -> None:
-        self.controller.forget(seq)
-
-    def take(self) -> tuple[list[Mapping[str, float]], list[Drafts]]:
-        """What happened since the last call: the seconds of each round, and each sequence's rounds in order."""
-        passes, drafts = self.passes, [tuple(rounds) for _, rounds in sorted(self._drafts.items())]
-        self.passes, self._drafts = [], {}
-        return passes, drafts

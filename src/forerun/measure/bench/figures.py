@@ -1,15 +1,121 @@
-"""Figures from benchmark runs: speeds, ratios with 95% intervals, tokens per round, acceptance, time by part."""
+"""Figures from benchmark runs: speeds, ratios with 95% intervals, tokens per round, acceptance, time by part.
+
+The interval of a ratio says how far other prompts of the same kind, and other repeats, would move a speed-up. What
+drafting gains varies from prompt to prompt, and the machine from repeat to repeat. Both show in how the ratio changes
+when one prompt, with all its repeats, is left out: the jackknife over prompts, on the logarithm of the ratio. With few
+prompts that estimate is itself uncertain, so Student's t with one degree less than there are prompts sets the width; a
+percentile bootstrap over two prompts would hold the truth half of the time. One prompt gives no interval.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+from forerun.core.errors import InvalidInput
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.stats import PARTS
 from forerun.measure.bench.alternate import Contender, Difference, Drafts, Run, agreement
 from forerun.measure.bench.settings import PLAIN
-from forerun.measure.bench.stats import Pair, Spread, mean_interval, ratio_interval
+
+# by degrees of freedom, two-sided 95%
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_Z = 1.959964
+_One = TypeVar("_One")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A ratio and its 95% interval; None where there was one prompt only."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} ({_end(self.low)}-{_end(self.high)})"
+
+    @property
+    def interval(self) -> str:
+        return "" if self.low is None or self.high is None else f"{_end(self.low)} to {_end(self.high)}"
+
+    def as_document(self, name: str = "value") -> dict[str, float | None]:
+        """The figure under this name, and the ends of its interval, as plain JSON values; null where there is none."""
+        low, high = interval_of(self) or (None, None)
+        return {name: round(self.value, 4), "low": low, "high": high}
+
+    @property
+    def is_clear(self) -> bool:
+        """Is 1 outside the interval? Without an interval nothing is clear."""
+        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+
+
+def _end(value: float) -> str:
+    """An end of an interval; two prompts that disagree give one too large to print in full."""
+    if value < 0.01:
+        return "<0.01"
+    return f"{value:.2f}" if value < 100 else ">100"
+
+
+class Pair(NamedTuple):
+    """One of ours and one of the base's, made next to each other."""
+
+    tokens: float
+    seconds: float
+    base_tokens: float
+    base_seconds: float
+
+
+def mean_interval(values: Sequence[float]) -> Spread:
+    """The geometric mean of the ratios of several prompts, every prompt counting alike."""
+    if not values:
+        raise InvalidInput("there is nothing to average; measure at least one prompt")
+    return _jackknife(values, statistics.geometric_mean)
+
+
+def ratio_interval(prompts: Sequence[Sequence[Pair]]) -> Spread:
+    """All our tokens per second by all the base's; each prompt comes with the pairs of its repeats."""
+    if not prompts or not all(prompts):
+        raise InvalidInput("there is nothing to divide; measure at least one prompt")
+    return _jackknife(prompts, lambda some: ratio_of([pair for pairs in some for pair in pairs]))
+
+
+def ratio_of(pairs: Sequence[Pair]) -> float:
+    """Tokens per second of ours by those of the base, each over all pairs together."""
+    tokens, seconds, base_tokens, base_seconds = map(sum, zip(*pairs, strict=True))
+    return (tokens / seconds) / (base_tokens / base_seconds)
+
+
+def t_quantile(degrees: int) -> float:
+    """Student's t that 95% of draws stay within, on both sides; beyond ten degrees by its expansion."""
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    first = (_Z**3 + _Z) / 4
+    second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
+    return _Z + first / degrees + second / degrees**2
+
+
+def _jackknife(items: Sequence[_One], ratio: Callable[[Sequence[_One]], float]) -> Spread:
+    count = len(items)
+    left_out = [ratio([*items[:i], *items[i + 1 :]]) for i in range(count)] if count > 1 else []
+    return jackknife(ratio(items), left_out)
+
+
+def jackknife(value: float, left_out: Sequence[float]) -> Spread:
+    """A ratio with its interval, from the ratios that leave one item out each; none of fewer than two items."""
+    count = len(left_out)
+    if count < 2:
+        return Spread(value)
+    logs = [math.log(one) for one in left_out]
+    middle = statistics.fmean(logs)
+    error = math.sqrt((count - 1) / count * sum((one - middle) ** 2 for one in logs))
+    width = math.exp(t_quantile(count - 1) * error)
+    return Spread(value, value / width, value * width)
 
 
 class Accepted(NamedTuple):
@@ -132,9 +238,9 @@ def summarise(
     return {
         "ratios": ratios,
         "intervals": {name: interval_of(spread) for name, spread in ratios_of.items()},
-        "speedup": {name: _interval(ratios_of[f"{name}_vs_{PLAIN}"], "speedup") for name in drafters},
+        "speedup": {name: ratios_of[f"{name}_vs_{PLAIN}"].as_document("speedup") for name in drafters},
         "mean_over_prompts": {
-            f"{name}_vs_{PLAIN}": _interval(mean_interval([*figures.by_prompt(name, PLAIN).values()]), "mean")
+            f"{name}_vs_{PLAIN}": mean_interval([*figures.by_prompt(name, PLAIN).values()]).as_document("mean")
             for name in drafters
         },
         "contenders": {name: _figures(figures, name) for name in names},
@@ -165,14 +271,14 @@ def _all_ratios(figures: Figures, names: Sequence[str]) -> dict[str, Spread]:
 def _by_task(figures: Figures, name: str, task: str) -> dict[str, Any]:
     per_round = figures.tokens_per_round(name, task)
     return {
-        **_interval(figures.speedup(name, PLAIN, task), "speedup"),
+        **figures.speedup(name, PLAIN, task).as_document("speedup"),
         "tokens_per_round": None if per_round is None else round(per_round, 3),
         **acceptance_document(figures.accepted(name, task)),
     }
 
 
 def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float | None]]:
-    return {task: _interval(figures.speedup(name, base, task), "speedup") for task in figures.tasks}
+    return {task: figures.speedup(name, base, task).as_document("speedup") for task in figures.tasks}
 
 
 def _figures(figures: Figures, name: str) -> dict[str, Any]:
@@ -194,11 +300,6 @@ def interval_of(spread: Spread) -> list[float] | None:
     if spread.low is None or spread.high is None:
         return None
     return [round(spread.low, 4), round(spread.high, 4)]
-
-
-def _interval(spread: Spread, name: str) -> dict[str, float | None]:
-    low, high = interval_of(spread) or (None, None)
-    return {name: round(spread.value, 4), "low": low, "high": high}
 
 
 def samples(figures: Figures, drafter: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -123,9 +123,9 @@ def measure(
     }
 
 
-class _Plan:
-    def __init__(self, cell: Cell, groups: list[Group]) -> None:
-        self.cell, self.groups = cell, groups
+class _Plan(NamedTuple):
+    cell: Cell
+    groups: list[Group]
 
 
 def _cell_document(cell: Cell, summary: dict[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.measure.bench.alternate import Contender, ContenderLost, Written
-
-if TYPE_CHECKING:
-    from forerun.measure.bench.alternate import Contender
-
 
 WAIT = 10.0  # seconds for a process to end after it was asked to
 _SIGNALS = {

@@ -17,8 +17,8 @@ from typing import Any
 from jinja2 import Environment
 
 from forerun.core.errors import InvalidInput
+from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.settings import PLAIN
-from forerun.measure.bench.stats import Spread
 from forerun.measure.report import summary
 
 COLOURS = 6  # of the palette in page.html

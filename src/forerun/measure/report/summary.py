@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.settings import PLAIN
-from forerun.measure.bench.stats import Spread
 
 INTERVALS = (
     "Intervals are 95% intervals over prompts (jackknife, Student's t): how far other prompts of the same kind and "
@@ -69,11 +69,11 @@ def extent(conditions: Mapping[str, Any]) -> str:
     """Model, prompts and repeats that the figures come from."""
     prompts, repeats = conditions["prompts"], conditions["repeats"]
     whole = conditions.get("suite_prompts", prompts)
-    some = f"{prompts} of the suite's {whole} prompts" if prompts < whole else _count(prompts, "prompt")
+    some = f"{prompts} of the suite's {whole} prompts" if prompts < whole else counted(prompts, "prompt")
     return (
-        f"{conditions['model']}, {some} of {_count(len(conditions['tasks']), 'task')}, "
-        f"{_count(repeats, 'repeat')}, at most {_count(conditions['max_tokens'], 'new token')} each, "
-        f"{_count(conditions['threads'], 'thread')}."
+        f"{conditions['model']}, {some} of {counted(len(conditions['tasks']), 'task')}, "
+        f"{counted(repeats, 'repeat')}, at most {counted(conditions['max_tokens'], 'new token')} each, "
+        f"{counted(conditions['threads'], 'thread')}."
     )
 
 
@@ -111,5 +111,5 @@ def drafters_of(result: Mapping[str, Any]) -> list[str]:
     return [name for name in result["speedup"] if name != PLAIN]
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"

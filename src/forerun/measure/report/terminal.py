@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
-from forerun.measure.bench.stats import Spread
 from forerun.measure.report import summary
 from forerun.measure.report.tables import figure_table, print_line, print_table
 

@@ -24,8 +24,15 @@ from forerun.core.request import SourceRules
 from forerun.core.tree import Topology, chain_of
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
-from forerun.models.encoder_decoder.layers import Layer, apply_part, decoder_bias, encoder_bias, feed_forward
-from forerun.models.encoder_decoder.weights import Model, Reader
+from forerun.models.encoder_decoder.layers import (
+    Layer,
+    Model,
+    Reader,
+    apply_part,
+    decoder_bias,
+    encoder_bias,
+    feed_forward,
+)
 from forerun.models.layers import check_numbers
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import read_json

@@ -1,9 +1,11 @@
-"""The model behind the front's server: replicas elsewhere, one of which writes each text.
+"""The front: this project's HTTP server (`Front`), and the model behind it: replicas elsewhere, which write the texts.
 
 A request whose replica dies is sent to another one, at most `ATTEMPTS` times: a request that ends every engine it meets
 must not meet all of them. A greedy text, and a sampled one whose verifier shares its noise with no draft (`coupled`,
 which a seed selects), is a function of the request: another replica writes the same tokens. They are compared with
 those that the client has, and only what follows them is handed on.
+
+All replicas have one `/metrics`.
 """
 
 from __future__ import annotations
@@ -13,21 +15,27 @@ import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import process_time, thread_time
 from typing import Any
 
+from fastapi import FastAPI
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.noise import fresh_seed
 from forerun.core.request import Event
+from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
+from forerun.server.app import create_app
 from forerun.server.backends.base import Backend, Load, Restarted
-from forerun.server.cluster.loads import Loads, Report
+from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
 from forerun.server.cluster.replica import Begun, Ended
+from forerun.server.settings import ClusterSettings
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 4
@@ -242,3 +250,52 @@ class Replay:
                 "the replica that wrote this text is gone, and another one wrote a different text (numbers that round "
                 "differently can do that); send the request again"
             )
+
+
+SESSION = "x-session-id"  # requests with the same value go to the same replica where that costs nothing
+
+
+class Front:
+    """Answers HTTP. Ray Serve's proxies hand requests to it."""
+
+    def __init__(self, replicas: Any, args: Mapping[str, Any]) -> None:
+        self._replicas, self._settings = replicas, ClusterSettings.from_dict(args)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray Serve once this object is made; waits until there is a replica."""
+        first = await self._replicas.report.remote()
+        tokenizer = open_checkpoint(self._settings.model).tokenizer()
+        return front_app(ClusterBackend(self._replicas, tokenizer, first), self._settings)
+
+
+def front_app(backend: ClusterBackend, settings: ClusterSettings) -> FastAPI:
+    """The server's application, and what only a cluster has: replicas, sessions."""
+    app = create_app(backend, settings.server_settings())
+    service = app.state.service
+    service.metrics.registry.register(ReplicaGauges(backend.loads))
+
+    @app.get("/replicas")
+    async def replicas() -> dict[str, Any]:
+        """What each replica is and does, and how many texts others took over."""
+        shown = [
+            {**asdict(report), "load": {"running": report.load.running, "waiting": report.load.waiting,
+                                        "used_slots": report.load.used_slots, "tokens": report.load.tokens,
+                                        "read": report.load.read, "reused": report.load.reused}}
+            for report in backend.loads.reports.values()
+        ]  # fmt: skip
+        return {"replicas": shown, "resumed": backend.resumed, "resent": backend.resent}
+
+    app.add_middleware(Sessions)
+    return app
+
+
+class Sessions:
+    """An ASGI layer that notes which session a request belongs to, for the router."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            session_of_request.set(Headers(scope=scope).get(SESSION, "")[:128] or None)
+        await self.app(scope, receive, send)

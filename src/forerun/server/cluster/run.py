@@ -111,7 +111,7 @@ def app(args: dict[str, Any]) -> Any:
         from ray.serve.config import RequestRouterConfig
     except ImportError as error:
         raise MissingDependency(f"several replicas need {error.name}; pip install 'forerun[ray]'") from None
-    from forerun.server.cluster.front import Front
+    from forerun.server.cluster.backend import Front
     from forerun.server.cluster.replica import Replica
 
     settings = _settled(ClusterSettings.from_dict(args))

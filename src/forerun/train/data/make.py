@@ -4,20 +4,29 @@ Answers must be the target's own: a drafter learns to predict this model, not th
 the answers of an earlier run, which are already written. Two stages: prompts.jsonl, which is written whole, then one
 shard after the other; an interrupted run resumes behind its last text. What is dropped is counted and reported;
 a run that would leave nothing is an error.
+
+With `ray_writer` many workers on Ray write, and the shards are those that one machine makes from the same seed. A text
+is a function of its order: seed, number, prompt and temperature. Workers take the orders in lots, one after the other,
+in whatever order they are done; `make_data` sorts what comes back. A lot whose worker dies is written again by another
+one. A run that was interrupted goes on behind the last shard, as on one machine.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from time import perf_counter
+from typing import Any
 
 from forerun.build.engine import load_target, make_engine
-from forerun.core.errors import DamagedFile, InvalidInput, brief
+from forerun.core.errors import DamagedFile, InvalidInput, MissingDependency, brief
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine.driver import Driver
@@ -28,8 +37,19 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.folder import keep_settings
-from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, Sources, Tally, around_user_turn, read_prompts
-from forerun.train.data.wrap import FRAME, Wrapper, read_passages
+from forerun.train.data.prompts import (
+    FRAME,
+    Chats,
+    Novelty,
+    Prompt,
+    Renderer,
+    Sources,
+    Tally,
+    Wrapper,
+    around_user_turn,
+    read_passages,
+    read_prompts,
+)
 from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain
 from forerun.train.options import DataOptions
@@ -59,7 +79,7 @@ def make_data(
 ) -> Path:
     """Prompts and answers into `options.out`; `say` is told what was dropped and what was written.
 
-    `write` writes the texts, in any order, instead of this process: `ray_workers` has one for many workers.
+    `write` writes the texts, in any order, instead of this process: `ray_writer` has one for many workers.
     """
     checkpoint = open_checkpoint(options.target)
     tokenizer = _tokenizer(checkpoint, options)
@@ -271,3 +291,65 @@ def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[Prompt], s
     if not orders:
         raise InvalidInput(f"no prompt is left to answer: {tally.in_words}; raise --max-length")
     return orders
+
+
+AHEAD = 2  # lots that a worker has at hand, so that it never waits
+TRIES = 4  # times that a lot is written anew where its worker died
+
+
+class Worker:
+    def __init__(self, options: dict[str, Any], threads: int) -> None:
+        import torch
+
+        from forerun.models.load.checkpoint import open_checkpoint
+
+        torch.set_num_threads(threads)
+        self._options = DataOptions(**options)
+        self._write = writer_for(open_checkpoint(self._options.target), self._options, by_order=True)
+
+    def write(self, orders: Sequence[Order]) -> list[Written]:
+        return list(self._write(orders))
+
+
+@contextmanager
+def ray_writer(options: DataOptions, workers: int, gpus: float = 0.0) -> Iterator[Write]:
+    """A `Write` over so many workers; joins the cluster of RAY_ADDRESS, else starts one on this machine."""
+    if workers < 1:
+        raise InvalidInput(f"workers={workers} is out of range: 1 or more")
+    try:
+        import ray
+    except ImportError:
+        raise MissingDependency("--ray needs ray; pip install 'forerun[ray]'") from None
+    started = not ray.is_initialized()
+    if started:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        alone = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": max(workers, os.cpu_count() or 1)}
+        ray.init(log_to_driver=False, include_dashboard=False, **alone)
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=TRIES)(Worker)
+    crew = [actor.remote(asdict(options), threads) for _ in range(workers)]
+    try:
+        yield lambda orders: write_with_workers(ray, crew, orders, options.batch)
+    finally:
+        for worker in crew:
+            ray.kill(worker)
+        if started:
+            ray.shutdown()
+
+
+def write_with_workers(ray: Any, crew: Sequence[Any], orders: Iterable[Order], lot: int) -> Iterator[Written]:
+    """Every order, written by whichever worker is free."""
+    left = iter(orders)
+    running: dict[Any, Any] = {}
+
+    def start(worker: Any) -> None:
+        if some := list(islice(left, lot)):
+            running[worker.write.remote(some)] = worker
+
+    for worker in [each for _ in range(AHEAD) for each in crew]:
+        start(worker)
+    while running:
+        done, _ = ray.wait(list(running), num_returns=1)
+        for ref in done:
+            start(running.pop(ref))
+            yield from ray.get(ref)

@@ -25,7 +25,7 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, Layer, split_layer
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, WithTargetHead, read_teacher
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher
 from forerun.train.teacher import Teacher
 
 
@@ -37,34 +37,21 @@ def spread_layers(layers: int, keep: int) -> list[int]:
     return sorted({round(i * (layers - 1) / (keep - 1)) for i in range(keep)})
 
 
-class DraftModelRecipe:
-    """A student with a few of the target's layers, over the whole vocabulary."""
-
-    feature_weight = 0.0
-    law_weight = 1.0
+class DraftModelRecipe(WithTargetHead):
+    """A student with a few of the target's layers and an LM head of its own, over the whole vocabulary."""
 
     def __init__(self, options: TrainOptions, teacher: Teacher, checkpoint: Checkpoint) -> None:
-        self.options, self.teacher, self.checkpoint = options, teacher, checkpoint
+        super().__init__(options, teacher.head, DraftVocabulary.whole(len(teacher.head)))
+        self.teacher, self.checkpoint = teacher, checkpoint
         config = DecoderConfig.from_hf(checkpoint.config)
         which = spread_layers(config.layers, options.own_layers)
         device = teacher.head.device
         student = CausalNet(config, checkpoint.weights, device=device, which=which)
         # a copy: tensors read from a file may share its memory with those of the teacher
-        self.student = copy.deepcopy(student).requires_grad_(True)
-        self.vocabulary = DraftVocabulary.whole(len(teacher.head), device)
-        self.law_loss = LawLoss(options.loss)
-
-    def module(self) -> nn.Module:
-        return self.student
-
-    def rates(self) -> dict[str, float]:
-        return {}
+        self._module = self.student = copy.deepcopy(student).requires_grad_(True)
 
     def lm_head(self) -> Tensor:
         return self.student.head
-
-    def truth_head(self) -> Tensor:
-        return self.teacher.head
 
     def read(self, batch: Batch) -> Reading:
         kept, last = self.teacher.features(batch.tokens, ())
