@@ -38,7 +38,7 @@ class CaptureTurns:
         """Make one for a batch that is being written, if one is due."""
         if self._later is None or not batch or not len(self._later):
             return
-        if self._now() >= self._due and self._later.wants(batch):
+        if self._now() >= self._due and self._later.wants(batch, waits=False):
             self._one(batch, waits=False)
 
     def _one(self, batch: int | None, waits: bool) -> bool:
