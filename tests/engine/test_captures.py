@@ -43,6 +43,17 @@ def test_rounds_overlap_while_kernels_are_compiled_beside_them() -> None:
     assert turns.waiting == 0
 
 
+def test_what_is_timed_has_the_graphs_of_all_batches_that_it_comes_to() -> None:
+    """Of eight texts four are left at last: their graphs would be captured, in a share of the time that is measured."""
+    made = list[str]()
+    turns, _ = turns_with(None, made)
+    later: Any = turns._later
+    later.add(range(2, 5), lambda: None, [lambda: made.append("smaller")])
+    later.add(range(9, 13), lambda: None, [lambda: made.append("larger")])
+    turns.up_to(8)
+    assert made == ["smaller", "graph"]
+
+
 def test_graphs_are_not_captured_for_a_batch_that_comes_while_others_write() -> None:
     """Whether anything is written is asked when its turn has come: it waited for the thread that leads."""
     made, engine = list[str](), SimpleNamespace(busy=False, max_batch=8)
