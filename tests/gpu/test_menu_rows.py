@@ -39,8 +39,8 @@ def test_forms_that_do_not_fit_are_not_ready(name: str, batch: int, monkeypatch:
 
 
 def test_a_draft_is_made_by_the_smallest_graph_that_holds_its_sequences() -> None:
-    graphs, form = Replays(torch.device("cpu"), capture=True), Form(3, 3, 1)
-    made = menu.DraftMenu(graphs=graphs)
+    graphs = Replays(torch.device("cpu"), capture=True)
+    made, form = menu.DraftMenu(graphs=graphs), Form(3, 3, 1)
     assert (made.bucket(form, 3), made.knows(form, 3)) == (4, False), "the one that it would be captured for"
     for bucket in (2, 8):
         made.note_captured(bucket, form)
