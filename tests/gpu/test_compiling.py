@@ -8,11 +8,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from signal import SIGINT
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.models.cuda.network import one_of_each_kind
 from forerun.models.cuda.steps import compiling
+from forerun.models.cuda.steps.compile_worker import Job
 from forerun.models.cuda.steps.compiling import begin_compiling, compile_together
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
@@ -188,8 +191,22 @@ def test_the_processes_end_when_their_kernels_are_compiled(offline: Offline, mon
             started.append(self)
 
     monkeypatch.setattr(compiling, "Worker", Noted)
-    compile_together(lambda: offline.launch(64))
-    assert [worker._process.wait(30) for worker in started] == [0]
+    begun = begin_compiling(lambda: offline.launch(64))
+    assert begun is not None
+    while not begun.is_done:
+        time.sleep(0.01)
+    assert [worker._process.wait(30) for worker in started] == [0], "also where nobody asks for the kernels"
+
+
+def test_processes_outlive_an_interrupt_of_the_program() -> None:
+    """Ctrl-C reaches all processes of a terminal; a text is interrupted, and what comes next needs the kernels."""
+    worker = compiling.Worker()
+    nothing = Job("missing", "kernel", "", object, {}, {}, {}, None, {}, None)
+    for _ in range(2):
+        worker.compile(nothing)  # which fails, and is answered
+        worker._process.send_signal(SIGINT)
+    worker.close()
+    assert worker._process.returncode == 0
 
 
 def test_what_is_compiled_beside_texts_is_found_by_launches_at_the_end(offline: Offline) -> None:

@@ -52,3 +52,14 @@ def test_a_draft_is_made_by_the_smallest_graph_that_holds_its_sequences() -> Non
 def test_heads_switch_between_forms_and_draft_models_do_not() -> None:
     """A draft model has read the roots of its own chains alone."""
     assert [menu.DraftMenu(chains=chains).switches for chains in (False, True)] == [True, False]
+
+
+def test_rows_are_those_of_the_graph_that_is_replayed() -> None:
+    """Graphs of eight sequences come before those of four: until these are there, three are padded to eight."""
+    graphs, form = Replays(torch.device("cpu"), capture=True), Form(3, 3, 1)
+    made = menu.DraftMenu(graphs=graphs)
+    assert made.rows(form, 3) == 4 * 4
+    made.note_captured(8, form)
+    assert made.rows(form, 3) == made.trees(form, 3).rows == 8 * 4
+    made.note_captured(4, form)
+    assert made.rows(form, 3) == made.trees(form, 3).rows == 4 * 4

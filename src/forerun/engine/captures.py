@@ -34,11 +34,16 @@ class CaptureTurns:
         while self._later is not None and self._later.wants(batch):
             self._one(batch, waits=True)
 
+    def up_to(self, batch: int) -> None:
+        """Make all that batches up to this size need: of what is timed, the last texts are alone."""
+        for size in range(1, batch + 1):
+            self.before(size)
+
     def beside(self, batch: int) -> None:
         """Make one for a batch that is being written, if one is due."""
         if self._later is None or not batch or not len(self._later):
             return
-        if self._now() >= self._due and self._later.wants(batch):
+        if self._now() >= self._due and self._later.wants(batch, waits=False):
             self._one(batch, waits=False)
 
     def _one(self, batch: int | None, waits: bool) -> bool:

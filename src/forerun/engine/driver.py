@@ -163,8 +163,7 @@ class Driver:
     def write(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Serve several requests and wait for all. Whatever happens, none of them stays behind."""
         requests, handles = list(requests), list[Handle]()
-        if not self.engine.busy:  # else others would wait too: see CaptureTurns
-            self.post(lambda engine: engine.captures.before(min(len(requests), engine.max_batch)))
+        self.expect(len(requests))
         try:
             for request in requests:
                 handles.append(self.submit(request))  # if one is refused, the others are dropped
@@ -172,6 +171,10 @@ class Driver:
         finally:
             for handle in handles:
                 self.abort(handle)
+
+    def expect(self, texts: int) -> None:
+        """So many come, and a caller waits for all of them: capture what their rounds replay, unless others write."""
+        self.post(lambda engine: None if engine.busy else engine.captures.before(min(texts, engine.max_batch)))
 
     def stream(self, requests: Iterable[Request], at_once: int | None = None) -> Iterator[tuple[int, Event]]:
         """Events of many requests as they come, each with the index of its request; `at_once` are served at a time."""

@@ -251,8 +251,8 @@ class Later(Protocol):
     """Captures that wait for a spare moment."""
 
     def __len__(self) -> int: ...
-    def wants(self, batch: int) -> bool:
-        """Is there something for batches of this size?"""
+    def wants(self, batch: int, waits: bool = True) -> bool:
+        """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
         ...
 
     def next(self, batch: int | None = None, waits: bool = False) -> bool:

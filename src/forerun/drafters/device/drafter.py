@@ -195,10 +195,10 @@ class DeviceDraft(ABC):
             log.info("%d drafts of larger batches are captured when they come, or when nothing is written", len(jobs))
 
     def _rehearse(self, target: CudaDecoder | None, job: DraftJob) -> None:
+        self._proposed, self._ahead = [], None  # whose trees are overwritten, also where it fails
         for farthest in job.reaches:
             self._capture(target, job.bucket, job.form, farthest)
         self.menu.note_captured(job.bucket, job.form)
-        self._proposed, self._ahead = [], None  # whose trees were overwritten
 
 
 def _goes_on(seq: Seq, fresh: Sequence[int]) -> bool:

@@ -338,7 +338,7 @@ class DraftMenu:
         return found
 
     def rows(self, form: Form, batch: int) -> int:
-        return (round_up(batch, self.buckets) if batch <= MOST else batch) * (form.nodes + 1)
+        return (self.bucket(form, batch) if batch <= MOST else batch) * (form.nodes + 1)
 
     def drafting(self, form: Form, batch: int) -> float:
         """The same of any form; a guess where none was timed for so many sequences or a few more."""

@@ -144,7 +144,7 @@ class Sweep:
     def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
         engine, places = self._engine_of(setup.drafter), dict[int, int]()
         engine.max_batch = batch
-        engine.captures.before(batch)
+        engine.captures.up_to(batch)
         before = dict(engine.stats.seconds)
         call = Call([[] for _ in prompts], perf_counter())
         for place, prompt in enumerate(prompts):

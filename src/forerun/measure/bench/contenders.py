@@ -164,6 +164,7 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
             for ids, one in zip(prompts, params, strict=True)
         ]
         with places(llm, cell.batch) as passes:
+            llm.engine.captures.up_to(cell.batch)
             started = perf_counter()
             seqs = llm.driver.write(requests)
             seconds = perf_counter() - started

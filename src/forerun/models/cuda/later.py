@@ -42,9 +42,10 @@ class LaterCaptures:
         self._groups.append(_Group(batches, compile_kernels, list(captures)))
         self._groups.sort(key=lambda group: group.batches.stop)
 
-    def wants(self, batch: int) -> bool:
-        """Is there something for batches of this size?"""
-        return self._group_for(batch) is not None
+    def wants(self, batch: int, waits: bool = True) -> bool:
+        """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
+        group = self._group_for(batch)
+        return group is not None and (waits or group.compiling is None or group.compiling.is_done)
 
     def next(self, batch: int | None = None, waits: bool = False) -> bool:
         """Capture one graph, for a batch of this size or the smallest; False = there is none, or it is compiled still.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
+from signal import SIG_IGN, SIGINT, signal
 from typing import IO, Any, cast
 
 LONGEST = 60.0  # seconds that a process may take to end
@@ -97,6 +98,7 @@ class Worker:
 
 
 def main() -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches it too: it ends with the program, which may go on
     os.nice(5)  # texts may be written meanwhile
     said = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer

@@ -53,36 +53,36 @@ def begin_compiling(work: Callable[[], None]) -> Compiling | None:
     if not threads:
         return None
     pool = _Pool(threads)
-    mode = import_module(_ASYNC).AsyncCompileMode(pool)
-    begun = Compiling(mode, pool)
+    begun = Compiling(import_module(_ASYNC).AsyncCompileMode(pool))
     try:
-        with _alone, _launching_nothing(mode):
+        with _alone, _launching_nothing(begun.mode):
             work()
     except Exception as error:  # of another Triton, or one that a launch raises too
         log.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
         pool.drop()
         begun.finish()
         return None
+    finally:
+        pool.close()  # nobody may ever wait for these kernels
     return begun
 
 
 class Compiling:
     """Kernels that are being compiled. A launch that needs one of them meanwhile compiles it again."""
 
-    def __init__(self, mode: Any, pool: _Pool) -> None:
-        self._mode, self._pool, self._started = mode, pool, perf_counter()
+    def __init__(self, mode: Any) -> None:
+        self.mode, self._started = mode, perf_counter()
 
     @property
     def is_done(self) -> bool:
-        return all(future.done() for future in self._mode.raw_futures)
+        return all(future.done() for future in self.mode.raw_futures)
 
     def finish(self) -> None:
-        """Wait for all kernels, and put them where launches look for them. The processes end meanwhile."""
-        kernels = list(self._mode.future_kernels.values())
+        """Wait for all kernels, and put them where launches look for them."""
+        kernels = list(self.mode.future_kernels.values())
         for i, kernel in enumerate(kernels):
             progress.info("compiling kernels: %d of %d", i + 1, len(kernels))
             kernel.result(ignore_errors=True)
-        self._pool.close()
         log.info("compiled %d kernels in %.1f s", len(kernels), perf_counter() - self._started)
 
 
