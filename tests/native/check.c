@@ -146,7 +146,7 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
                     .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
                     .values = (char *)kv + KV * SLOTS * row_bytes, .kind = KIND, .layer_stride = 2 * KV * SLOTS * numbers,
-                    .head_stride = SLOTS * numbers, .logits = scored ? logits : NULL, .tops = tops};
+                    .slot_stride = numbers, .head_stride = SLOTS * numbers, .logits = scored ? logits : NULL, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
     for (int i = 0; i < scored; i++)
         for (int64_t j = 0; j < m->vocab; j++) {
@@ -230,8 +230,9 @@ static int check_decoder(const char *path, int key_heads, int kind, int64_t wind
                         float_weight(FR_F32, KV * DIM, WIDTH)}},
             .output = one(float_weight(FR_BF16, WIDTH, HEADS * DIM)),
             .gate_up = {2, {packed_weight(&layouts[1], INNER, WIDTH), packed_weight(&layouts[3], INNER, WIDTH)}},
-            .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
-    fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
+            .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i, .kv_heads = KV,
+            .head_dim = DIM, .rotary = 16, .cache = i};
+    fr_decoder m = {LAYERS, WIDTH, HEADS, VOCAB, INNER, 16, LAYERS, 1e-5f, 0.2f, layers, floats(WIDTH),
                     one(packed_weight(&layouts[4], VOCAB, WIDTH))};
     if (window % 2) { /* parts that not every family has */
         m.activation = FR_GELU_TANH, m.attention_cap = 2.0f, m.logit_cap = 3.0f, m.logit_scale = 0.7f, m.residual_scale = 0.6f;

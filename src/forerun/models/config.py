@@ -154,6 +154,22 @@ class DecoderConfig:
             return self.layers
         return self.recurrent.layers.count(False) - self.recurrent.mlp_alone.count(True)
 
+    def kv_source(self, layer: int) -> int:
+        """Whose keys and values a layer with attention reads, counted among the layers that have their own."""
+        if self.varied is not None:
+            return self.varied.sources[layer]
+        if self.recurrent is None:
+            return layer
+        return layer - self.recurrent.layers[:layer].count(True) - self.recurrent.mlp_alone[:layer].count(True)
+
+    def kv_sizes(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and numbers of a head."""
+        return (self.kv_heads, self.head_dim) if self.varied is None else self.varied.sizes[layer]
+
+    def inner_of(self, layer: int) -> int:
+        """The feed-forward width of a layer."""
+        return self.inner if self.varied is None else self.varied.inners[layer]
+
     @property
     def kv_parts(self) -> int:
         """Rows per token, head and layer in the KV cache: a key and a value, or one latent that is both."""
