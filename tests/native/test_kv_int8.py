@@ -57,7 +57,7 @@ def test_laws_are_near_those_of_floats(family: str, tmp_path: Path) -> None:
         logits_behind(make(tmp_path / kind, family, kind), tokens).log_softmax(-1) for kind in ("int8", "auto")
     )
     divergence = float((wanted.exp() * (wanted - law)).sum())
-    assert 0 < divergence < 1e-3  # zero would be floats
+    assert 0 < divergence < (2e-3 if family in SIZED else 1e-3)  # zero would be floats; Gemma 4 does not scale scores
 
 
 def test_a_token_takes_a_byte_for_each_number_and_a_scale_for_each_head(tmp_path: Path) -> None:
