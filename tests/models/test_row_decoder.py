@@ -31,8 +31,8 @@ from forerun.models.native import library as native
 from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, path_to, random_tree, tree_of
-from tests.models.test_hybrid import fresh, play, text
 from tests.models import tiny_checkpoints
+from tests.models.test_hybrid import fresh, play, text
 from tests.models.tiny_checkpoints import LATENT, SIZED, VOCAB, make_reference, reference_logits, save
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 

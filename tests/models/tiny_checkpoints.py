@@ -394,7 +394,7 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
         "hidden_size_per_layer_input": 41,
         "sliding_window": 1,
         "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
     },
 }
 

@@ -156,7 +156,9 @@ def test_negative_control(control: str, made: Callable[[str], Made]) -> None:
     assert _off(model, change(DecoderConfig.from_hf(config)), weights) > FAR
 
 
-@pytest.mark.parametrize("part", ["layer_scalar", "per_layer_projection_norm", "embed_tokens_per_layer", "per_layer_model"])
+@pytest.mark.parametrize(
+    "part", ["layer_scalar", "per_layer_projection_norm", "embed_tokens_per_layer", "per_layer_model"]
+)
 def test_a_part_of_layer_inputs_that_is_left_out_is_caught(part: str, made: Callable[[str], Made]) -> None:
     model, config, weights = made("gemma4")
     changed = {key: torch.ones_like(w) if "scalar" in part else w * 0 for key, w in weights.items() if part in key}

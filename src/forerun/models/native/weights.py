@@ -22,7 +22,9 @@ from forerun.models.load.quants import Blocks, dequantize
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
-from forerun.models.native.packing import FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, table_of, take_rows
+from forerun.models.native.packing import (
+    FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, table_of, take_rows,
+)  # fmt: skip
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as forerun.h has them
@@ -313,5 +315,5 @@ def some_layers(model: Model, layers: LayerSubset) -> Model:
         made[index - layers.first].gate_up.count = 0
         made[index - layers.first].experts = None
     part = Model.from_buffer_copy(model)
-    part.layers, part.layer = len(made), made  # the struct keeps the array
+    part.layers, part.keyed, part.layer = len(made), len(made), made  # the struct keeps the array
     return part
