@@ -23,7 +23,13 @@ from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wr
 from forerun.models.native.library import Experts, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import (
-    FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, table_of, take_rows,
+    FloatMode,
+    PackedWeight,
+    pack_blocks,
+    pack_floats,
+    side_by_side,
+    table_of,
+    take_rows,
 )  # fmt: skip
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
