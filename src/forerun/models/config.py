@@ -148,19 +148,14 @@ class DecoderConfig:
     @property
     def kv_layers(self) -> int:
         """Layers with keys and values of their own."""
-        if self.varied is not None:
-            return self.varied.owns.count(True)
-        if self.recurrent is None:
-            return self.layers
-        return self.recurrent.layers.count(False) - self.recurrent.mlp_alone.count(True)
+        return self.kv_source(self.layers) if self.varied is None else self.varied.owns.count(True)
 
     def kv_source(self, layer: int) -> int:
         """Whose keys and values a layer with attention reads, counted among the layers that have their own."""
         if self.varied is not None:
             return self.varied.sources[layer]
-        if self.recurrent is None:
-            return layer
-        return layer - self.recurrent.layers[:layer].count(True) - self.recurrent.mlp_alone[:layer].count(True)
+        states = self.recurrent
+        return layer - (states.layers[:layer].count(True) + states.mlp_alone[:layer].count(True) if states else 0)
 
     def kv_sizes(self, layer: int) -> tuple[int, int]:
         """KV heads of a layer, and numbers of a head."""
