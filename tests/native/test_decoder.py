@@ -16,6 +16,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native import library as native_library
+from forerun.models.native.packing import table_of
 from forerun.models.native.pass_rows import HiddenRows
 from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
@@ -220,6 +221,18 @@ def test_it_lends_its_tables(mode: Mode, tmp_path: Path) -> None:
             assert rows.dtype == torch.float32
             torch.testing.assert_close(rows, checkpoint[1][weight][ids], atol=0, rtol=0.01)
         assert 0 < target.weight_bytes <= 4 * sum(weight.numel() for weight in checkpoint[1].values())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma4"])
+@pytest.mark.parametrize("mode", ["bfloat16", "float32"])
+def test_rows_that_torch_looks_up_are_those_of_the_kernels(name: str, mode: Mode, tmp_path: Path) -> None:
+    """Also where the file has its tables in bfloat16; Gemma 4's inputs of layers come from the kernels either way."""
+    config, weights = save(make_reference(name), tmp_path)
+    narrow = {key: weight.bfloat16() if "embed" in key else weight for key, weight in weights.items()}
+    targets = [_native((config, narrow), mode) for _ in range(2)]
+    targets[1]._looks_up, targets[1]._model.embedding = False, table_of(None)
+    assert targets[0]._looks_up
+    assert torch.equal(*(score_chain(target, _text(1, LENGTH), 9, LENGTH) for target in targets))
 
 
 @pytest.mark.slow(keep=10)
