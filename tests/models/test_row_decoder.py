@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ from forerun.models.hybrid.row_decoder import RowDecoder
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.native import library as native
+from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, path_to, random_tree, tree_of
+from tests.models import tiny_checkpoints
 from tests.models.test_hybrid import fresh, play, text
-from tests.models.tiny_checkpoints import LATENT, SIZED, VOCAB, make_decoder, make_reference, reference_logits, save
+from tests.models.tiny_checkpoints import LATENT, SIZED, VOCAB, make_reference, reference_logits, save
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 
 ALL = sorted({**LATENT, **SIZED})
+make_decoder = partial(tiny_checkpoints.make_decoder, native=False)
 Made = Callable[[str], tuple[Any, dict[str, Any], dict[str, Tensor]]]
 
 
@@ -87,16 +91,33 @@ def test_they_are_targets_to_the_bit(name: str, made: Made) -> None:
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=0.0)
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("name", sorted(SIZED))
+def test_on_the_native_kernels_they_are_targets_to_the_bit(name: str, made: Made) -> None:
+    _, config, weights = made(name)
+    make = partial(tiny_checkpoints.make_decoder, config, weights)
+    if native.available():
+        assert isinstance(make(), NativeDecoder)
+    check_target(make, vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=0.0)
+    check_target(make, vocab_size=VOCAB, needs=Needs((4,)), nodes=9, atol=0.0)  # behind the last layer with keys
+
+
 def test_they_are_targets_to_the_bit_without_native_kernels(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, config, weights = made("deepseek_v3")
     monkeypatch.setattr(native, "available", lambda: False)
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3-odd", "gemma4", "gemma4-equal"])
-def test_rollbacks_turns_and_chunks_change_no_bit(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "in_c"), [
+    *((name, False) for name in ("deepseek_v2", "deepseek_v3-odd", "gemma4", "gemma4-equal")),
+    *((name, True) for name in sorted(SIZED)),
+])  # fmt: skip
+def test_rollbacks_turns_and_chunks_change_no_bit(
+    name: str, in_c: bool, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, config, weights = made(name)
-    target, plain = make_decoder(config, weights), make_decoder(config, weights)
+    make = partial(tiny_checkpoints.make_decoder, config, weights, native=in_c)
+    target, plain = make(), make()
     seqs = play(target, plain, 5, seed=5)
     for seq in seqs:
         target.release(seq)
@@ -108,7 +129,7 @@ def test_rollbacks_turns_and_chunks_change_no_bit(name: str, made: Made, monkeyp
         assert torch.equal(got, fresh(plain, again.tokens))
     wanted = fresh(plain, text(9, 140), 3)
     monkeypatch.setattr(decoder_module, "CHUNK", 11)
-    assert torch.equal(fresh(make_decoder(config, weights), text(9, 140), 3), wanted)
+    assert torch.equal(fresh(make(), text(9, 140), 3), wanted)
 
 
 def test_prefixes_that_end_within_a_page_are_found(made: Made) -> None:

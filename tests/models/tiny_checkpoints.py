@@ -367,7 +367,7 @@ _SIZED = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     },
 }
-SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's
+SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's, and the native kernels'
     "gemma4": {  # as E2B: layers that share keys and values, twice as wide, inputs of every layer
         **_SIZED,
         "num_kv_shared_layers": 3,
@@ -381,6 +381,20 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's
         "num_global_key_value_heads": 1,
         "num_kv_shared_layers": 1,
         "attention_bias": True,
+    },
+    "gemma4-odd": {  # a group of three queries, one size of heads rotates whole, inputs wider than what is within
+        **_SIZED,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 5,
+        "head_dim": 20,
+        "global_head_dim": 12,
+        "intermediate_size": 37,
+        "hidden_size_per_layer_input": 41,
+        "sliding_window": 1,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
     },
 }
 
@@ -418,9 +432,9 @@ def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def make_decoder(
     config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None, *, native: bool = True
 ) -> Decoder:
-    """In torch; hybrids on the native kernels where these can run them, and `native` does not say otherwise."""
+    """In torch; what torch runs row by row on the native kernels, if these can and `native` does not say otherwise."""
     parsed = DecoderConfig.from_hf(config)
-    if native and parsed.recurrent is not None:
+    if native and parsed.special is not None:
         made = native_decoder(parsed, weights, "float32", kv_slots, None)
         if made is not None:
             return made

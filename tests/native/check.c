@@ -118,7 +118,7 @@ static int check_floats(fr_weight w, int rows) {
 }
 
 /* heads of 64 + 16 + 4 numbers and a context of 32 + 8 + 4 + 1: every width that a kernel walks in */
-enum { LAYERS = 2, WIDTH = 64, HEADS = 6, DIM = 84, INNER = 96, VOCAB = 37, SLOTS = 60, NODES = 7 };
+enum { LAYERS = 2, WIDTH = 64, HEADS = 6, DIM = 84, INNER = 96, VOCAB = 37, SLOTS = 60, NODES = 7, OWN = 20 };
 
 static int KV;   /* key heads */
 static int KIND; /* of numbers that the cache holds */
@@ -132,21 +132,22 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
                 int keys_only, float *logits) {
     float *x = malloc(sizeof(float) * WIDTH * (size_t)count), *turns = malloc(sizeof(float) * 8 * (size_t)count);
     int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES], tops[NODES];
+    int64_t tokens[NODES];
     for (int i = 0; i < count; i++) {
         int node = nodes[i], depth = 0, path[NODES];
         for (int at = node; at >= 0; at = parents[at]) path[depth++] = at;
         for (int j = 0; j < depth; j++) tails[i * NODES + j] = CONTEXT + path[depth - 1 - j];
-        first[i] = 0, context[i] = CONTEXT, tail[i] = depth, write[i] = CONTEXT + node, position[i] = i;
+        tokens[i] = node, first[i] = 0, context[i] = CONTEXT, tail[i] = depth, write[i] = CONTEXT + node, position[i] = i;
         memcpy(x + i * WIDTH, rows + node * WIDTH, sizeof(float) * WIDTH);
         for (int j = 0; j < 8; j++) turns[i * 8 + j] = 1.0f / (float)(1 + j + depth);
     }
     int scored = count - keys_only;
     int64_t row_bytes = fr_row_bytes(KIND, DIM), numbers = row_bytes / fr_number_bytes(KIND);
-    fr_pass pass = {.nodes = count, .scored = scored, .keys_only = keys_only, .x = x, .cosines = turns, .sines = turns,
+    fr_pass pass = {.nodes = count, .scored = scored, .keys_only = keys_only, .tokens = tokens, .x = x, .cosines = turns, .sines = turns,
                     .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
                     .values = (char *)kv + KV * SLOTS * row_bytes, .kind = KIND, .layer_stride = 2 * KV * SLOTS * numbers,
-                    .head_stride = SLOTS * numbers, .logits = scored ? logits : NULL, .tops = tops};
+                    .slot_stride = numbers, .head_stride = SLOTS * numbers, .logits = scored ? logits : NULL, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
     for (int i = 0; i < scored; i++)
         for (int64_t j = 0; j < m->vocab; j++) {
@@ -222,20 +223,29 @@ static int check_decoder(const char *path, int key_heads, int kind, int64_t wind
     state = (uint32_t)(1 + key_heads + 100 * window);
     static const int parents[NODES] = {-1, 0, 0, 1, 1, 3, 2}, all[NODES] = {0, 1, 2, 3, 4, 5, 6};
     fr_layer layers[LAYERS];
+    const int borrows = window % 4 == 1; /* the last layer the first one's keys and values */
     KV = key_heads;
     for (int i = 0; i < LAYERS; i++)
         layers[i] = (fr_layer){
             .attention_norm = floats(WIDTH), .mlp_norm = floats(WIDTH), .q_norm = floats(DIM), .k_norm = floats(DIM),
-            .qkv = {3, {packed_weight(&layouts[0], HEADS * DIM, WIDTH), packed_weight(&layouts[4], KV * DIM, WIDTH),
+            .qkv = {i && borrows ? 1 : 3, {packed_weight(&layouts[0], HEADS * DIM, WIDTH), packed_weight(&layouts[4], KV * DIM, WIDTH),
                         float_weight(FR_F32, KV * DIM, WIDTH)}},
             .output = one(float_weight(FR_BF16, WIDTH, HEADS * DIM)),
             .gate_up = {2, {packed_weight(&layouts[1], INNER, WIDTH), packed_weight(&layouts[3], INNER, WIDTH)}},
-            .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
-    fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
+            .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i, .kv_heads = KV,
+            .head_dim = DIM, .rotary = 16, .cache = borrows ? 0 : i, .borrows = i && borrows};
+    fr_decoder m = {LAYERS, WIDTH, HEADS, VOCAB, INNER, 16, LAYERS - borrows, 1e-5f, 0.2f, layers, floats(WIDTH),
                     one(packed_weight(&layouts[4], VOCAB, WIDTH))};
+    const float *inputs = floats(NODES * LAYERS * OWN);
+    const fr_weights gate = one(float_weight(FR_F32, OWN, WIDTH)), back = one(float_weight(FR_BF16, WIDTH, OWN));
+    const fr_weights made = one(float_weight(FR_F32, LAYERS * OWN, WIDTH));
     if (window % 2) { /* parts that not every family has */
         m.activation = FR_GELU_TANH, m.attention_cap = 2.0f, m.logit_cap = 3.0f, m.logit_scale = 0.7f, m.residual_scale = 0.6f;
         layers[0].after_attention = layers[1].attention_norm, layers[1].after_mlp = layers[0].mlp_norm;
+        m.input_width = OWN, m.inputs = (fr_table){-1, 0, inputs}, m.input_projection = made, m.input_norm = inputs, m.input_scale = 0.7f;
+        for (int i = 0; i < LAYERS; i++)
+            layers[i].input_gate = gate, layers[i].input_output = back, layers[i].after_input = layers[0].mlp_norm,
+            layers[i].scale = 0.9f, layers[i].v_norm = layers[1 - i].k_norm;
     }
     size_t bytes = (size_t)(LAYERS * 2 * KV * SLOTS * fr_row_bytes(KIND, DIM));
     void *kv = cache(LAYERS * 2 * KV * SLOTS), *before = malloc(bytes), *after = malloc(bytes);
@@ -260,9 +270,10 @@ static int check_decoder(const char *path, int key_heads, int kind, int64_t wind
         const fr_weights *const all_weights[] = {&l->qkv, &l->output, &l->gate_up, &l->down};
         for (int j = 0; j < 4; j++) {
             free((void *)norms[j]);
-            for (int k = 0; k < all_weights[j]->count; k++) free((void *)all_weights[j]->part[k].data);
+            for (int k = 0; k < FR_MOST_PARTS; k++) free((void *)all_weights[j]->part[k].data);
         }
     }
+    free((void *)inputs), free((void *)gate.part[0].data), free((void *)back.part[0].data), free((void *)made.part[0].data);
     free((void *)m.final_norm), free((void *)m.head.part[0].data), free(kv), free(before), free(after), free(rows), free(tree), free(alone);
     return bad;
 }

@@ -21,8 +21,9 @@ static float number(void) {
 
 typedef struct {
     int64_t group, dim, window, kind, context;
+    int64_t beside; /* heads of a slot lie side by side */
     int nodes;
-    void *keys, *values; /* [KV_HEADS, SLOTS] rows */
+    void *keys, *values; /* [KV_HEADS, SLOTS] rows, or [SLOTS, KV_HEADS] */
     float *q;            /* [MOST_NODES, KV_HEADS * group * dim] */
     const float *sinks;  /* [KV_HEADS * group] or NULL */
 } problem;
@@ -39,10 +40,11 @@ static void attend(const problem *p, int first, int count, int own, float *out) 
         for (int j = 0; j < tail[i]; j++) tails[i * own + j] = slot_of(context[i] + j);
     }
     int32_t *tiles = malloc((size_t)(2 * count * p->group) * sizeof *tiles);
+    int64_t row = fr_row_bytes(p->kind, p->dim) / fr_number_bytes(p->kind);
     fr_attention_args a = {.reach = {start, context, tail, tails, own, most, page_list}, .q = p->q + first * width, .out = out,
                            .keys = p->keys, .values = p->values, .kind = p->kind, .tiles = tiles, .heads = KV_HEADS * p->group,
-                           .kv_heads = KV_HEADS, .head_dim = p->dim, .q_stride = width, .head_stride = SLOTS * fr_row_bytes(p->kind, p->dim) / fr_number_bytes(p->kind),
-                           .window = p->window, .scale = 0.2f, .sinks = p->sinks};
+                           .kv_heads = KV_HEADS, .head_dim = p->dim, .q_stride = width, .head_stride = p->beside ? row : SLOTS * row,
+                           .row_stride = p->beside ? KV_HEADS * row : 0, .window = p->window, .scale = 0.2f, .sinks = p->sinks};
     a.scratch = malloc(sizeof(float) * FR_MAX_THREADS * FR_TOGETHER * (size_t)(most + FR_ROOM));
     a.tile_count = fr_attention_tiles(&a.reach, count, p->group, KV_HEADS, tiles);
     fr_attention(&a);
@@ -50,7 +52,8 @@ static void attend(const problem *p, int first, int count, int own, float *out) 
 }
 
 static double at(const problem *p, const void *cache, int64_t head, int64_t position, int64_t d) {
-    const char *row = (const char *)cache + (head * SLOTS + slot_of(position)) * fr_row_bytes(p->kind, p->dim);
+    int64_t place = p->beside ? slot_of(position) * KV_HEADS + head : head * SLOTS + slot_of(position);
+    const char *row = (const char *)cache + place * fr_row_bytes(p->kind, p->dim);
     float scale;
     memcpy(&scale, row + p->dim, sizeof scale);
     if (p->kind == FR_BYTES) return (double)scale * ((const int8_t *)row)[d];
@@ -129,6 +132,7 @@ int check_attention(void) {
     int bad = 0;
     for (int n = 0; n < 36; n++) {
         problem p = {.group = groups[n % 3], .dim = dims[n / 3 % 2], .window = windows[n / 6 % 3], .kind = n < 18 ? n % 2 : FR_BYTES, .context = n % 4 ? 130 + n : 0};
+        p.beside = n / 2 % 2;
         p.sinks = n % 4 == 1 ? sinks : NULL;
         p.nodes = n % 5 ? 1 + 9 * (n % 7) : MOST_NODES;
         p.keys = cache(&p), p.values = cache(&p);

@@ -34,7 +34,8 @@ static fr_pass pass_at(const int64_t *tokens, int nodes, int32_t *columns, const
     return (fr_pass){.nodes = nodes, .scored = nodes, .tokens = tokens, .cosines = turns, .sines = turns,
                      .position = columns + 3 * nodes, .write = columns + 4 * nodes,
                      .reach = {columns, columns + nodes, columns + 2 * nodes, columns + 5 * nodes, 1, at + nodes, pages},
-                     .keys = kv, .values = kv + CACHE / 2, .layer_stride = CACHE, .head_stride = SLOTS * DIM};
+                     .keys = kv, .values = kv + CACHE / 2, .layer_stride = CACHE, .slot_stride = DIM,
+                     .head_stride = SLOTS * DIM};
 }
 
 typedef struct {
@@ -112,9 +113,9 @@ static int check_model(const fr_decoder *m) {
 int check_runs(void) {
     fr_layer layer = {.attention_norm = floats(WIDTH), .mlp_norm = floats(WIDTH), .qkv = plain(3 * HEADS * DIM, WIDTH),
                       .output = plain(WIDTH, HEADS * DIM), .gate_up = plain(2 * INNER, WIDTH), .down = plain(WIDTH, INNER),
-                      .rotate = 1};
+                      .rotate = 1, .kv_heads = HEADS, .head_dim = DIM, .rotary = DIM};
     float *table = floats(VOCAB * WIDTH);
-    fr_decoder m = {1, WIDTH, HEADS, HEADS, DIM, DIM, INNER, VOCAB, 1e-5f, 0.25f, &layer, floats(WIDTH), plain(VOCAB, WIDTH),
+    fr_decoder m = {1, WIDTH, HEADS, VOCAB, INNER, DIM, 1, 1e-5f, 0.25f, &layer, floats(WIDTH), plain(VOCAB, WIDTH),
                     {-1, WIDTH * sizeof(float), table}};
     int bad = check_model(&m);
     const fr_weights *const all[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &m.head};

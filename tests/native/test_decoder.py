@@ -16,10 +16,11 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native import library as native_library
+from forerun.models.native.packing import table_of
 from forerun.models.native.pass_rows import HiddenRows
 from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
-from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
+from tests.models.tiny_checkpoints import FAMILIES, SIZED, VOCAB, make_decoder, make_reference, save, score_chain
 from tests.models.tiny_gguf import FAMILIES as GGUF_FAMILIES
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native
@@ -27,7 +28,7 @@ from tests.native.blocks import needs_native
 pytestmark = needs_native
 
 LENGTH = 22
-FAMILIES_HERE = [name for name in FAMILIES if name not in ("llama-linear", "llama-yarn", "qwen3-yarn")]
+FAMILIES_HERE = [name for name in (*FAMILIES, *SIZED) if name not in ("llama-linear", "llama-yarn", "qwen3-yarn")]
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
 
@@ -41,6 +42,13 @@ def _native(checkpoint: Checkpoint, mode: Mode = "float32", kv_slots: int | None
     return NativeDecoder(DecoderConfig.from_hf(config), weights, mode=mode, kv_slots=kv_slots)
 
 
+def _cached(target: NativeDecoder, slots: Any) -> list[Tensor]:
+    """Keys and values that lie in some slots, by layer; where layers differ in size, those of small ones end early."""
+    data, varied = target.kv.data[:, :, :, slots], target.config.varied
+    sizes = [data.shape[-1]] * len(data) if varied is None else [heads * dim for heads, dim in varied.sizes]
+    return [layer[..., :size] for layer, size in zip(data, sizes, strict=False)]
+
+
 @pytest.fixture(scope="module", params=FAMILIES_HERE)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save(make_reference(request.param), tmp_path_factory.mktemp("checkpoint"))
@@ -50,7 +58,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_chains_equal_torch(checkpoint: Checkpoint, cached: int) -> None:
     text = _text(1, LENGTH)
     got = score_chain(_native(checkpoint), text, cached, LENGTH)
-    wanted = score_chain(make_decoder(*checkpoint), text, cached, LENGTH)
+    wanted = score_chain(make_decoder(*checkpoint, native=False), text, cached, LENGTH)
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
@@ -59,7 +67,7 @@ def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple
     rng, needs = random.Random(2), Needs(layers)
     seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH) for b, n in enumerate((11, 1, 17))]
     trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 6) for seq in seqs])
-    ours, theirs = _native(checkpoint), make_decoder(*checkpoint)
+    ours, theirs = _native(checkpoint), make_decoder(*checkpoint, native=False)
     ours.prefill(seqs, needs)
     theirs.prefill(seqs, needs)
     got, wanted = ours.score(seqs, trees, needs), theirs.score(seqs, trees, needs)
@@ -102,7 +110,7 @@ def test_the_short_way_of_one_tree_is_the_long_way(checkpoint: Checkpoint, mode:
             one.commit([seq], trees, verdict)
             assert one.kv.extent(seq.id).layers == target.kv.extent(seq.id).layers
         seq.tokens += [*(tokens[node] for node in path), 7]
-    assert torch.equal(target.kv.data[:, :, :, : 2 * 58], longer.kv.data[:, :, :, : 2 * 58])
+    assert all(map(torch.equal, _cached(target, slice(2 * 58)), _cached(longer, slice(2 * 58))))
 
 
 def test_logits_that_were_returned_are_never_written_again(checkpoint: Checkpoint) -> None:
@@ -215,6 +223,18 @@ def test_it_lends_its_tables(mode: Mode, tmp_path: Path) -> None:
         assert 0 < target.weight_bytes <= 4 * sum(weight.numel() for weight in checkpoint[1].values())
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma4"])
+@pytest.mark.parametrize("mode", ["bfloat16", "float32"])
+def test_rows_that_torch_looks_up_are_those_of_the_kernels(name: str, mode: Mode, tmp_path: Path) -> None:
+    """Also where the file has its tables in bfloat16; Gemma 4's inputs of layers come from the kernels either way."""
+    config, weights = save(make_reference(name), tmp_path)
+    narrow = {key: weight.bfloat16() if "embed" in key else weight for key, weight in weights.items()}
+    targets = [_native((config, narrow), mode) for _ in range(2)]
+    targets[1]._looks_up, targets[1]._model.embedding = False, table_of(None)
+    assert targets[0]._looks_up
+    assert torch.equal(*(score_chain(target, _text(1, LENGTH), 9, LENGTH) for target in targets))
+
+
 @pytest.mark.slow(keep=10)
 @pytest.mark.parametrize("mode", ["float32", "q8"])
 def test_rows_that_threads_share_have_the_same_bits(checkpoint: Checkpoint, mode: Mode) -> None:
@@ -229,7 +249,7 @@ def test_rows_that_threads_share_have_the_same_bits(checkpoint: Checkpoint, mode
             scores = target.score(seqs, TreeBatch.chains([_text(seq.id, 15) for seq in seqs]), needs)
             slots = [slot for seq in seqs for slot in target.kv.extent(seq.id).slots(0, 41 + 15)]
             rows = [one.hidden[layer] for one in (read, scores) for layer in needs.hidden_layers]
-            results.append([scores.required_logits, target.kv.data[:, :, :, slots], *rows])
+            results.append([scores.required_logits, *_cached(target, slots), *rows])
     finally:
         torch.set_num_threads(before)
     for found in results[1:]:

@@ -39,6 +39,9 @@ NEW = [
     "gpt_oss-odd",
     "glm4_moe",
     "glm4_moe-groups",
+    "gemma4",
+    "gemma4-equal",
+    "gemma4-odd",
 ]
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
@@ -94,6 +97,20 @@ def _routed(config: DecoderConfig, **changes: Any) -> DecoderConfig:
     return replace(config, moe=replace(config.moe, **changes))
 
 
+def _varied(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    assert config.varied is not None
+    return replace(config, varied=replace(config.varied, **changes))
+
+
+def _other_source(config: DecoderConfig) -> DecoderConfig:
+    """Layers that share read the keys and values of another layer, of the same size and with the same window."""
+    return _varied(config, sources=(0, 1, 2, 1, 0, 1))
+
+
+def _whole_rope(config: DecoderConfig) -> DecoderConfig:
+    return replace(config, ropes=(replace(config.ropes[0], angles=config.ropes[0].dims // 2), config.ropes[1]))
+
+
 CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "a window that is one short": ("gemma3", _shorter),
     "a window that is one long": ("gemma2", _longer),
@@ -121,6 +138,14 @@ CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "no scale of experts": ("glm4_moe", lambda config: _routed(config, scale=1.0)),
     "no shared experts": ("glm4_moe-groups", lambda config: _routed(config, shared_inner=None)),
     "queries and keys without norms": ("glm4_moe", lambda config: replace(config, qk_norm=None)),
+    "another layer's keys": ("gemma4", _other_source),
+    "no inputs of layers": ("gemma4", lambda config: _varied(config, input_width=0)),
+    "a window of Gemma 4 that is one short": ("gemma4", _shorter),
+    "a window of Gemma 4 that is one long": ("gemma4-odd", _longer),
+    "all pairs rotate": ("gemma4", _whole_rope),
+    "ropes of two sizes the other way round": ("gemma4-equal", lambda config: replace(config, layer_ropes=(0, 1) * 3)),
+    "scaled scores": ("gemma4", lambda config: replace(config, attention_scale=0.25)),
+    "no norm behind attention": ("gemma4", lambda c: replace(c, norms=c.norms._replace(after_attention=None))),
 }
 
 
@@ -129,6 +154,16 @@ def test_negative_control(control: str, made: Callable[[str], Made]) -> None:
     name, change = CONTROLS[control]
     model, config, weights = made(name)
     assert _off(model, change(DecoderConfig.from_hf(config)), weights) > FAR
+
+
+@pytest.mark.parametrize(
+    "part", ["layer_scalar", "per_layer_projection_norm", "embed_tokens_per_layer", "per_layer_model"]
+)
+def test_a_part_of_layer_inputs_that_is_left_out_is_caught(part: str, made: Callable[[str], Made]) -> None:
+    model, config, weights = made("gemma4")
+    changed = {key: torch.ones_like(w) if "scalar" in part else w * 0 for key, w in weights.items() if part in key}
+    assert changed
+    assert _off(model, DecoderConfig.from_hf(config), weights | changed) > FAR
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe-groups"])

@@ -20,7 +20,7 @@ from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from tests.engine.test_prefix import llama
-from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_reference, save
+from tests.models.tiny_checkpoints import FAMILIES, SIZED, VOCAB, make_reference, save
 from tests.native.blocks import needs_native
 
 pytestmark = needs_native
@@ -50,14 +50,16 @@ def logits_behind(target: NativeDecoder, tokens: list[int], seq_id: int = 0) -> 
 
 
 @pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "yarn" not in name and name != "llama-linear"])
+@pytest.mark.parametrize(
+    "family", [name for name in (*FAMILIES, *SIZED) if "yarn" not in name and name[6:] != "linear"]
+)
 def test_laws_are_near_those_of_floats(family: str, tmp_path: Path) -> None:
     tokens = [token % VOCAB for token in text(1, 30)]
     law, wanted = (
         logits_behind(make(tmp_path / kind, family, kind), tokens).log_softmax(-1) for kind in ("int8", "auto")
     )
     divergence = float((wanted.exp() * (wanted - law)).sum())
-    assert 0 < divergence < 1e-3  # zero would be floats
+    assert 0 < divergence < (2e-3 if family in SIZED else 1e-3)  # zero would be floats; Gemma 4 does not scale scores
 
 
 def test_a_token_takes_a_byte_for_each_number_and_a_scale_for_each_head(tmp_path: Path) -> None:

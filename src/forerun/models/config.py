@@ -148,11 +148,22 @@ class DecoderConfig:
     @property
     def kv_layers(self) -> int:
         """Layers with keys and values of their own."""
+        return self.kv_source(self.layers) if self.varied is None else self.varied.owns.count(True)
+
+    def kv_source(self, layer: int) -> int:
+        """Whose keys and values a layer with attention reads, counted among the layers that have their own."""
         if self.varied is not None:
-            return self.varied.owns.count(True)
-        if self.recurrent is None:
-            return self.layers
-        return self.recurrent.layers.count(False) - self.recurrent.mlp_alone.count(True)
+            return self.varied.sources[layer]
+        states = self.recurrent
+        return layer - (states.layers[:layer].count(True) + states.mlp_alone[:layer].count(True) if states else 0)
+
+    def kv_sizes(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and numbers of a head."""
+        return (self.kv_heads, self.head_dim) if self.varied is None else self.varied.sizes[layer]
+
+    def inner_of(self, layer: int) -> int:
+        """The feed-forward width of a layer."""
+        return self.inner if self.varied is None else self.varied.inners[layer]
 
     @property
     def kv_parts(self) -> int:

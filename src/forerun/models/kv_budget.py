@@ -23,14 +23,18 @@ GPU_KINDS = {"int8": (8, 0), "fp8": (8, 9)}  # of the KV cache, and the compute 
 USUAL_LENGTH = 512  # tokens that the KV cache must hold for each of a batch: pages are taken as texts grow
 
 
-def row_numbers(head_dim: int, dtype: torch.dtype) -> int:
-    """Numbers of one head's keys of one token; those of 8 bits have the four bytes of their scale beside them."""
-    return head_dim + (4 if dtype.itemsize == 1 else 0)
+def row_numbers(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Numbers of one head's keys of one token; those of 8 bits have the four bytes of their scale beside them.
+
+    Where layers differ in size, a row has the keys of all heads.
+    """
+    heads = max(heads for heads, _ in config.varied.sizes) if config.varied is not None else 1
+    return config.head_dim + (4 * heads if dtype.itemsize == 1 else 0)
 
 
 def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers that have them."""
-    return config.kv_parts * config.kv_layers * config.kv_heads * row_numbers(config.head_dim, dtype) * dtype.itemsize
+    return config.kv_parts * config.kv_layers * config.kv_heads * row_numbers(config, dtype) * dtype.itemsize
 
 
 def reason_against(kv_dtype: str, device: torch.device) -> str | None:

@@ -61,7 +61,7 @@ class SlotTarget(BaseTarget):
         self.kv = PagedKV(
             config.kv_layers,
             config.kv_heads,
-            config.head_dim if scales_apart else row_numbers(config.head_dim, kept),
+            config.head_dim if scales_apart else row_numbers(config, kept),
             dtype=kept,
             device=device,
             capacity=kv_slots,

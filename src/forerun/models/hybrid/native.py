@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
 from forerun.models.attention import Span
-from forerun.models.base import LayerSubset, SharedWeights
+from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import RecurrentKind
@@ -204,10 +204,6 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
         self._state_size = sum(native.library().fr_state_numbers(ctypes.byref(mixer)) for mixer in mixers)
         self._inputs_size = sum(mixer.wide for mixer in mixers)
         self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
-
-    def shared(self) -> SharedWeights:
-        """Without layers: none of them can run apart from its state."""
-        return replace(super().shared(), layers=(), partial=None)
 
     def _empty_state(self) -> State:
         return ((torch.zeros(self._state_size),),)

@@ -61,7 +61,7 @@ class HybridCheckpoint(Checkpoint):
             return HybridBlock(norm, self._mixer(at, index), None, None, None)
         experts, mlp, varied = self._experts(at) if self.config.sparse[index] else None, None, self.config.varied
         if experts is None or (self.config.moe is not None and self.config.moe.beside_mlp):
-            plain = self._mlp(at + "mlp.", self.config.inner if varied is None else varied.inners[index])
+            plain = self._mlp(at + "mlp.", self.config.inner_of(index))
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         end = None if varied is None else self._end(at, varied)
         return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end)

@@ -76,8 +76,7 @@ def _shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shap
             assert config.moe is not None
             yield from _experts(config, config.moe, weights, at)
         if not config.sparse[i] or (config.moe is not None and config.moe.beside_mlp):
-            inner = config.inner if config.varied is None else config.varied.inners[i]
-            yield from _mlp(config, inner, weights, at + "mlp.")
+            yield from _mlp(config, config.inner_of(i), weights, at + "mlp.")
 
 
 def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:

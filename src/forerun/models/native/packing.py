@@ -25,6 +25,7 @@ FloatMode = Literal["float32", "bfloat16", "q8", "q4"]
 
 _Q4_1, _Q8_0 = 3, 8
 _PLAIN = ("F32", "F16", "BF16")
+_TABLES = {torch.float32: -1, torch.bfloat16: -2}  # as forerun.h has them
 _ROWS = 4096  # rows quantised at once: intermediates stay small beside the result
 
 
@@ -92,8 +93,9 @@ def table_of(table: Tensor | Blocks | None) -> Table:
     """The struct of a table that the kernels look tokens up in; without rows where they cannot read it."""
     if isinstance(table, Blocks) and library().fr_packed_kind(table.kind) >= 0:
         return Table(table.kind, table.data.numel() // table.shape[0], table.data.data_ptr())
-    plain = isinstance(table, Tensor) and table.dtype == torch.float32 and table.is_contiguous()
-    return Table(-1, 0, table.data_ptr() if plain and isinstance(table, Tensor) else None)
+    if isinstance(table, Tensor) and table.dtype in _TABLES and table.is_contiguous():
+        return Table(_TABLES[table.dtype], 0, table.data_ptr())
+    return Table(-1)
 
 
 def unpack_rows(blocks: Blocks, rows: Tensor | Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.attention import Span
@@ -111,7 +112,7 @@ _PIECE = 512  # positions whose rotations are worked out at once
 class Table(NamedTuple):
     """Rotations by position, and where they lie in memory."""
 
-    values: Tensor  # [2, ropes, N, R] cosines and sines
+    values: Tensor  # [2, ropes, N, R] cosines and sines; ropes of fewer pairs than R use the first
     positions: int  # N
     cosines: int
     sines: int
@@ -135,12 +136,13 @@ class RotationTables:
 
     def at(self, regimes: Regimes, longest: int) -> Table:
         """For positions up to `longest` at least; made a piece at a time, so that none ever changes."""
-        pairs = self._rotations[0].rope.dims // 2
+        pairs = max(one.rope.dims for one in self._rotations) // 2
         table = self._tables.get(regimes) or Table.of(torch.empty(2, len(self._rotations), 0, pairs))
         while table.positions <= longest:
             fresh = torch.arange(table.positions, table.positions + _PIECE)
             made = zip(self._rotations, regimes, strict=True)
-            turns = torch.stack([one.at(fresh, regime).squeeze(1) for one, regime in made])  # [ropes, _PIECE, R]
+            parts = [one.at(fresh, regime).squeeze(1) for one, regime in made]
+            turns = torch.stack([F.pad(part, (0, pairs - part.shape[1])) for part in parts])  # [ropes, _PIECE, R]
             piece = torch.stack((turns.real, turns.imag))
             table = self._tables[regimes] = Table.of(torch.cat((table.values, piece), dim=2))
         return table

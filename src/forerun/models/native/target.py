@@ -78,7 +78,6 @@ class NativeDecoder(Decoder):
         self._known_data: Tensor | None = None  # the KV cache that it points to
         self._stored: tuple[list[int], list[Tensor]] = [], []  # layers whose rows lie beside it, and where
         self._stores_at = array("Q")
-        self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
         self.early_exits = {}
@@ -90,6 +89,7 @@ class NativeDecoder(Decoder):
             self._kept, self._inactive_bytes = reader.kept, sum(reader.inactive_bytes)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
+        self._input_rows = reader.input_rows
         self._alone = TreePass(self._model)
         self._alone.one.active_experts = self._pass.active_experts
         self._plain_run = PlainRun(self._alone, config.layers, config.width)
@@ -102,15 +102,12 @@ class NativeDecoder(Decoder):
     @staticmethod
     def reason_against(config: DecoderConfig) -> str | None:
         """What about this model the kernels cannot run; None = nothing."""
-        if config.special not in (None, "recurrent states"):
+        if config.latent is not None:
             return f"it has {config.special}"
         if config.recurrent is not None and config.recurrent.kernel > native.MOST_TAPS:
             return f"its convolutions read {config.recurrent.kernel} rows, more than {native.MOST_TAPS}"
-        if config.head_dim % 4:
-            return f"head_dim={config.head_dim} is no multiple of 4"
-        if len({rope.dims for rope in config.ropes}) > 1:
-            return "its ropes rotate different numbers of dimensions"
-        return None
+        dims = {config.kv_sizes(layer)[1] for layer in range(config.layers)}
+        return next((f"head_dim={dim} is no multiple of 4" for dim in dims if dim % 4), None)
 
     def _regimes_of(self, seq: Seq) -> Regimes:
         if not self._has_regimes:
@@ -131,27 +128,26 @@ class NativeDecoder(Decoder):
         self._plain_run.drop()  # their keys and values may be overwritten
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer
-        ids, tops = None, None if logits is None else array("i", bytes(4 * scored))
+        ids, tops = array("q", tokens), None if logits is None else array("i", bytes(4 * scored))
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         if rows is not None:
             assert x is rows, "rows that enter a layer are overwritten by those that leave the last"
-        elif self._looks_up:
-            ids = array("q", tokens)
-        else:
+        elif not self._looks_up:
             embedded = _take(self._embedding_rows, tokens).mul_(self.config.embedding_scale)
             x = embedded if x is None else x.copy_(embedded)
         table = self._tables.of_rows(nodes, spans, [self._regimes_of(seq) for seq in seqs])
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         one.nodes, one.scored = len(tokens), scored
-        one.keys_only = 0 if layers.output_is_in(hidden) else len(tokens) - scored
-        one.tokens = None if ids is None else ids.buffer_info()[0]
+        model = self._model_of(layers)
+        unread = -1 not in hidden and max(hidden, default=0) < layers.first + model.keyed
+        one.keys_only = len(tokens) - scored if unread else 0
+        one.tokens = ids.buffer_info()[0] if rows is None else None
         one.x = None if x is None else x.data_ptr()
         one.cosines, one.sines, one.rope_stride = table.cosines, table.sines, table.stride
         one.position, one.write = nodes.position, nodes.write
         nodes.set_reach(one.reach)
-        one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
         shown = self._show(one, hidden, layers.end)  # lives until the call is over
         adapters = adapters_of(self.config, spans, seqs, layers.first)
         one.adapters = None if adapters is None else adapters.buffer_info()[0]
@@ -159,7 +155,7 @@ class NativeDecoder(Decoder):
         one.logits = None if logits is None else logits.data_ptr()
         one.tops = None if tops is None else tops.buffer_info()[0]
         native.match_threads(torch.get_num_threads())
-        failed = self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one))
+        failed = self._decode(ctypes.byref(model), ctypes.byref(one))
         del shown, adapters
         if failed:
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
@@ -272,16 +268,16 @@ class NativeDecoder(Decoder):
         """Where keys and values lie from now on; huge pages are asked for before anything is written there."""
         at = data.data_ptr()
         native.library().fr_use_huge_pages(at, data.nbytes)
-        self._cache_at = at, at + data.stride(1) * data.element_size()
-        self._layer_bytes = data.stride(0) * data.element_size()
         for one in (self._pass, self._alone.one):
             one.kind = _KV_KINDS[data.dtype]
-            one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
-            one.keys, one.values = self._cache_at
+            one.layer_stride, one.slot_stride = data.stride(0), data.stride(3)
+            one.head_stride = data.stride(2) if self.config.varied is None else 0
+            one.keys, one.values = at, at + data.stride(1) * data.element_size()
         self._known_data, self._stored = data, ([], [])
 
     def shared(self) -> SharedWeights:
         """Rows in float32; heads that run on the same kernels read the tables in place."""
+        apart = self.config.special is None  # do layers run by themselves?
         return SharedWeights(
             embed=lambda ids: _take(self._embedding_rows, ids),
             head_rows=lambda ids: _take(self._head_rows, ids),
@@ -290,11 +286,11 @@ class NativeDecoder(Decoder):
             dtype=torch.float32,
             table=self._embedding_rows,
             head_table=self._head_rows,
-            layers=[self._model.layer[i] for i in range(self.config.layers)],
+            layers=[self._model.layer[i] for i in range(self.config.layers)] if apart else (),
             final_norm=self._final_norm,
             rotations=self._rotations,
             config=self.config,
-            partial=partial(PartialTarget, self),
+            partial=partial(PartialTarget, self) if apart else None,
         )
 
     @property

@@ -18,11 +18,19 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import Activation, DecoderConfig, MoeConfig
 from forerun.models.layers import unpair
-from forerun.models.load.quants import Blocks
+from forerun.models.load.quants import Blocks, dequantize
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
-from forerun.models.native.packing import FloatMode, PackedWeight, pack_blocks, pack_floats, side_by_side, take_rows
+from forerun.models.native.packing import (
+    FloatMode,
+    PackedWeight,
+    pack_blocks,
+    pack_floats,
+    side_by_side,
+    table_of,
+    take_rows,
+)  # fmt: skip
 
 Mode = Literal["gguf", "q8", "float32", "bfloat16"]
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # as forerun.h has them
@@ -36,6 +44,7 @@ class NativeReader:
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.weights = self.names.weights
         self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts | Mixer] = []
+        self.input_rows: Tensor | Blocks | None = None  # what the model's table of layer inputs points to
         self.inactive_bytes = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
             head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
@@ -49,11 +58,10 @@ class NativeReader:
             layers=config.layers,
             width=config.width,
             heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            rotary=config.ropes[0].dims,
-            inner=config.inner,
             vocab=config.vocab_size,
+            inner=max(*map(config.inner_of, range(config.layers)), config.varied.input_width if config.varied else 0),
+            rotary=max(rope.dims for rope in config.ropes),
+            keyed=config.layers if config.varied is None else config.kv_layers,
             eps=config.norm_eps,
             attention_scale=config.attention_scale,
             activation=_ACTIVATIONS[config.activation],
@@ -66,7 +74,41 @@ class NativeReader:
             layer=self.layers,
             final_norm=self._keep(self.names.final_norm().contiguous()),
             head=side_by_side([self.head]),
+            **self._inputs(),
         )
+
+    def _inputs(self) -> dict[str, Any]:
+        """What tokens give every layer beside the residual stream; the sum of both parts is over the root of two."""
+        config, varied, at = self.config, self.config.varied, self.names.prefix
+        if varied is None or not varied.input_width:
+            return {}
+        width, outputs, name = varied.input_width, config.layers * varied.input_width, "embed_tokens_per_layer.weight"
+        self._check(at + name, (config.vocab_size, outputs))
+        rows = self._table(at + name)
+        if not table_of(rows).rows:
+            rows = dequantize(rows) if isinstance(rows, Blocks) else rows.float().contiguous()
+        self.input_rows = rows
+        projection = self._linear(at + "per_layer_model_projection.weight", outputs, config.width)
+        return {
+            "input_width": width,
+            "inputs": table_of(rows),
+            "input_projection": side_by_side([projection]),
+            "input_norm": self._keep(self.names.norm(at + "per_layer_projection_norm.weight", width) * 0.5**0.5),
+            "input_scale": (width / 2) ** 0.5,
+        }
+
+    def _end(self, at: str) -> dict[str, Any]:
+        """What ends a layer: its input, and a number that multiplies all."""
+        varied, width = self.config.varied, self.config.width
+        if varied is None:
+            return {}
+        self._check(at + "layer_scalar", (1,))
+        found: dict[str, Any] = {"scale": float(self.weights[at + "layer_scalar"])}
+        if inputs := varied.input_width:
+            found["input_gate"] = side_by_side([self._linear(at + "per_layer_input_gate.weight", inputs, width)])
+            found["input_output"] = side_by_side([self._linear(at + "per_layer_projection.weight", width, inputs)])
+            found["after_input"] = self._keep(self.names.norm(at + "post_per_layer_input_norm.weight").contiguous())
+        return found
 
     def embedding(self) -> Tensor | Blocks:
         """What tokens are looked up in."""
@@ -109,36 +151,53 @@ class NativeReader:
             after_attention=after,
             after_mlp=mlp_after,
             **self._attention(at + "self_attn.", index),
-            **(self._experts(at) if self.config.sparse[index] else self._mlp(at + "mlp.", self.config.inner)),
+            **(self._experts(at) if self.config.sparse[index] else self._mlp(at + "mlp.", self.config.inner_of(index))),
+            **self._end(at),
         )
 
     def _attention(self, at: str, index: int) -> dict[str, Any]:
         config = self.config
         window, rope = config.windows[index], config.layer_ropes[index]
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        norms: list[int | None] = [None, None]
+        kv_heads, dim = config.kv_sizes(index)
+        queries, keys, norms = config.heads * dim, kv_heads * dim, dict[str, int]()
+        borrows = config.varied is not None and not config.varied.owns[index]
         if config.qk_norm is not None:
-            lengths = (queries, keys) if config.qk_norm == "all" else (config.head_dim,) * 2
-            norms = [
-                self._keep(self.names.norm(f"{at}{one}_norm.weight", size).contiguous())
-                for one, size in zip("qk", lengths, strict=True)
-            ]
+            lengths = {"q": queries, "k": keys} if config.qk_norm == "all" else {"q": dim, "k": dim}
+            norms = {
+                f"{one}_norm": self._keep(self.names.norm(f"{at}{one}_norm.weight", size).contiguous())
+                for one, size in lengths.items()
+                if one == "q" or not borrows
+            }
+        if config.varied is not None:
+            norms["v_norm"] = self._keep(torch.ones(dim))
         return {
-            "q_norm": norms[0],
-            "k_norm": norms[1],
-            **self._queries_keys_values(at),
+            "kv_heads": kv_heads,
+            "head_dim": dim,
+            "rotary": 0 if rope is None else config.ropes[rope].dims,
+            "cache": config.kv_source(index),
+            "borrows": borrows,
+            **norms,
+            **self._queries_keys_values(at, index),
             "output": self._projection(at, "o", {"o": config.width}, queries),
             "window": window or 0,
             "rotate": 0 if rope is None else 1 + rope,
             "sinks": self._floats(at + "sinks", config.heads) if config.sinks else None,
         }
 
-    def _queries_keys_values(self, at: str) -> dict[str, Any]:
+    def _queries_keys_values(self, at: str, index: int) -> dict[str, Any]:
         """With gates, the second half of every head's rows of the queries' weight, where the family has them."""
-        config = self.config
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        config, varied, (kv_heads, dim) = self.config, self.config.varied, self.config.kv_sizes(index)
+        queries, keys = config.heads * dim, kv_heads * dim
         if not config.gated_attention:
-            return {"qkv": self._projection(at, "qkv", {"q": queries, "k": keys, "v": keys}, config.width)}
+            sizes = {"q": queries, "k": keys, "v": keys}
+            if varied is not None and not varied.owns[index]:
+                sizes = {"q": queries}
+            elif varied is not None and varied.keys_are_values[index]:
+                del sizes["v"]
+            made = self._projection(at, "qkv", sizes, config.width)
+            if [*sizes] == ["q", "k"]:
+                made.count, made.part[2] = 3, made.part[1]
+            return {"qkv": made}
         halves = torch.arange(2 * queries).view(config.heads, 2, config.head_dim)
         query, gate = (
             self._linear(at + "q_proj.weight", 2 * queries, config.width, rows=halves[:, i].flatten()) for i in (0, 1)
@@ -262,5 +321,5 @@ def some_layers(model: Model, layers: LayerSubset) -> Model:
         made[index - layers.first].gate_up.count = 0
         made[index - layers.first].experts = None
     part = Model.from_buffer_copy(model)
-    part.layers, part.layer = len(made), made  # the struct keeps the array
+    part.layers, part.keyed, part.layer = len(made), len(made), made  # the struct keeps the array
     return part

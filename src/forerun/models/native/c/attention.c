@@ -28,7 +28,7 @@ FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k,
 FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int kind, int apart) {
     const query *queries = p->queries + s.first;
     const char *run = s.rows, *k[KEYS];
-    int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = fr_row_bytes(kind, dim);
+    int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = row_of(t, kind);
     f32x4 scale = all4(t->scale), sum[WITHIN][KEYS];
     float *weights[WITHIN];
     const int asks = !apart && t->first && p->queries == t->queries && kind == t->kind;
@@ -77,7 +77,7 @@ static void soften(query *q) {
 FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, int64_t column, int vectors, int kind, int apart) {
     const query *queries = p->queries + s.first;
     const char *run = s.rows, *rows[4];
-    int64_t dim = t->dim, at = s.from, bytes = fr_row_bytes(kind, dim);
+    int64_t dim = t->dim, at = s.from, bytes = row_of(t, kind);
     f32x4 sum[WITHIN][SUMS / 2], w[WITHIN];
     float *weights[WITHIN];
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
@@ -135,8 +135,8 @@ static void mix_stretch(const tile *t, const part *p, stretch s) {
     FOR_KIND(mix)
 }
 
-static void widen(const char *rows, int kind, int64_t dim, int64_t count, float *to) {
-    for (int64_t r = 0; r < count; r++, rows += fr_row_bytes(kind, dim), to += dim) {
+static void widen(const char *rows, int64_t row, int kind, int64_t dim, int64_t count, float *to) {
+    for (int64_t r = 0; r < count; r++, rows += row, to += dim) {
         if (kind == FR_BYTES) for (int64_t i = 0; i < dim; i += 4) store4(to + i, four_at(rows, i, FR_BYTES, dim));
         else for (int64_t i = 0; i < dim; i += 4) store4(to + i, four_at(rows, i, FR_HALVES, dim));
     }
@@ -153,7 +153,10 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
     int64_t offset = kv_head * a->head_stride * fr_number_bytes(a->kind);
     t->keys = (const char *)a->keys + offset, t->values = (const char *)a->values + offset;
     t->dim = a->head_dim, t->kind = (int)a->kind, t->scale = a->scale, t->cap = a->cap, t->count = count;
+    const int64_t own = fr_row_bytes(a->kind, a->head_dim);
+    t->row = a->row_stride ? a->row_stride * fr_number_bytes(a->kind) : own;
     t->first = first_query < group || a->reach.first[first_query / group - 1] != a->reach.first[first_query / group];
+    t->first &= t->row == own;
     for (int i = 0; i < count; i++) {
         int64_t node = (first_query + i) / group, head = kv_head * group + (first_query + i) % group;
         const fr_reach *reach = &a->reach;

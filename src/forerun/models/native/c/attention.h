@@ -18,7 +18,7 @@ typedef struct {
 typedef struct fr_queries {
     const char *keys, *values; /* of one key head */
     query queries[FR_TOGETHER];
-    int64_t dim;
+    int64_t dim, row; /* row: bytes from a slot's numbers to the next one's */
     int count, kind, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
     float scale, cap;
 } tile;
@@ -43,7 +43,7 @@ typedef void (*on_stretch)(const tile *t, const part *p, stretch s);
 typedef struct {
     on_stretch score, mix;
     void (*soften)(query *q);
-    void (*widen)(const char *rows, int kind, int64_t dim, int64_t count, float *to);
+    void (*widen)(const char *rows, int64_t row, int kind, int64_t dim, int64_t count, float *to);
     int within, lanes; /* queries of a part at most, and what its lanes are a multiple of */
 } kernels;
 
@@ -56,7 +56,8 @@ FR_INLINE float *at_line(float *memory) { return (float *)(((uintptr_t)memory + 
 
 /* Where a slot's row starts, what its integers are multiplied by, and four of its numbers: whoever reads a row, one or a
  * whole tile at once, reads the same floats. */
-FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int kind) { return all + slot * fr_row_bytes(kind, t->dim); }
+FR_INLINE int64_t row_of(const tile *t, int kind) { return kind == t->kind ? t->row : fr_row_bytes(kind, t->dim); }
+FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int kind) { return all + slot * row_of(t, kind); }
 FR_INLINE float scale_of(const char *row, int64_t dim) {
     float scale;
     memcpy(&scale, row + dim, sizeof scale);
@@ -141,7 +142,7 @@ FR_INLINE void walk_together(const tile *t, const part *parts, int count, const 
     for (int64_t at = lo, end; at < furthest->hi; at = end) {
         end = count > 1 ? earlier((at / FR_PAGE + 1) * FR_PAGE, furthest->hi) : run_end(furthest->queries, at, furthest->hi);
         const char *rows = slot_in(t, all, slot_at(furthest->queries, at), t->kind);
-        if (widens) path->widen(rows, t->kind, t->dim, end - at, wide), rows = (const char *)wide;
+        if (widens) path->widen(rows, t->row, t->kind, t->dim, end - at, wide), rows = (const char *)wide;
         for (int i = 0; i < count; i++) {
             stretch s = {0, parts[i].count, 0, widens ? FR_FLOATS : t->kind, later(at, parts[i].lo), earlier(end, parts[i].hi), NULL};
             s.rows = slot_in(t, rows, s.from - at, s.kind);

@@ -8,16 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 13, FR_ABI = 22 };
+enum { BUFFERS = 15, FR_ABI = 23 };
 
 typedef struct {
-    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found;
+    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found, *given, *projected;
     void *quants, *experts, *mixing;
     int32_t *tiles;
-    int64_t tile_count, uncached; /* uncached: layers so far that have no keys and values */
     float *replay;
     int pending; /* delta is not in x yet; `after` norms it first */
     const float *after;
+    float total; /* what multiplies the sum, or 0 */
 } buffers;
 
 /* Number `at` of a cache. */
@@ -48,16 +48,20 @@ typedef struct {
     const fr_decoder *m;
     const fr_pass *p;
     fr_projected made;
-    int64_t layer, cache, n; /* cache: of the layers with keys and values */
+    int64_t layer, n;
 } heads_job;
 
-static void write_row(const heads_job *job, int64_t r, const float *k) {
-    const fr_decoder *m = job->m;
-    const fr_pass *p = job->p;
-    for (int64_t h = 0; h < m->kv_heads; h++, k += m->head_dim) {
-        int64_t head = job->cache * p->layer_stride + h * p->head_stride, row = p->write[r] * fr_row_bytes(p->kind, m->head_dim);
-        write_head((char *)cache_at(p->keys, p->kind, head) + row, p->kind, k, m->head_dim);
-        write_head((char *)cache_at(p->values, p->kind, head) + row, p->kind, k + m->kv_heads * m->head_dim, m->head_dim);
+/* From a head's numbers in the cache to the next one's. */
+static int64_t head_stride(const fr_pass *p, const fr_layer *layer) {
+    return p->head_stride ? p->head_stride : fr_row_bytes(p->kind, layer->head_dim) / fr_number_bytes(p->kind);
+}
+
+static void write_row(const fr_pass *p, const fr_layer *layer, int64_t r, const float *k) {
+    const int64_t dim = layer->head_dim;
+    for (int64_t h = 0; h < layer->kv_heads; h++, k += dim) {
+        int64_t at = layer->cache * p->layer_stride + h * head_stride(p, layer) + p->write[r] * p->slot_stride;
+        write_head(cache_at(p->keys, p->kind, at), p->kind, k, dim);
+        write_head(cache_at(p->values, p->kind, at), p->kind, k + layer->kv_heads * dim, dim);
     }
 }
 
@@ -68,63 +72,65 @@ static void place_heads(void *arg, int64_t begin, int64_t end, int worker) {
     const fr_decoder *m = job->m;
     const fr_pass *p = job->p;
     const fr_layer *layer = m->layer + job->layer;
+    const int64_t dim = layer->head_dim;
+    const int32_t here = 0;
     for (int64_t r = begin; r < end; r++) {
-        float *const of[2] = {job->made.k + r * job->made.k_stride, job->made.q + r * job->made.q_stride};
-        const float *const norms[2] = {layer->k_norm, layer->q_norm};
-        const int64_t heads[2] = {m->kv_heads, m->heads}, rope = (layer->rotate - 1) * p->rope_stride;
-        for (int i = 0; i < (r < job->n ? 2 : 1); i++) {
+        float *k = job->made.k + r * job->made.k_stride;
+        float *const of[3] = {k + layer->kv_heads * dim, k, job->made.q + r * job->made.q_stride};
+        const float *const norms[3] = {layer->v_norm, layer->k_norm, layer->q_norm};
+        const int64_t heads[3] = {layer->kv_heads, layer->kv_heads, m->heads};
+        const int64_t turn = (layer->rotate - 1) * p->rope_stride + p->position[r] * m->rotary / 2;
+        for (int i = layer->borrows ? 2 : 0; i < (r < job->n ? 3 : 2); i++) {
             int64_t alone = m->whole_norms ? 1 : heads[i];
-            if (norms[i]) fr_rms_norm(of[i], norms[i], m->eps, of[i], alone, heads[i] / alone * m->head_dim);
-            if (layer->rotate)
-                fr_rope(of[i], p->cosines + rope, p->sines + rope, p->position + r, 1, heads[i], 0, m->head_dim, m->rotary);
+            if (norms[i]) fr_rms_norm(of[i], norms[i], m->eps, of[i], alone, heads[i] / alone * dim);
+            if (i && layer->rotate)
+                fr_rope(of[i], p->cosines + turn, p->sines + turn, &here, 1, heads[i], 0, dim, layer->rotary);
         }
-        write_row(job, r, of[0]);
+        if (!layer->borrows) write_row(p, layer, r, k);
     }
 }
 
 /* Add what the last part of a layer gave, and norm the sum for the next part where it has a weight: what that reads. */
 static const float *norm_rows(const fr_decoder *m, const float *weight, float *into, int64_t n, buffers *b) {
-    fr_added added = {b->pending ? b->delta : NULL, b->after, m->residual_scale ? m->residual_scale : 1.0f};
+    fr_added added = {b->pending ? b->delta : NULL, b->after, m->residual_scale ? m->residual_scale : 1.0f, b->total};
     if (added.delta || weight) fr_add_norm(b->x, added, weight, m->eps, into, n, m->width);
     b->pending = 0;
     return weight ? into : b->x;
 }
 
 /* A part of a layer has left in b->delta what it adds. */
-static void leave(buffers *b, const float *after) { b->pending = 1, b->after = after; }
+static void leave(buffers *b, const float *after) { b->pending = 1, b->after = after, b->total = 0; }
 
 /* Attention of the first n rows, which see the keys and values of all. */
 static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
     const fr_layer *layer = m->layer + i;
-    const int64_t cache = i - b->uncached;
-    const float *rows = norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
-    fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, rows, p->nodes, 0, n, b->qkv, b->quants);
-    int64_t keys = m->kv_heads * m->head_dim;
-    const fr_adapted changed[] = {{FR_K, made.k, made.k_stride, keys, p->nodes},
-                                  {FR_V, made.k + keys, made.k_stride, keys, p->nodes},
-                                  {FR_Q, made.q, made.q_stride, m->heads * m->head_dim, n}};
+    const int64_t queries = m->heads * layer->head_dim, keys = layer->kv_heads * layer->head_dim;
+    const int64_t nodes = layer->borrows ? n : p->nodes, cache = layer->cache * p->layer_stride;
+    const float *rows = norm_rows(m, layer->attention_norm, b->normed, nodes, b);
+    fr_projected made = fr_project(&layer->qkv, queries, rows, nodes, 0, n, b->qkv, b->quants);
+    const fr_adapted changed[] = {{FR_K, made.k, made.k_stride, keys, nodes},
+                                  {FR_V, made.k + keys, made.k_stride, keys, nodes},
+                                  {FR_Q, made.q, made.q_stride, queries, n}};
     fr_adapt(p->adapters, i, changed, 3, rows, m->width, b->middle);
-    heads_job job = {m, p, made, i, cache, n};
-    fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
+    heads_job job = {m, p, made, i, n};
+    fr_parallel(place_heads, &job, nodes, fr_rows_at_once(queries));
     if (!n) return;
-    int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, m->kv_heads, b->tiles);
     fr_attention_args attention = {
         .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
-        .keys = cache_at(p->keys, p->kind, cache * p->layer_stride),
-        .values = cache_at(p->values, p->kind, cache * p->layer_stride),
-        .kind = p->kind,
-        .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-        .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
+        .keys = cache_at(p->keys, p->kind, cache), .values = cache_at(p->values, p->kind, cache), .kind = p->kind,
+        .tiles = b->tiles, .heads = m->heads, .kv_heads = layer->kv_heads, .head_dim = layer->head_dim,
+        .tile_count = fr_attention_tiles(&p->reach, n, m->heads / layer->kv_heads, layer->kv_heads, b->tiles),
+        .q_stride = made.q_stride, .head_stride = head_stride(p, layer), .row_stride = p->slot_stride, .window = layer->window, .scale = m->attention_scale,
         .cap = m->attention_cap, .sinks = layer->sinks,
     };
     fr_attention(&attention);
     if (layer->gate.count) {
         fr_linear(&layer->gate, rows, b->gates, n, b->quants);
-        fr_open_gates(b->gates, b->attended, n, m->heads * m->head_dim);
+        fr_open_gates(b->gates, b->attended, n, queries);
     }
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
     const fr_adapted output = {FR_OUTPUT, b->delta, m->width, m->width, n};
-    fr_adapt(p->adapters, i, &output, 1, b->attended, m->heads * m->head_dim, b->middle);
+    fr_adapt(p->adapters, i, &output, 1, b->attended, queries, b->middle);
     leave(b, layer->after_attention);
 }
 
@@ -144,12 +150,25 @@ static void mix_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t 
     leave(b, layer->after_attention);
 }
 
-/* The last layer
- * goes no further than keys and values with rows of which nobody reads what leaves it. */
+/* The layer's own input, opened by a gate that reads the rows. */
+static void add_input(const fr_decoder *m, int64_t i, int64_t n, buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    const int64_t width = m->input_width;
+    const float *rows = norm_rows(m, NULL, NULL, n, b);
+    fr_gate_row *open = fr_chosen_gate();
+    fr_linear(&layer->input_gate, rows, b->gate_up, n, b->quants);
+    for (int64_t r = 0; r < n; r++)
+        open(b->gate_up + r * width, b->given + (r * m->layers + i) * width, b->mlp + r * width, width, (int)m->activation);
+    fr_linear(&layer->input_output, b->mlp, b->delta, n, b->quants);
+    leave(b, layer->after_input);
+}
+
+/* The last layer with keys
+ * goes no further than these with rows of which nobody reads what leaves the last of all. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
-    int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
-    b->uncached += layer->mixer || !layer->output.count;
+    int64_t n = i + 1 < m->keyed ? p->nodes : p->nodes - p->keys_only, inner = layer->down.part[0].inputs;
+    if (!n && i >= m->keyed) return;
     if (layer->mixer) mix_layer(m, p, i, n, b);
     else if (layer->qkv.count) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
@@ -160,43 +179,48 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
         if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
     } else {
         fr_linear(&layer->gate_up, rows, b->gate_up, n, b->quants);
-        const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * m->inner, m->inner, n},
-                                      {FR_UP, b->gate_up + m->inner, 2 * m->inner, m->inner, n}};
+        const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * inner, inner, n},
+                                      {FR_UP, b->gate_up + inner, 2 * inner, inner, n}};
         fr_adapt(p->adapters, i, changed, 2, rows, m->width, b->middle);
-        fr_gate(b->gate_up, b->mlp, n, m->inner, (int)m->activation);
+        fr_gate(b->gate_up, b->mlp, n, inner, (int)m->activation);
         fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
         const fr_adapted down = {FR_DOWN, b->delta, m->width, m->width, n};
-        fr_adapt(p->adapters, i, &down, 1, b->mlp, m->inner, b->middle);
+        fr_adapt(p->adapters, i, &down, 1, b->mlp, inner, b->middle);
     }
     leave(b, layer->after_mlp);
+    if (layer->input_gate.count) add_input(m, i, n, b);
+    b->total = layer->scale;
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
-    int64_t n = p->nodes, attended = m->heads * m->head_dim;
+    int64_t n = p->nodes, given = n * m->layers * m->input_width;
     int64_t widest = m->inner > m->width ? m->inner : m->width;
-    if (attended > widest) widest = attended;
-    int64_t inputs = 0, found = 0, gates = 0;
+    int64_t inputs = 0, found = 0, gates = 0, attended = 0, keys = 0, group = 0;
     size_t experts = 0, mixing = 0;
     for (int64_t i = 0; i < m->layers; i++) {
-        const fr_mixer *mixer = m->layer[i].mixer;
-        if (m->layer[i].experts) experts = larger(experts, fr_experts_bytes(m->layer[i].experts, n, m->width));
-        if (m->layer[i].gate.count) gates = attended;
+        const fr_layer *layer = m->layer + i;
+        const fr_mixer *mixer = layer->mixer;
+        if (layer->experts) experts = larger(experts, fr_experts_bytes(layer->experts, n, m->width));
+        attended = larger(attended, m->heads * layer->head_dim), keys = larger(keys, layer->kv_heads * layer->head_dim);
+        if (layer->kv_heads) group = larger(group, m->heads / layer->kv_heads);
+        if (layer->gate.count) gates = attended;
         if (!mixer) continue;
         inputs = mixer->wide > inputs ? mixer->wide : inputs;
         found = mixer->output.part[0].inputs > found ? mixer->output.part[0].inputs : found;
         mixing = larger(mixing, fr_mixer_bytes(mixer, p->walks, p->walk_count, n));
     }
-    if (found > widest) widest = found;
-    int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
+    widest = larger(widest, larger(attended, found));
+    int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * keys), n * attended,
                                2 * n * m->inner, n * m->inner, n * m->width,
                                FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + FR_ROOM),
-                               2 * n * m->heads / m->kv_heads, p->adapters ? n * FR_MOST_PARTS * FR_MOST_RANK : 0,
-                               n * gates, n * inputs, n * found};
+                               2 * n * group, p->adapters ? n * FR_MOST_PARTS * FR_MOST_RANK : 0,
+                               n * gates, n * inputs, n * found, given, given};
     void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
                           (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles, (void **)&b->middle,
-                          (void **)&b->gates, (void **)&b->inputs, (void **)&b->found};
+                          (void **)&b->gates, (void **)&b->inputs, (void **)&b->found, (void **)&b->given,
+                          (void **)&b->projected};
     size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants + experts + mixing;
     for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
     char *block = malloc(bytes + 64), *next = block;
@@ -227,16 +251,28 @@ FR_API int64_t fr_layout(void) {
            (int64_t)sizeof(fr_pass);
 }
 
+/* What the tokens give every layer: [nodes, layers, input_width]. The norm is of the projection over the root of the
+ * width: a larger epsilon does the same. */
+static void take_inputs(const fr_decoder *m, const fr_pass *p, buffers *b) {
+    const int64_t width = m->layers * m->input_width;
+    fr_embed(&m->inputs, width, p->tokens, p->nodes, b->given);
+    fr_scale_and_cap(b->given, p->nodes * width, m->input_scale, 0.0f);
+    fr_linear(&m->input_projection, b->x, b->projected, p->nodes, b->quants);
+    fr_added made = {b->projected, m->input_norm, 1.0f, 0.0f};
+    fr_add_norm(b->given, made, NULL, m->eps * (float)m->width, NULL, p->nodes * m->layers, m->input_width);
+}
+
 /* 0 = done, 1 = out of memory. */
 FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     buffers b;
     void *block = take_buffers(m, p, &b);
     if (!block) return 1;
-    if (p->tokens) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
-    if (p->tokens && m->embedding_scale) fr_scale_and_cap(b.x, p->nodes * m->width, m->embedding_scale, 0.0f);
-    b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, m->kv_heads, b.tiles);
-    b.pending = 0, b.after = NULL;
-    b.uncached = 0, b.replay = p->inputs;
+    const int looks_up = p->tokens && m->embedding.rows;
+    if (looks_up) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
+    if (looks_up && m->embedding_scale) fr_scale_and_cap(b.x, p->nodes * m->width, m->embedding_scale, 0.0f);
+    if (m->input_width) take_inputs(m, p, &b);
+    b.pending = 0, b.after = NULL, b.total = 0;
+    b.replay = p->inputs;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
             if (p->hidden_layers[j] == i) {

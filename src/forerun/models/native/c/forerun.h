@@ -62,11 +62,12 @@ FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen,
 
 /* ---- ops.c, attention.c: what stands between the linear layers ---- */
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
-/* What a part of a layer adds to the residual stream: delta, normed where there is a weight, times scale. */
+/* What a part of a layer adds to the residual stream: delta, normed where there is a weight, times scale; total
+ * multiplies the sum. */
 typedef struct {
     float *delta;
     const float *norm; /* [width] or NULL */
-    float scale;
+    float scale, total; /* total: 0 = 1 */
 } fr_added;
 /* x += what is added where there is something, then y = the norm of x where there is a weight; many rows are shared out. */
 void fr_add_norm(float *x, fr_added added, const float *weight, float eps, float *y, int64_t rows, int64_t width);
@@ -128,6 +129,7 @@ typedef struct {
     float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + FR_ROOM] */
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
+    int64_t row_stride; /* from a slot's numbers to the next one's; 0 = they follow each other */
     int64_t window; /* 0 = everything, else only the last `window` positions */
     float scale, cap; /* cap of the scores; 0 = none */
     const float *sinks; /* [heads] a score beside those of the positions, which brings no value; or NULL */
@@ -138,7 +140,7 @@ int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, 
 
 /* ---- gguf.c: what tokens are looked up in ---- */
 typedef struct {
-    int64_t type, row_bytes; /* a GGUF type and bytes per row; -1 = float32 */
+    int64_t type, row_bytes; /* a GGUF type and bytes per row; -1 = float32, -2 = bfloat16 */
     const void *rows;        /* NULL where the caller looks them up */
 } fr_table;
 /* out[count, width] = the rows of these tokens; the caller has checked that they are there. */
@@ -250,10 +252,19 @@ typedef struct {
     const float *sinks;                       /* [heads] or NULL */
     const fr_mixer *mixer; /* in the place of attention, or NULL; such a layer has no keys and values */
     fr_weights gate;       /* what attention finds is multiplied by a sigmoid of this; or without weights */
+    int64_t kv_heads, head_dim, rotary; /* rotary: numbers of a head that rotate */
+    int64_t cache;       /* whose keys and values it reads, counted among the layers that have some */
+    int64_t borrows;     /* 1: another layer's; it has queries only */
+    const float *v_norm; /* [head_dim] or NULL */
+    fr_weights input_gate, input_output; /* its own input (see fr_decoder) is multiplied by this gate; or without weights */
+    const float *after_input;            /* [width] norm of what that adds */
+    float scale;                         /* of the rows that leave the layer; 0 = 1 */
 } fr_layer;
 
 typedef struct {
-    int64_t layers, width, heads, kv_heads, head_dim, rotary, inner, vocab;
+    int64_t layers, width, heads, vocab;
+    int64_t inner, rotary; /* of the layer where they are largest */
+    int64_t keyed;         /* the first layers; those behind them have no keys, values or states of their own */
     float eps, attention_scale;
     const fr_layer *layer;
     const float *final_norm;
@@ -262,22 +273,30 @@ typedef struct {
     int64_t activation, whole_norms; /* whole_norms: of queries and of keys, all heads at once */
     float embedding_scale, residual_scale, logit_scale; /* 0 = 1 */
     float attention_cap, logit_cap;                     /* 0 = none */
+    /* What a token gives every layer beside the residual stream: input_width numbers for each, which are a row of this
+     * table times a scale, plus the norm of a projection of what enters the first layer. */
+    int64_t input_width; /* 0 = nothing */
+    fr_table inputs;     /* [vocab, layers * input_width] */
+    fr_weights input_projection;
+    const float *input_norm; /* [input_width] */
+    float input_scale;
 } fr_decoder;
 
 typedef struct {
     int64_t nodes;
     int64_t scored;               /* of them, the first: those that have logits */
-    int64_t keys_only;            /* of them, the last: the last layer computes keys and values of these and nothing else */
-    const int64_t *tokens;        /* [nodes], or NULL: x has them embedded already */
-    float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with tokens */
-    const float *cosines, *sines; /* [ropes, .. rope_stride] of each rope [positions, rotary / 2] */
+    int64_t keys_only;            /* of them, the last: the last keyed layer computes keys and values of these and nothing else */
+    const int64_t *tokens;        /* [nodes], or NULL; x has them embedded already, also where the model has no table */
+    float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with a table */
+    const float *cosines, *sines; /* [ropes, .. rope_stride] of each rope [positions, the model's rotary / 2] */
     int64_t rope_stride;
     const int32_t *position;      /* [nodes] which row of them */
     const int32_t *write;         /* [nodes] slot that takes the node's key and value */
     fr_reach reach;
     void *keys, *values; /* [layers, kv_heads, slots] rows, by the strides below */
     int64_t kind;        /* what they are */
-    int64_t layer_stride, head_stride; /* in numbers */
+    int64_t layer_stride, slot_stride; /* in numbers */
+    int64_t head_stride;               /* likewise; 0 = heads of a slot lie side by side */
     const int64_t *hidden_layers; /* [hidden_count] layers whose input is wanted */
     float *const *hidden;         /* [hidden_count] -> [nodes, width] */
     int64_t hidden_count;

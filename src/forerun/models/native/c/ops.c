@@ -42,6 +42,7 @@ static void norm_some(void *arg, int64_t begin, int64_t end, int worker) {
         if (delta && scale != 1.0f)
             for (int64_t i = 0; i < width; i++) delta[i] *= scale;
         for (int64_t i = 0; delta && i < width; i++) x[i] += delta[i];
+        for (int64_t i = 0; delta && job->added.total && i < width; i++) x[i] *= job->added.total;
         if (job->weight) fr_rms_norm(x, job->weight, job->eps, job->y + r * width, 1, width);
     }
 }

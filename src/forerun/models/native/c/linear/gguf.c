@@ -165,6 +165,12 @@ void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64
         fr_unpack_rows((int)table->type, table->rows, table->row_bytes, width, tokens, count, out);
         return;
     }
-    for (int64_t r = 0; r < count; r++)
-        memcpy(out + r * width, (const float *)table->rows + tokens[r] * width, (size_t)width * sizeof(float));
+    for (int64_t r = 0; r < count; r++, out += width) {
+        const uint16_t *halves = (const uint16_t *)table->rows + tokens[r] * width;
+        if (table->type == -1) memcpy(out, (const float *)table->rows + tokens[r] * width, (size_t)width * sizeof(float));
+        for (int64_t i = 0; table->type == -2 && i < width; i++) {
+            uint32_t bits = (uint32_t)halves[i] << 16;
+            memcpy(out + i, &bits, sizeof bits);
+        }
+    }
 }

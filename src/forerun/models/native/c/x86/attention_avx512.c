@@ -51,8 +51,8 @@ FR_INLINE void widen_row(const char *row, int kind, int64_t dim, float *to) {
         _mm512_mask_storeu_ps(to + i, there, sixteen_at(row, i, there, kind, dim));
     }
 }
-static void widen_rows(const char *rows, int kind, int64_t dim, int64_t count, float *to) {
-    for (int64_t r = 0; r < count; r++, rows += fr_row_bytes(kind, dim), to += dim)
+static void widen_rows(const char *rows, int64_t row, int kind, int64_t dim, int64_t count, float *to) {
+    for (int64_t r = 0; r < count; r++, rows += row, to += dim)
         if (kind == FR_BYTES) widen_row(rows, FR_BYTES, dim, to);
         else widen_row(rows, FR_HALVES, dim, to);
 }
@@ -85,7 +85,7 @@ FR_INLINE void score_quads(const tile *t, const part *p, stretch s, int quads) {
     const float *inputs = p->inputs + s.first / 4 * WIDE;
     const char *run = s.rows, *k[MANY_KEYS];
     const int asks = !s.apart && t->first && p->queries == t->queries && s.kind == t->kind;
-    int64_t bytes = fr_row_bytes(s.kind, t->dim);
+    int64_t bytes = row_of(t, s.kind);
     float memory[s.kind ? MANY_KEYS * t->dim + LINE : 1], *wide = s.kind ? at_line(memory) : memory;
     for (int64_t at = s.from, keys; at < s.to; at += keys, run += keys * bytes) {
         keys = s.to - at > 4 ? MANY_KEYS : 4;
@@ -97,7 +97,7 @@ FR_INLINE void score_quads(const tile *t, const part *p, stretch s, int quads) {
             for (int64_t i = 0; i < keys * bytes; i += 64) __builtin_prefetch(run + AHEAD + i);
         }
         for (int j = 0; s.kind && j < keys; j++) {
-            widen_rows(k[j], s.kind, t->dim, 1, wide + j * t->dim);
+            widen_rows(k[j], bytes, s.kind, t->dim, 1, wide + j * t->dim);
             k[j] = (const char *)(wide + j * t->dim);
         }
         if (keys == 4) score_keys(t, p, s, inputs, quads, k, 4, at);
@@ -138,10 +138,11 @@ FR_INLINE void mix_wide(const tile *t, const query *q, stretch s, int count, int
     __m512 sum[AT_ONCE][4];
     const float *weights[AT_ONCE];
     const char *values = s.rows;
+    const int64_t bytes = row_of(t, kind);
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = q[i].weights;
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < vectors; j++)
         sum[i][j] = _mm512_maskz_loadu_ps(there, q[i].out + column + WIDE * j);
-    for (int64_t at = s.from; at < s.to; at++, values += fr_row_bytes(kind, t->dim)) {
+    for (int64_t at = s.from; at < s.to; at++, values += bytes) {
         __m512 v[4];
         if (apart) values = slot_in(t, t->values, slot_at(q, at), kind);
         FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = sixteen_at(values, column + WIDE * j, there, kind, t->dim);
