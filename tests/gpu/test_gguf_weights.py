@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.build.engine import held_as, keeps_packed
+from forerun.build.engine import _refuse_kv_dtype, held_as, keeps_packed
 from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.params import EngineConfig
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
@@ -138,12 +139,14 @@ def test_a_file_stays_packed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPat
     checkpoint, _ = opened(tmp_path, "Q4_K_M")
     config, gpu = DecoderConfig.from_hf(checkpoint.config), torch.device("cuda")
     monkeypatch.setattr(pool, "pick_kernels", lambda *_: "triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert keeps_packed(checkpoint, config, "gguf", gpu), "the compiled kernels come with the package"
     types = "GGUF (F32, F16, Q4_K, Q6_K)"
     assert held_as(checkpoint, config, "gguf", gpu) == f"{types}, kept packed"
     assert held_as(checkpoint, config, "bfloat16", gpu) == f"{types}, dequantised to bfloat16"
     assert held_as(checkpoint, config, "auto", torch.device("cpu")) == f"{types}, kept packed"
+    for kept in ("int8", "fp8"):
+        _refuse_kv_dtype(checkpoint, EngineConfig(dtype="gguf", kv_dtype=kept), gpu)  # raises nothing
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert not keeps_packed(checkpoint, config, "gguf", gpu)
     with pytest.raises(InvalidInput, match="Hopper GPU; use bfloat16"):
