@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips
 from forerun.models.load.checkpoint import Checkpoint as Opened
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.load.quants import GROUPED, LAYOUTS, Blocks, read_groups
+from forerun.models.load.quants import GROUPED, LAYOUTS, Blocks, Grouped, read_groups
 from forerun.models.load.weights import GgufWeights
 from forerun.testing import FakeSeq, random_tree
 from forerun.verify.greedy import device_walk
@@ -119,6 +120,21 @@ def test_a_model_holds_every_weight_packed(mixture: str, family: str, head: str 
     for layer, expected in zip(model.layers, FORMATS[mixture], strict=True):
         formats = [each.format for each in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(each, Strips)]
         assert " ".join(formats) == expected.replace("None", "bf16")
+
+
+def test_no_numbers_are_left_once_a_model_is_loaded(tmp_path: Path) -> None:
+    """Commands load without a collector and freeze what is there then: two layers' numbers stayed on the GPU."""
+    checkpoint, weights = opened(tmp_path, "Q4_K_M")
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model(
+            DecoderConfig.from_hf(checkpoint.config), weights, torch.bfloat16, torch.device("cpu"), "file", True
+        )
+        assert not [one for one in gc.get_objects() if type(one) is Grouped]
+    finally:
+        gc.enable()
+    assert isinstance(model.head, Strips)
 
 
 def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:
