@@ -252,7 +252,8 @@ class ParallelTarget(ParallelDecoder):
         """The pass on all ranks. It happens whole or not at all: one that an error splits ends them."""
         if self.problem is not None:
             raise ModelError(self.problem)
-        assert layers is rows is None, "no layers run apart"
+        assert layers is None, "no layers run apart"
+        assert rows is None
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # would end all ranks
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         limits = [self._lengths[seq.id] for seq in seqs]
