@@ -75,7 +75,9 @@ def weights_of(mlp: object) -> tuple[Tensor, Tensor]:
 def test_numbers_stand_for_the_weights_of_the_files(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write(name, tmp_path)))
     config, device = DecoderConfig.from_hf(checkpoint.config), torch.device("cpu")
-    stored = StoredWeights(checkpoint.weights, config, device).block(1)
+    reader = StoredWeights(checkpoint.weights, config, device)
+    stored = reader.block(1)
+    assert reader._read.cache_info().currsize == 0, "numbers would stay on the GPU"
     block = Checkpoint(checkpoint.weights, config, torch.float32, device).block(1)
     gate_up, down = weights_of(block.mlp)
     wanted = {"qkv": block.qkv, "o": block.o, "gate_up": gate_up, "down": down}

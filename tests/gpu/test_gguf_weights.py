@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.build.engine import held_as, keeps_packed
+from forerun.build.engine import _refuse_kv_dtype, held_as, keeps_packed
 from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.params import EngineConfig
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
@@ -24,7 +26,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips
 from forerun.models.load.checkpoint import Checkpoint as Opened
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.load.quants import GROUPED, LAYOUTS, Blocks, read_groups
+from forerun.models.load.quants import GROUPED, LAYOUTS, Blocks, Grouped, read_groups
 from forerun.models.load.weights import GgufWeights
 from forerun.testing import FakeSeq, random_tree
 from forerun.verify.greedy import device_walk
@@ -120,6 +122,21 @@ def test_a_model_holds_every_weight_packed(mixture: str, family: str, head: str 
         assert " ".join(formats) == expected.replace("None", "bf16")
 
 
+def test_no_numbers_are_left_once_a_model_is_loaded(tmp_path: Path) -> None:
+    """Commands load without a collector and freeze what is there then: two layers' numbers stayed on the GPU."""
+    checkpoint, weights = opened(tmp_path, "Q4_K_M")
+    gc.collect()
+    gc.disable()
+    try:
+        model = Model(
+            DecoderConfig.from_hf(checkpoint.config), weights, torch.bfloat16, torch.device("cpu"), "file", True
+        )
+        assert not [one for one in gc.get_objects() if type(one) is Grouped]
+    finally:
+        gc.enable()
+    assert isinstance(model.head, Strips)
+
+
 def test_scales_that_are_not_finite_are_damage(tmp_path: Path) -> None:
     checkpoint, weights = opened(tmp_path, "Q4_K_M")
     info = weights.file.tensors["blk.1.attn_q.weight"]
@@ -138,12 +155,14 @@ def test_a_file_stays_packed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPat
     checkpoint, _ = opened(tmp_path, "Q4_K_M")
     config, gpu = DecoderConfig.from_hf(checkpoint.config), torch.device("cuda")
     monkeypatch.setattr(pool, "pick_kernels", lambda *_: "triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert keeps_packed(checkpoint, config, "gguf", gpu), "the compiled kernels come with the package"
     types = "GGUF (F32, F16, Q4_K, Q6_K)"
     assert held_as(checkpoint, config, "gguf", gpu) == f"{types}, kept packed"
     assert held_as(checkpoint, config, "bfloat16", gpu) == f"{types}, dequantised to bfloat16"
     assert held_as(checkpoint, config, "auto", torch.device("cpu")) == f"{types}, kept packed"
+    for kept in ("int8", "fp8"):
+        _refuse_kv_dtype(checkpoint, EngineConfig(dtype="gguf", kv_dtype=kept), gpu)  # raises nothing
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert not keeps_packed(checkpoint, config, "gguf", gpu)
     with pytest.raises(InvalidInput, match="Hopper GPU; use bfloat16"):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.build.engine import make_engine
 from forerun.core.errors import InvalidInput
+from forerun.core.params import SpeculativeConfig
 from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.attention import Span
@@ -91,6 +93,15 @@ def test_drafters_see_the_whole_model(tmp_path: Path) -> None:
         assert torch.equal(shared.head_rows(ids), own.head_rows(ids))
         assert torch.equal(shared.embed(ids), own.embed(ids))
         assert shared.config == own.config
+
+
+@pytest.mark.parametrize("drafter", ["layer_skip", "sparse_kv"])
+def test_drafters_that_would_run_the_model_alone_are_refused(tmp_path: Path, drafter: str) -> None:
+    config, weights = save(make_reference("llama2"), tmp_path)
+    with parallel_target(config, weights, tmp_path) as target:
+        engine = make_engine(target, frozenset(), SpeculativeConfig(drafter=drafter, draft_context=128))
+        with pytest.raises(InvalidInput, match=f"the drafter '{drafter}' needs a target .* ParallelTarget"):
+            engine.drafters.get(drafter)
 
 
 def _on_all(groups: list[Group], parts: list[torch.Tensor]) -> list[torch.Tensor]:

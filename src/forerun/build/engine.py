@@ -334,7 +334,7 @@ def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch
 
             if device.type != "cuda":
                 lacking = f"a CPU or a CUDA device, and this is {device.type!r}"
-            elif _dtype(config.dtype, device) == torch.float32:
+            elif config.dtype != "gguf" and _dtype(config.dtype, device) == torch.float32:
                 lacking = f"the GPU's kernels, and dtype={config.dtype!r} runs in torch"
             elif why_not := against_kernels(DecoderConfig.from_hf(checkpoint.config)):
                 lacking = f"the GPU's kernels, and {why_not}"

@@ -61,7 +61,9 @@ class StoredWeights:
     def block(self, index: int) -> dict[str, Numbers | None]:
         """The weights of a layer; None = not quantised, or not all of what is joined alike."""
         blocks = {aspect: part.block(index) for aspect, part in self._parts.items()}
-        return {name: self._joined(name, index, blocks) for name in MODULES}
+        found = {name: self._joined(name, index, blocks) for name in MODULES}
+        self._read.cache_clear()  # or what was read last would stay: this object is part of a cycle
+        return found
 
     def _joined(self, name: str, index: int, blocks: dict[Aspect, Block]) -> Numbers | None:
         at = f"{self._parts['data'].prefix}layers.{index}."

@@ -80,6 +80,7 @@ class StoredBlocks:
             for name in held:
                 weight = weight_of(block, name)
                 found[name][aspect] = weight if aspect == "data" else weight[:, ::GROUP].contiguous()
+        self._read.cache_clear()  # or what was read last would stay: this object is part of a cycle
         return {
             name: GgufNumbers(frozenset(types[name]), Grouped(**found[name])) if name in held else None
             for name in MODULES

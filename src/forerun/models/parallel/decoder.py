@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.errors import ModelError, UnsupportedModel, brief
+from forerun.core.errors import ModelError, brief
 from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import PlainSeq, Seq
 from forerun.models.attention import Span
@@ -225,9 +225,12 @@ class ParallelTarget(ParallelDecoder):
             self._others.close()
 
     def shared(self) -> SharedWeights:
-        """The model's own shape; rows of the LM head, of which this rank has a part, come from the checkpoint."""
+        """The model's own shape; rows of the LM head, of which this rank has a part, come from the checkpoint.
+
+        No layers run apart: other ranks only compute whole passes.
+        """
         own = super().shared()
-        return replace(own, config=self.whole, head_rows=lambda ids: self._lm_head[ids.to(self.device)])
+        return replace(own, config=self.whole, partial=None, head_rows=lambda ids: self._lm_head[ids.to(self.device)])
 
     @cached_property
     def _lm_head(self) -> Tensor:
@@ -249,10 +252,8 @@ class ParallelTarget(ParallelDecoder):
         """The pass on all ranks. It happens whole or not at all: one that an error splits ends them."""
         if self.problem is not None:
             raise ModelError(self.problem)
-        if layers is not None or rows is not None:
-            raise UnsupportedModel(
-                "a part of the layers (layer_skip) cannot be run where layers are split over processes"
-            )
+        assert layers is None, "no layers run apart"
+        assert rows is None
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # would end all ranks
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         limits = [self._lengths[seq.id] for seq in seqs]

@@ -64,7 +64,7 @@ def pick(logits, slots, correction, picked, weights, gates, scale, E: tl.constex
         most = tl.max(left, 0)
         best = tl.minimum(tl.min(tl.where(left == most, e, E_UP), 0), E - 1)  # NaN equals nothing: the last
         chosen = tl.where(rank == i, best, chosen)
-        shares = tl.where(rank == i, tl.sum(tl.where(e == best, law, 0.0), 0), shares)
+        shares = tl.where(rank == i, tl.sum(tl.where(e == best, law, 0.0), 0) if SIGMOID else most, shares)
         left = tl.where(e == best, float("-inf"), left)
     if RENORMALISE:
         shares = shares / (tl.sum(shares, 0) + (1e-20 if SIGMOID else 0.0))
