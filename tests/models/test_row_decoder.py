@@ -93,7 +93,8 @@ def test_they_are_targets_to_the_bit_without_native_kernels(made: Made, monkeypa
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3-odd", "gemma4", "gemma4-equal"])
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-equal", "deepseek_v3-odd", "deepseek_v2"])
 def test_rollbacks_turns_and_chunks_change_no_bit(name: str, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, config, weights = made(name)
     target, plain = make_decoder(config, weights), make_decoder(config, weights)
