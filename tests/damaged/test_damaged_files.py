@@ -25,10 +25,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sample(material: Path) -> dict[str, list[Case]]:
-    """A few cases of every format, all in one process: starting one costs more than the cases."""
-    cases = run_cases(material, 0, SAMPLE, list(FORMATS))
-    return {name: [case for case in cases if case["format"] == name] for name in FORMATS}
+def sample(material: Path, request: pytest.FixtureRequest) -> dict[str, list[Case]]:
+    """A few cases of every format that is asked for, all in one process: starting one costs more than the cases."""
+    asked = {item.name.partition("[")[2][:-1] for item in request.session.items if item.path == Path(__file__)}
+    names = [name for name in FORMATS if name in asked]
+    cases = run_cases(material, 0, SAMPLE, names)
+    return {name: [case for case in cases if case["format"] == name] for name in names}
 
 
 def run_cases(material: Path, first: int, count: int, names: list[str]) -> list[Case]:

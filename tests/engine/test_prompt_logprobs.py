@@ -73,6 +73,7 @@ def test_prompts_of_a_batch_against_transformers(kind: str, drafter: str, tmp_pa
         check(seq, prompt)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_full_cache_sends_them_back_and_they_are_read_again(kind: str, tmp_path: Path) -> None:
     target = make_target(kind, tmp_path, kv_slots=1400 if kind == "cuda" else 1024)

@@ -19,6 +19,7 @@ from forerun.core.types import Needs, TreeBatch
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import pool
+from forerun.models.cuda.cubin.packing import _widen
 from forerun.models.cuda.file_weights import weight_of
 from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
 from forerun.models.cuda.network import Model
@@ -54,8 +55,11 @@ def opened(folder: Path, mixture: str, family: str = "llama", head: str | None =
     return checkpoint, checkpoint.weights
 
 
-def rows_of(packed: Any) -> Tensor:
-    found: Tensor = packed[torch.arange(packed.outputs)]
+def rows_of(packed: Strips) -> Tensor:
+    """All rows, each strip widened once; some of them also as a model asks for them, a strip for every row."""
+    found, some = _widen(packed)[: packed.outputs, : packed.depth], torch.arange(3, packed.outputs, 29)
+    found = found if packed.channel is None else found * packed.channel[:, None]
+    assert torch.equal(packed[some], found[some])
     return found
 
 

@@ -38,6 +38,10 @@ from tests.models.tiny_folder import LETTERS, make_tiny_folder
 
 ALL = sorted({**LATENT, **SIZED})
 make_decoder = partial(tiny_checkpoints.make_decoder, native=False)
+TREES = ["deepseek_v2-groups", "deepseek_v3", "gemma4"]  # one of each kind
+# the fast tier has those of them that are not among TREES, which it compares with transformers anyway
+SPREAD = ["glm4_moe_lite", "deepseek_v2", TREES[0], "deepseek_v3-odd", TREES[1], "gemma4-equal", "gemma4-odd", TREES[2]]
+assert sorted(SPREAD) == ALL
 Made = Callable[[str], tuple[Any, dict[str, Any], dict[str, Tensor]]]
 
 
@@ -59,7 +63,8 @@ def far_from(model: Any, target: Decoder, tokens: list[int]) -> float:
     return float((fresh(target, tokens, len(tokens)) - reference_logits(model, tokens)).abs().max())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("name", SPREAD)
 def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Made) -> None:
     model, config, weights = made(name)
     target, tokens = make_decoder(config, weights), text(1, 150)
@@ -69,7 +74,7 @@ def test_logits_of_prompts_and_chains_equal_transformers(name: str, made: Made) 
         torch.testing.assert_close(got, wanted[cached:], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2-groups", "deepseek_v3", "gemma4"])
+@pytest.mark.parametrize("name", TREES)
 def test_trees_equal_transformers_along_every_path(name: str, made: Made) -> None:
     model, config, weights = made(name)
     target, rng = make_decoder(config, weights), random.Random(3)
@@ -84,7 +89,7 @@ def test_trees_equal_transformers_along_every_path(name: str, made: Made) -> Non
             torch.testing.assert_close(logits[trees.starts[b] + i], wanted, atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", *(n for n in ALL if n not in ("gemma4", "deepseek_v3"))])
 def test_they_are_targets_to_the_bit(name: str, made: Made) -> None:
     _, config, weights = made(name)
@@ -108,8 +113,9 @@ def test_they_are_targets_to_the_bit_without_native_kernels(made: Made, monkeypa
     check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB, rounds=4, atol=0.0)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(("name", "in_c"), [
-    *((name, False) for name in ("deepseek_v2", "deepseek_v3-odd", "gemma4", "gemma4-equal")),
+    *((name, False) for name in ("gemma4", "gemma4-equal", "deepseek_v3-odd", "deepseek_v2")),
     *((name, True) for name in sorted(SIZED)),
 ])  # fmt: skip
 def test_rollbacks_turns_and_chunks_change_no_bit(

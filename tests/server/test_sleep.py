@@ -45,11 +45,36 @@ def is_sleeping(served: Running) -> bool:
     return found
 
 
-def test_its_process_ends_and_the_texts_are_the_same(sleeper: Running, caplog: pytest.LogCaptureFixture) -> None:
+def sleep_beside_a_text(served: Running, **body: Any) -> str:
+    """Order it while a text is being written: nobody else is served, and the text ends first, which is returned."""
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(order(served, "sleep").json()))
+    url = f"{served.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json={**CHAT, **body, "stream": True}, timeout=120) as answer:
+        lines = answer.iter_lines()
+        first = next(line for line in lines if line)
+        thread.start()
+        while not is_sleeping(served):
+            time.sleep(0.01)
+        assert ask(served).status_code == 503
+        text = "".join([first, *lines])
+    thread.join(60)
+    assert answers == [{"is_sleeping": True}]
+    return text
+
+
+def test_it_ends_its_texts_then_its_process_and_they_are_the_same(
+    sleeper: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
+    long: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
     wanted, others = ask(sleeper).json()["choices"][0]["message"]["content"], children_of(os.getpid())
+    written = ask(sleeper, **long).json()["choices"][0]["message"]["content"]
     assert not is_sleeping(sleeper)
-    assert order(sleeper, "sleep").json() == order(sleeper, "sleep").json() == {"is_sleeping": True}
+    streamed = sleep_beside_a_text(sleeper, **long)
+    assert "[DONE]" in streamed
+    assert '"finish_reason":"length"' in streamed
+    assert order(sleeper, "sleep").json() == {"is_sleeping": True}
     assert len(children_of(os.getpid())) == len(others) - 1, "its memory is the system's again"
     time.sleep(0.6)  # the watch looks several times
     assert len(children_of(os.getpid())) == len(others) - 1
@@ -62,29 +87,9 @@ def test_its_process_ends_and_the_texts_are_the_same(sleeper: Running, caplog: p
     assert (sleeper.metric("engine_sleep_state"), sleeper.metric("kv_cache_cached_slots")) == (1, 0)
     assert order(sleeper, "wake_up").json() == order(sleeper, "wake_up").json() == {"is_sleeping": False}
     assert ask(sleeper).json()["choices"][0]["message"]["content"] == wanted
+    assert ask(sleeper, **long).json()["choices"][0]["message"]["content"] == written
     assert (sleeper.metric("engine_sleep_state"), is_sleeping(sleeper)) == (0, False)
     assert sum("the engine sleeps" in line or "is awake after" in line for line in caplog.messages) == 2
-
-
-def test_texts_that_are_being_written_end_first(sleeper: Running) -> None:
-    body = {**CHAT, "max_tokens": 60, "ignore_eos": True, "stream": True}
-    wanted = ask(sleeper, max_tokens=60, ignore_eos=True).json()["choices"][0]["message"]["content"]
-    answers: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(order(sleeper, "sleep").json()))
-    with httpx.stream("POST", f"{sleeper.url}/v1/chat/completions", json=body, timeout=120) as answer:
-        lines = answer.iter_lines()
-        first = next(line for line in lines if line)
-        thread.start()
-        while not is_sleeping(sleeper):
-            time.sleep(0.01)
-        assert ask(sleeper).status_code == 503
-        text = "".join([first, *lines])
-    thread.join(60)
-    assert answers == [{"is_sleeping": True}]
-    assert "[DONE]" in text
-    assert '"finish_reason":"length"' in text
-    assert order(sleeper, "wake_up").status_code == 200
-    assert ask(sleeper, max_tokens=60, ignore_eos=True).json()["choices"][0]["message"]["content"] == wanted
 
 
 def test_it_is_the_admins_and_a_thread_cannot(sleeper: Running, llm: LLM) -> None:
