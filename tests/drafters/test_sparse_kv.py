@@ -20,14 +20,13 @@ from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.drafters.model.draft_model import UNMEASURED
 from forerun.drafters.model.sparse_kv import SparseKvDrafter
 from forerun.engine.engine import Engine
-from forerun.models.attention import Span
+from forerun.models.attention import Span, SparseContext
 from forerun.models.base import LayerSubset
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
 from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE
 from forerun.models.partial import PartialTarget
-from forerun.models.sparse import SparseContext
 from forerun.testing import FakeSeq, TableLM
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import Letters, run

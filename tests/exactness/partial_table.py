@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+from forerun.models.attention import SparseContext
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.slots import UnpagedTarget
-from forerun.models.sparse import SparseContext
 from forerun.testing.doubles import TableLM, path_to, tree_of
 
 LAYERS = 6

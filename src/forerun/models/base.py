@@ -18,10 +18,10 @@ from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.request import SourceRules
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+from forerun.models.attention import SparseContext
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
-from forerun.models.sparse import SparseContext
 
 
 @dataclass(frozen=True, slots=True)

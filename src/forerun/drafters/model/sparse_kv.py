@@ -13,9 +13,9 @@ from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Needs, PlainSeq, Seq, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.draft_model import ModelDrafter
+from forerun.models.attention import SparseContext
 from forerun.models.base import HoldsUnread, LayerSubset, Target
 from forerun.models.pages import PAGE
-from forerun.models.sparse import SparseContext
 
 LEAST_LONGER = 2  # times as long as what drafts read: on shorter contexts a draft pass costs about a whole one
 PROBE, REPEATS = -1, 3  # a sequence that no engine has, and passes over it

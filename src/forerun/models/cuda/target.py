@@ -29,6 +29,7 @@ from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 from forerun.models.attention import Span as Nodes
+from forerun.models.attention import SparseContext
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
@@ -65,7 +66,6 @@ from forerun.models.layers import Rotations
 from forerun.models.load.adapter import Adapter
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
-from forerun.models.sparse import SparseContext
 
 log = logging.getLogger(__name__)
 

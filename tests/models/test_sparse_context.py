@@ -7,9 +7,8 @@ import random
 import pytest
 
 from forerun.core.tree import chain_of
-from forerun.models.attention import Span
+from forerun.models.attention import SINKS, Span, SparseContext, Text
 from forerun.models.pages import PAGE
-from forerun.models.sparse import SINKS, SparseContext, Text
 from forerun.testing import FakeSeq
 
 WANTED = 6  # pages
