@@ -56,7 +56,7 @@ def scan(prepared, found, start, kept, parents, slots, skip, first, nodes, wide,
             tl.debug_barrier()  # a child may read it again
 
 
-@triton.jit(do_not_specialize=["first", "depth", "half", "stride", "row"])
+@triton.jit(do_not_specialize=["first", "depth"])
 def attend(queries, data, found, places, contexts, tails, first, depth, half, stride, row, scale, HEADS: tl.constexpr,
            GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`queries`, `found` [.., HEADS, DIM]; `data` [2, HEADS / GROUP, slots, DIM], its halves, heads and slots `half`,
