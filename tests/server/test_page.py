@@ -235,6 +235,11 @@ def test_thinking_is_apart_and_structure_is_shown(browser: Chromium, thinking: R
         assert browser.ask("document.querySelector('details.thinking').open")
         assert words(browser, ".thinking .token")
         assert '"sum"' not in words(browser, ".thinking .token")
+        said = browser.ask(
+            "[...document.querySelectorAll('.token:not(.special)')].filter((t) => !t.closest('.thinking'))"
+            ".map((t) => t.textContent).join('')"
+        )
+        assert said.lstrip().startswith("{"), "the mark, of several tokens here, is a part of the thought"
         assert set(json.loads(words(browser, ".json pre"))) == {"sum"}
         browser.ask("document.querySelector('details.thinking summary').click()")
         assert not browser.ask("document.querySelector('details.thinking').open")
