@@ -1,7 +1,7 @@
 """Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
 
     python -m lab agents prediction --model qwen-0.5b --json benchmarks/agents-prediction-x86.json
-    python -m lab agents prediction --model FILE.gguf --files standard --max-tokens 640 --limit 4 --repeats 2
+    python -m lab agents prediction --model FILE.gguf --max-tokens 640 --limit 4 --repeats 2
     python -m lab agents structure | schemas | thinking | server
 
 Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
@@ -36,22 +36,12 @@ from lab.runner import Document, Run, share
 if TYPE_CHECKING:
     import httpx
 
-FILES = (
-    "def area(width, height):\n    return width * height\n\n\ndef perimeter(width, height):\n"
-    "    return 2 * (width + height)\n\n\ndef diagonal(width, height):\n    return (width**2 + height**2) ** 0.5\n",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
-    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()\n\n"
-    "    def is_empty(self):\n        return not self.items\n",
-    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
-    "def save(path, data):\n    with open(path, 'w') as file:\n        json.dump(data, file)\n",
-)
 EDITS = (
     "Rename the function {0} to {0}_of everywhere it is used.",
     "Add a one-line docstring to the first function or method.",
     "Add a comment line `# checked` at the top of the file.",
 )
-NAMES = ("area", "push", "load")
-STANDARD = (textwrap.dedent, shutil.which, statistics.quantiles)  # functions of some 50 lines
+FILES = {each.__name__: inspect.getsource(each) for each in (textwrap.dedent, shutil.which, statistics.quantiles)}
 USELESS = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 )
@@ -61,7 +51,6 @@ Contender = Callable[[int], Sequence[Completion]]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
     share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None, device="auto", dtype="auto")
-    parser.add_argument("--files", choices=["small", "standard"], default="small", help="what predictions are")
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
 
@@ -76,13 +65,10 @@ def prediction(run: Run) -> Document:
     """Code edits with the file as prediction, beside plain decoding, look-ups alone and a useless prediction."""
     flags = run.flags
     llm = LLM(flags.model, threads=flags.threads, max_batch=1, device=flags.device, dtype=flags.dtype)
-    files = dict(zip(NAMES, FILES, strict=True))
-    if flags.files == "standard":
-        files = {each.__name__: inspect.getsource(each) for each in STANDARD}
     asked = [
         (f"{edit.format(name)} Answer with the whole file and nothing else.\n\n```python\n{file}```", file)
         for edit in EDITS
-        for name, file in files.items()
+        for name, file in FILES.items()
     ][: flags.limit]
 
     def contender(**options: Any) -> Contender:
