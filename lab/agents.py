@@ -1,12 +1,10 @@
 """Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
 
-    python -m lab agents prediction --model qwen-0.5b --json benchmarks/agents-prediction-x86.json
-    python -m lab agents prediction --model FILE.gguf --max-tokens 640 --limit 4 --repeats 2
+    python -m lab agents prediction --model FILE.gguf --max-tokens 640 --limit 4 --repeats 2 --json FILE
     python -m lab agents structure | schemas | thinking | server
 
 Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
 of CPU seconds, which the machine's other work changes less. The spread is that of the repeats.
-Schemas and thinking models are the ones that tests/structure is made of.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
@@ -33,18 +31,13 @@ from forerun.measure.bench.alternate import in_turn
 from forerun.models.load.checkpoint import open_checkpoint
 from lab.runner import Document, Run, share
 
-if TYPE_CHECKING:
-    import httpx
-
 EDITS = (
     "Rename the function {0} to {0}_of everywhere it is used.",
     "Add a one-line docstring to the first function or method.",
     "Add a comment line `# checked` at the top of the file.",
 )
 FILES = {each.__name__: inspect.getsource(each) for each in (textwrap.dedent, shutil.which, statistics.quantiles)}
-USELESS = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
-)
+USELESS = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 Contender = Callable[[int], Sequence[Completion]]
 
 
@@ -78,12 +71,12 @@ def prediction(run: Run) -> Document:
         "plain": contender(drafter="none"),
         "default": contender(),
         "ngram": contender(drafter="ngram"),
-        "prediction": lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, prediction=asked[i][1])],
         "useless": contender(prediction=20 * USELESS),
+        "prediction": lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, prediction=asked[i][1])],
     }
     times, tokens, equal, per_round = alternate(run, contenders, len(asked))
-    pairs = {"prediction over plain": ("plain", "prediction"), "default over plain": ("plain", "default"),
-             "ngram over plain": ("plain", "ngram"), "useless over default": ("default", "useless")}  # fmt: skip
+    pairs = {f"{one} over plain": ("plain", one) for one in ("prediction", "default", "ngram")}
+    pairs["useless over default"] = "default", "useless"
     found = {"drafter": llm.engine.default_drafter, "texts": len(asked), "tokens": tokens}
     found |= {"tokens per round": per_round, "speedups": ratios(times, pairs)}
     return {"prediction": found, "equal": equal}
@@ -111,9 +104,8 @@ def structure(run: Run) -> Document:
             write("schema", i)
         contenders: dict[str, Contender] = {name: partial(write, name) for name in ("schema", "free")}
         times, tokens, _, per_round = alternate(run, contenders, count)
-        found[f"batch {batch}"] = {
-            "tokens": tokens, "tokens per round": per_round, **ratios(times, {"schema over free": ("free", "schema")})
-        }  # fmt: skip
+        speeds = ratios(times, {"schema over free": ("free", "schema")})
+        found[f"batch {batch}"] = {"tokens": tokens, "tokens per round": per_round, **speeds}
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
     return {"structure": found}
 
@@ -195,7 +187,7 @@ def server(run: Run) -> Document:
 
 
 @contextmanager
-def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
+def served(flags: argparse.Namespace) -> Iterator[Any]:
     import httpx
 
     from forerun.server.backends.start import LOAD_LLM, Loader
