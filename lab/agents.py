@@ -1,17 +1,20 @@
 """Measures what agents ask of a server: predicted outputs, structured output, thinking, and the server itself.
 
-    python -m lab agents prediction --model qwen-0.5b --json benchmarks/agents-prediction-x86.json
+    python -m lab agents prediction --model FILE.gguf --max-tokens 640 --limit 4 --repeats 2 --json FILE
     python -m lab agents structure | schemas | thinking | server
 
 Contenders take turns, text by text, and every ratio is of two contenders on the same texts: of wall-clock seconds, and
 of CPU seconds, which the machine's other work changes less. The spread is that of the repeats.
-Schemas and thinking models are the ones that tests/structure is made of.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import shutil
+import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,38 +25,25 @@ from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any
 
-import httpx
-
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.measure.bench.alternate import in_turn
 from forerun.models.load.checkpoint import open_checkpoint
 from lab.runner import Document, Run, share
 
-FILES = (
-    "def area(width, height):\n    return width * height\n\n\ndef perimeter(width, height):\n"
-    "    return 2 * (width + height)\n\n\ndef diagonal(width, height):\n    return (width**2 + height**2) ** 0.5\n",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
-    "        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()\n\n"
-    "    def is_empty(self):\n        return not self.items\n",
-    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n\n\n"
-    "def save(path, data):\n    with open(path, 'w') as file:\n        json.dump(data, file)\n",
-)
 EDITS = (
     "Rename the function {0} to {0}_of everywhere it is used.",
     "Add a one-line docstring to the first function or method.",
     "Add a comment line `# checked` at the top of the file.",
 )
-NAMES = ("area", "push", "load")
-USELESS = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
-)
+FILES = {each.__name__: inspect.getsource(each) for each in (textwrap.dedent, shutil.which, statistics.quantiles)}
+USELESS = "It was the best of times, it was the worst of times, it was the age of wisdom. "
 Contender = Callable[[int], Sequence[Completion]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=["prediction", "structure", "schemas", "thinking", "server"])
-    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None)
+    share(parser, model="smollm2", repeats=3, max_tokens=160, threads=None, limit=None, device="auto", dtype="auto")
     parser.add_argument("--schemas", type=int, default=1000, help="generated schemas that texts must match")
 
 
@@ -67,11 +57,11 @@ def measure(run: Run) -> Document:
 def prediction(run: Run) -> Document:
     """Code edits with the file as prediction, beside plain decoding, look-ups alone and a useless prediction."""
     flags = run.flags
-    llm = LLM(flags.model, threads=flags.threads, max_batch=1)
+    llm = LLM(flags.model, threads=flags.threads, max_batch=1, device=flags.device, dtype=flags.dtype)
     asked = [
         (f"{edit.format(name)} Answer with the whole file and nothing else.\n\n```python\n{file}```", file)
         for edit in EDITS
-        for name, file in zip(NAMES, FILES, strict=True)
+        for name, file in FILES.items()
     ][: flags.limit]
 
     def contender(**options: Any) -> Contender:
@@ -80,14 +70,16 @@ def prediction(run: Run) -> Document:
     contenders = {
         "plain": contender(drafter="none"),
         "default": contender(),
-        "prediction": lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, prediction=asked[i][1])],
+        "ngram": contender(drafter="ngram"),
         "useless": contender(prediction=20 * USELESS),
+        "prediction": lambda i: [llm.chat(asked[i][0], max_tokens=flags.max_tokens, prediction=asked[i][1])],
     }
-    times, tokens, equal = alternate(run, contenders, len(asked))
-    pairs = {"prediction over plain": ("plain", "prediction"), "default over plain": ("plain", "default"),
-             "useless over default": ("default", "useless")}  # fmt: skip
+    times, tokens, equal, per_round = alternate(run, contenders, len(asked))
+    pairs = {f"{one} over plain": ("plain", one) for one in ("prediction", "default", "ngram")}
+    pairs["useless over default"] = "default", "useless"
     found = {"drafter": llm.engine.default_drafter, "texts": len(asked), "tokens": tokens}
-    return {"prediction": {**found, "speedups": ratios(times, pairs)}, "equal": equal}
+    found |= {"tokens per round": per_round, "speedups": ratios(times, pairs)}
+    return {"prediction": found, "equal": equal}
 
 
 def structure(run: Run) -> Document:
@@ -110,8 +102,10 @@ def structure(run: Run) -> Document:
         count = (flags.limit or 24) if batch == 1 else 2
         for i in range(count):
             write("schema", i)
-        times, _, _ = alternate(run, {name: partial(write, name) for name in ("schema", "free")}, count)
-        found[f"batch {batch}"] = ratios(times, {"schema over free": ("free", "schema")})
+        contenders: dict[str, Contender] = {name: partial(write, name) for name in ("schema", "free")}
+        times, tokens, _, per_round = alternate(run, contenders, count)
+        speeds = ratios(times, {"schema over free": ("free", "schema")})
+        found[f"batch {batch}"] = {"tokens": tokens, "tokens per round": per_round, **speeds}
         run.say(f"batch {batch}: {found[f'batch {batch}']}")
     return {"structure": found}
 
@@ -186,14 +180,16 @@ def server(run: Run) -> Document:
             texts["stream", i] = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
             return []
 
-        times, _, _ = alternate(run, {"library": library, "stream": streamed}, len(asked))
+        times, _, _, _ = alternate(run, {"library": library, "stream": streamed}, len(asked))
     equal = all(texts["library", i] == texts["stream", i] for i in range(len(asked)))
     pairs = {"stream over library": ("library", "stream")}
     return {"server": {"texts": len(asked), "seconds": ratios(times, pairs, cpu=False, slower=True)}, "equal": equal}
 
 
 @contextmanager
-def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
+def served(flags: argparse.Namespace) -> Iterator[Any]:
+    import httpx
+
     from forerun.server.backends.start import LOAD_LLM, Loader
     from forerun.server.settings import ServerSettings
 
@@ -210,9 +206,12 @@ def served(flags: argparse.Namespace) -> Iterator[httpx.Client]:
 Times = dict[tuple[str, str], float]  # of a contender: "wall" and "cpu" seconds
 
 
-def alternate(run: Run, contenders: dict[str, Contender], texts: int) -> tuple[list[Times], int, bool]:
-    """Every text by every contender in turn, in repeats: their seconds, the tokens of a repeat, and are texts equal?"""
+def alternate(
+    run: Run, contenders: dict[str, Contender], texts: int
+) -> tuple[list[Times], int, bool, dict[str, float]]:
+    """Every text by every contender in turn: seconds by repeat, tokens of one, are texts equal, tokens per round."""
     repeats, tokens, equal = list[Times](), 0, True
+    written, rounds = dict.fromkeys(contenders, 0), dict.fromkeys(contenders, 0)
     for contender in contenders.values():
         contender(0)  # what a first call prepares is not measured
     for repeat in range(run.flags.repeats):
@@ -226,12 +225,14 @@ def alternate(run: Run, contenders: dict[str, Contender], texts: int) -> tuple[l
                 times[name, "wall"] += perf_counter() - wall
                 times[name, "cpu"] += process_time() - cpu
                 found[name] = [one.token_ids for one in done]
+                written[name] += sum(one.tokens for one in done)
+                rounds[name] += sum(one.rounds for one in done)
             first = next(iter(found.values()))
             tokens += sum(map(len, first))
             equal = equal and all(other == first for other in found.values())
         repeats.append(times)
         run.say(", ".join(f"{name} {times[name, 'wall']:.1f} s" for name in contenders))
-    return repeats, tokens, equal
+    return repeats, tokens, equal, {name: round(written[name] / (rounds[name] or 1), 3) for name in contenders}
 
 
 def ratios(

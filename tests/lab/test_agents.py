@@ -22,10 +22,11 @@ def test_contenders_take_turns_and_texts_are_compared() -> None:
     called, run = list[str](), SimpleNamespace(flags=argparse.Namespace(repeats=2), say=print)
 
     def contender(name: str, ids: list[int]) -> Any:
-        return lambda i: called.append(name) or [SimpleNamespace(token_ids=ids)]
+        return lambda i: called.append(name) or [SimpleNamespace(token_ids=ids, tokens=len(ids), rounds=1)]
 
-    _, tokens, equal = alternate(run, {"a": contender("a", [1, 2]), "b": contender("b", [1, 2])}, 3)  # type: ignore[arg-type]
+    _, tokens, equal, per_round = alternate(run, {"a": contender("a", [1, 2]), "b": contender("b", [1, 2])}, 3)  # type: ignore[arg-type]
     assert (tokens, equal, sorted(called)) == (6, True, ["a"] * 7 + ["b"] * 7)
+    assert per_round == {"a": 2.0, "b": 2.0}
     assert called[2:4] != called[4:6], "not always the same one first"
     assert not alternate(run, {"a": contender("a", [1, 2]), "b": contender("b", [1])}, 1)[2]  # type: ignore[arg-type]
 

@@ -124,3 +124,39 @@ def test_a_structure_that_cannot_be_is_a_400(http: httpx.Client, body: dict[str,
     answer = http.post("/v1/chat/completions", json={"messages": SAYS, "max_tokens": 4, **body})
     assert answer.status_code == 400, answer.text
     assert "\n" not in answer.json()["error"]["message"]
+
+
+def test_some_of_the_tools_may_be_allowed(served: Running, http: httpx.Client) -> None:
+    """The `allowed_tools` of both APIs of OpenAI's: the text is that of a request that offers these alone."""
+    add: dict[str, Any] = ADD["function"]
+    subtract = {"type": "function", "function": {**add, "name": "subtract"}}
+    allowed = [{"type": "function", "function": {"name": "add"}}]
+    choice: dict[str, Any] = {"mode": "required", "tools": allowed}
+    asked: dict[str, Any] = {"messages": SAYS, "temperature": 0, "max_tokens": 60, "model": "smollm2"}
+    with client_of(served) as client:
+        some = client.chat.completions.create(
+            **asked, tools=[subtract, ADD], tool_choice={"type": "allowed_tools", "allowed_tools": choice}
+        )
+        alone = client.chat.completions.create(**asked, tools=[ADD], tool_choice="required")
+        calls = [answer.choices[0].message.tool_calls[0].function for answer in (some, alone)]
+        assert calls[0] == calls[1]
+        assert calls[0].name == "add"
+        flat = [{"type": "function", **tool} for tool in ({**add, "name": "subtract"}, add)]
+        answer = client.responses.create(
+            model="smollm2", input=SAYS[0]["content"], temperature=0, max_output_tokens=60, tools=flat,
+            tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]},
+        )  # fmt: skip
+        assert [(item.name, item.arguments) for item in answer.output] == [("add", calls[0].arguments)]
+    unknown = [{"type": "function", "function": {"name": "no"}}]
+    for change in (
+        {"mode": "none"},
+        {"tools": unknown},
+        {"tools": [7]},
+        {"tools": "add"},
+        {"tools": [{"function": 3}]},
+    ):
+        wrong = {**choice, **change}
+        body = {**asked, "tools": [ADD], "tool_choice": {"type": "allowed_tools", "allowed_tools": wrong}}
+        refused = http.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 400, wrong
+        assert "\n" not in refused.json()["error"]["message"]

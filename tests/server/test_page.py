@@ -202,7 +202,9 @@ def test_tokens_of_the_prediction_are_marked(page: Chromium) -> None:
     page.ask("document.getElementById('ask').requestSubmit()")
     page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
     assert len(words(page, ".token.predicted")) > 10, words(page, ".token")
-    assert words(page, ".token.predicted").strip().split()[0] in CODE
+    told = page.ask("[...document.querySelectorAll('.token.predicted')].map((t) => t.textContent.trim())")
+    assert all(text in CODE for text in told), told
+    keep(page, "prediction")
     page.hover(".token.predicted")
     page.until("!document.getElementById('tip').hidden")
     assert "drafted from the prediction and accepted" in page.ask("document.getElementById('tip').textContent")
@@ -214,6 +216,7 @@ def test_a_call_of_a_tool_has_a_box_of_its_own(page: Chromium) -> None:
     send(page, "What is 1 + 2?")
     assert page.ask("document.querySelector('.call h4').textContent") == "Calls add"
     assert json.loads(words(page, ".call .token:not(.special)"))["name"] == "add"
+    keep(page, "call")
     fill(page, tools="[")
     page.ask("document.querySelectorAll('.facts').forEach((each) => each.remove())")
     page.type("And now?")
@@ -232,6 +235,11 @@ def test_thinking_is_apart_and_structure_is_shown(browser: Chromium, thinking: R
         assert browser.ask("document.querySelector('details.thinking').open")
         assert words(browser, ".thinking .token")
         assert '"sum"' not in words(browser, ".thinking .token")
+        said = browser.ask(
+            "[...document.querySelectorAll('.token:not(.special)')].filter((t) => !t.closest('.thinking'))"
+            ".map((t) => t.textContent).join('')"
+        )
+        assert said.lstrip().startswith("{"), "the mark, of several tokens here, is a part of the thought"
         assert set(json.loads(words(browser, ".json pre"))) == {"sum"}
         browser.ask("document.querySelector('details.thinking summary').click()")
         assert not browser.ask("document.querySelector('details.thinking').open")

@@ -59,6 +59,7 @@ def test_all_ways_to_ask_give_the_same_text(llm: LLM) -> None:
     chat = [{"role": "user", "content": ASKED}]
     others = [
         llm.chat(ASKED, response_format=wanted, max_tokens=60),
+        llm.chat(ASKED, response_format=wanted, max_tokens=60, logprobs=1),  # by whole masks
         llm.chat(ASKED, params),
         llm.chat(ASKED, {"json_schema": PERSON, "max_tokens": 60}),
         llm.generate(chat, params),

@@ -242,16 +242,16 @@ def test_what_drafts_have_built_does_not_end_a_text(
     schema = {"type": "string", "pattern": HARD}
     output, numbers = tokenizer.encode('"the cat sat on a mat', add_special=False), random.Random(0)
     law, made = law_of(grammars, schema), 0
-    greedy = law._matcher.deep_copy()  # which shares what the first matcher builds
+    greedy = law._start.deep_copy()  # which shares what the first matcher builds
     expected = fresh_mask(grammars, schema, output)
     for _ in range(20):
         path: tuple[int, ...] = ()
         for _ in range(6):
             path += (numbers.choice(allowed(law, output, path)),)
-        before = law._matcher
+        before = law._start
         law._known.clear()
         assert allowed(law, output) == expected
-        made += law._matcher is not before
+        made += law._start is not before
     assert made > 0
     greedy.consume_tokens(output)
     greedy.compute_bitmask()

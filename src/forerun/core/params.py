@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 from forerun.core.checks import (
     as_flag,
@@ -397,13 +398,16 @@ class LawProcessor(Protocol):
         ...
 
 
-@runtime_checkable
-class Forces(Protocol):
-    """A LawProcessor that knows where one continuation alone is possible: it is drafted at no cost."""
+class Forces:
+    """A LawProcessor that rules tokens out, and can say of one without looking at all others."""
 
+    @abstractmethod
     def forced(self, prefix: Prefix) -> Sequence[int]:
         """The tokens that must follow, as far as that is known; empty where there is a choice."""
-        ...
+
+    @abstractmethod
+    def choice(self, prefix: Prefix, top: int) -> int | None:
+        """The likeliest token that may follow, where `top` is the likeliest of all; None = not known without a mask."""
 
 
 # between the parts of a JSON text: one space at most, behind a comma or a colon | none | any amount of it

@@ -8,7 +8,7 @@ where it changes nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -271,6 +271,27 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _offer_allowed_tools(self) -> Self:
+        """OpenAI's `allowed_tools`: some of the tools, of which one may or must be called."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return self
+        inner = choice.get("allowed_tools")
+        mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            raise ValueError("tool_choice.allowed_tools needs a mode, auto or required, and a list of tools")
+        names = [each.get("function", each).get("name") if _is_named(each) else None for each in tools]
+        known: dict[Any, Tool] = {tool.function.name: tool for tool in self.tools or ()}
+        if lost := [name for name in names if not isinstance(name, str) or name not in known]:
+            raise ValueError(f"tool_choice allows a tool that was not offered: {str(lost[0])[:80]!r}")
+        self.tools, self.tool_choice = [known[name] for name in dict.fromkeys(names)], mode
+        return self
+
+
+def _is_named(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("function", tool), dict)
 
 
 class DoorRequest(ChatRequest):

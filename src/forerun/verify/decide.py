@@ -21,6 +21,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.request import LawRules
 from forerun.core.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.base import DecidedSeq, Logprobs, Traits, Verifier, traits_of
+from forerun.verify.choices import choosers_of, chosen
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
 from forerun.verify.warp import keeps_argmax, reads_largest_only, truncation_key, warp, warp_rows
@@ -137,6 +138,9 @@ class VerifierPool:
         if known is not None and self._all_greedy(seqs):
             laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True, known=scores.logprobs)
             return laws, greedy_verdict(trees, known)
+        choosers = choosers_of(seqs)
+        if choosers is not None and any(choosers) and all(self.is_exact(seq.verifier) for seq in seqs):
+            return chosen(seqs, trees, scores, choosers)
         laws = warp(scores.required_logits, seqs, trees)
         return laws, self.verify(seqs, trees, laws, known)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.core.errors import CannotSample
-from forerun.core.params import SamplingParams
+from forerun.core.params import Forces, SamplingParams
 from forerun.core.request import LawRules
 from forerun.core.types import Laws, Seq, TreeBatch
 from forerun.verify.processors import process_block
@@ -133,6 +133,14 @@ def reads_largest_only(seq: Seq) -> bool:
     )
 
 
+def chooser_of(seq: Seq) -> Forces | None:
+    """What rules tokens out of a greedy law that is otherwise the argmax of the logits; None = its law is another."""
+    params, laws = seq.params, seq.params.processors
+    if len(laws) != 1 or not isinstance(laws[0], Forces) or seq.rules is not None or _params_penalise(params):
+        return None
+    return laws[0] if params.temperature == 0.0 and params.logprobs is None and not params.logit_bias else None
+
+
 def adjusts(seq: Seq) -> bool:
     """Something besides temperature and truncation is set."""
     return bool(seq.params.logit_bias) or _reads_path(seq)
@@ -161,8 +169,12 @@ def _reads_path(seq: Seq) -> bool:
 
 
 def _params_read_path(params: SamplingParams) -> bool:
+    return bool(params.processors) or _params_penalise(params)
+
+
+def _params_penalise(params: SamplingParams) -> bool:
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(penalties or params.bad_words or params.min_tokens or params.processors)
+    return bool(penalties or params.bad_words or params.min_tokens)
 
 
 def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:

@@ -149,6 +149,8 @@ def _choice_of(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | No
     """`tool_choice` of a chat."""
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": choice}
     if choice.get("type") != "function":
         refuse_type("tool_choice", choice.get("type"), "function")
     return {"type": "function", "function": {"name": choice.get("name")}}

@@ -99,11 +99,12 @@ const MARKS = /<\/think>|\[\/THINK\]|<\|end\|>/; // behind which thinking has en
 // The parts of an answer: what was thought, what is said, calls of tools. Tokens of which it is not known yet what
 // they belong to (the head of a call, say) are moved once it is.
 class Parts {
-  constructor(text) { Object.assign(this, { text, kind: "content", place: text, held: [], last: null, thought: false }); }
+  constructor(text) { Object.assign(this, { text, kind: "content", place: text, held: [], last: null, thought: false, tail: "" }); }
 
   begin(kind, title) {
     const isThere = kind === this.kind && kind !== "call", isOver = kind === "thinking" && this.thought;
-    if (isThere || isOver) { this.held = []; return; }
+    const isEarly = kind === "content" && this.kind === "thinking"; // the mark comes first, in one token or several
+    if (isThere || isOver || isEarly) { this.held = []; return; }
     this.kind = kind;
     this.place = this.text;
     if (kind !== "content") {
@@ -119,11 +120,12 @@ class Parts {
     this.held = [];
   }
 
-  add(node, isMark) {
+  add(node, written) {
+    this.tail = (this.tail + written).slice(-16);
     this.place.append(node);
     this.last = node;
     this.held.push(node);
-    if (isMark && this.kind === "thinking") Object.assign(this, { kind: "content", place: this.text, held: [], thought: true });
+    if (this.kind === "thinking" && MARKS.test(this.tail)) Object.assign(this, { kind: "content", place: this.text, held: [], thought: true });
   }
 }
 
@@ -162,7 +164,7 @@ function showPiece(parts, answer, piece, spec, decoder) {
     const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted, predicted: spec.predicted?.[i] ?? false };
     answer.tokens.push(token);
     const shown = entry.bytes ? decoder.decode(new Uint8Array(entry.bytes), { stream: true }) : entry.token;
-    parts.add(tokenNode(token, answer, shown), MARKS.test(entry.token));
+    parts.add(tokenNode(token, answer, shown), entry.token);
   });
   takeDelta(parts, answer, piece.delta);
   if (atEnd) showEnd(); // whoever has scrolled up is reading there

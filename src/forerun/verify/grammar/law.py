@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import GrammarFailed, brief
-from forerun.core.params import Prefix
+from forerun.core.params import Forces, Prefix
 from forerun.verify.processors import Allowed, Masks
 
 _NO_TEXT = "NoExtension"  # llguidance's word where nothing can follow
-KEPT = 256  # masks: those of a round, and of a drafter that asked before
+KEPT = 256  # masks, those of a round among them
 
 
-class GrammarLaw(Masks):
+class GrammarLaw(Masks, Forces):
     """Implements forerun.core.params.LawProcessor, for the nodes of one text.
 
     Matchers of llguidance only ever read on, since masks behind a rollback were seen to be wrong: one reads what is
@@ -46,12 +46,21 @@ class GrammarLaw(Masks):
             raise found.with_traceback(None)
         return found
 
-    def forced(self, prefix: Prefix) -> list[int]:
-        """The tokens that must follow: the mask that is made here is the one that the coming round asks for."""
+    def forced(self, prefix: Prefix) -> Sequence[int]:
+        output = prefix.output
+        return self._read(output, len(prefix.path)).forced() if self._ends.isdisjoint(output) else ()
+
+    def choice(self, prefix: Prefix, top: int) -> int | None:
+        """Where tokens are forced, a mask has the first of them alone; elsewhere it has those that can be read."""
         output, drafted = prefix.output, len(prefix.path)
-        if not self._ends.isdisjoint(output) or isinstance(self._mask(output, drafted), GrammarFailed):
-            return []
-        return list(self._read(output, drafted).matcher.compute_ff_tokens())
+        if not self._ends.isdisjoint(output):
+            return None
+        reader = self._read(output, drafted)
+        token = reader.choice(top)
+        if token is None and reader.is_lexer_full():
+            self._start_over(self._make())
+            token = self._read(output, drafted).choice(top)
+        return token
 
     def _mask(self, output: tuple[int, ...], drafted: int) -> Tensor | GrammarFailed:
         found = self._known.get(output)
@@ -77,6 +86,8 @@ class GrammarLaw(Masks):
     def _read(self, output: tuple[int, ...], drafted: int) -> _Reader:
         """A matcher that has read the output, whose last tokens are drafted."""
         text = output[: len(output) - drafted]
+        if len(self._text.output) < len(self._draft.output) and self._draft.is_before(text):
+            self._text, self._draft = self._draft, self._text  # what was accepted has been read
         if not self._text.is_before(text):
             self._text = _Reader(self._start)
         self._text.read(text)
@@ -96,6 +107,7 @@ class _Reader:
 
     def __init__(self, matcher: Any, output: tuple[int, ...] = ()) -> None:
         self.matcher, self.output = matcher.deep_copy(), output
+        self._forced: Sequence[int] | None = None  # behind it; None = not asked
 
     def is_before(self, output: tuple[int, ...]) -> bool:
         return output[: len(self.output)] == self.output
@@ -103,7 +115,18 @@ class _Reader:
     def read(self, output: tuple[int, ...]) -> None:
         if len(output) > len(self.output):
             self.matcher.consume_tokens(list(output[len(self.output) :]))
-            self.output = output
+            self.output, self._forced = output, None
+
+    def forced(self) -> Sequence[int]:
+        if self._forced is None:
+            self._forced = self.matcher.compute_ff_tokens()
+        return self._forced
+
+    def choice(self, top: int) -> int | None:
+        """As GrammarLaw's; the end of the text is never known without a mask."""
+        if forced := self.forced():
+            return forced[0]
+        return top if self.matcher.validate_tokens([top]) == 1 else None
 
     def mask(self) -> Tensor | None:
         """None where the matcher failed, which a stopped matcher must not be taken for: that one allows the end."""

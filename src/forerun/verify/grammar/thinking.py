@@ -115,7 +115,7 @@ class _State:
         return self.mode == "thinking" and self.budget is not None and self.thought >= self.budget
 
 
-class ThinkingLaw:
+class ThinkingLaw(Forces):
     """Implements forerun.core.params.LawProcessor, for one text: `inner` holds behind the end of its thinking."""
 
     def __init__(
@@ -158,12 +158,34 @@ class ThinkingLaw:
             return self._inner.forced(_behind(prefix, state.answer))
         return ()
 
+    def choice(self, prefix: Prefix, top: int) -> int | None:
+        state, thinking, inner = self._states.state(prefix.output), self._thinking, self._inner
+        assert isinstance(state, _State)
+        if state.is_over:
+            return thinking.close[state.closed]
+        if inner is None:
+            return top
+        if state.mode == "opening":
+            return thinking.begin[state.written]
+        if state.mode == "thinking":
+            end = thinking.marks.end
+            over = (thinking.overrunning[end[:size]] for size in self._begun(state))
+            return None if top in self._ends or any(top in tokens for tokens in over) else top
+        if state.mode == "may" and top == thinking.begin[0]:
+            return top
+        found = inner.choice(_behind(prefix, state.answer), top) if isinstance(inner, Forces) else None
+        return found if state.mode == "answer" or found == top else None
+
+    def _begun(self, state: _State) -> list[int]:
+        """How many characters of the end mark may be written."""
+        end = self._thinking.marks.end
+        return [size for size in range(len(end)) if state.tail.endswith(end[:size])]
+
     def _while_thinking(self, state: _State, logits: Tensor) -> Tensor:
         """The text cannot end here, nor begin its answer in the token that ends thinking."""
         logits[[token for token in self._ends if token < len(logits)]] = IMPOSSIBLE
         end = self._thinking.marks.end
-        sizes = [size for size in range(len(end)) if state.tail.endswith(end[:size])]
-        for size in sizes:
+        for size in self._begun(state):
             logits[self._thinking.overrunning[end[:size]]] = IMPOSSIBLE
         return logits
 
