@@ -350,7 +350,8 @@ def capture(work: Callable[[], None], device: torch.device, pool: Any) -> torch.
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        # another thread may use the device meanwhile: only what this one does may spoil the capture
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
     finally:
         if collects:
