@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from forerun.engine.captures import CaptureTurns
+from forerun.core.params import SamplingParams
+from forerun.core.types import Request
+from forerun.engine.captures import WORTH_CAPTURES, CaptureTurns
 from forerun.engine.driver import _LEADER, Driver, Waiter
 from forerun.models.cuda.later import LaterCaptures
 
@@ -62,7 +64,28 @@ def test_graphs_are_not_captured_for_a_batch_that_comes_while_others_write() -> 
     for busy, wanted in ((True, []), (False, ["graph"])):
         driver._leading[_LEADER] = Waiter(lambda: False)  # another thread
         engine.busy = False
-        driver.expect(20)
+        driver.expect(_texts(20, WORTH_CAPTURES))
         engine.busy = busy
         driver._do_posted()
         assert made == wanted
+
+
+def test_a_short_call_does_not_wait_for_graphs_that_take_longer_than_it() -> None:
+    made, engine = list[str](), SimpleNamespace(busy=False, max_batch=8)
+    engine.captures, _ = turns_with(None, made)
+    driver = Driver(engine)  # type: ignore[arg-type]
+    driver.expect(_texts(8, WORTH_CAPTURES - 1))
+    assert made == []
+    driver.expect(_texts(9, WORTH_CAPTURES // 2))  # the ninth comes when one of the eight has ended
+    assert made == ["graph"]
+
+
+def test_what_is_measured_has_its_graphs_however_short_it_is() -> None:
+    made, engine = list[str](), SimpleNamespace(busy=False, max_batch=8)
+    engine.captures, _ = turns_with(None, made)
+    Driver(engine).expect(_texts(8, 1), rounds=0)  # type: ignore[arg-type]
+    assert made == ["graph"]
+
+
+def _texts(count: int, tokens: int) -> list[Request]:
+    return [Request((1,), SamplingParams(tokens)) for _ in range(count)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from forerun.verify.grammar.compiled import Grammars
 from forerun.verify.grammar.law import GrammarLaw
 from forerun.verify.grammar.thinking import ThinkingLaw, _State
 from forerun.verify.processors import IMPOSSIBLE
-from forerun.verify.warp import argmax_rows, warp
+from forerun.verify.warp import argmax_rows, chooser_of, warp
 from tests.structure.answers import SCHEMAS
 from tests.structure.conftest import law_of
 from tests.structure.test_kinds import KINDS
@@ -170,3 +171,20 @@ def test_the_verdict_is_that_of_masked_logits(monkeypatch: pytest.MonkeyPatch) -
     assert accepted > 60
     assert wrong > 6
     assert counts["one"] * 1.2 < counts["all"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": 0.7}, {"logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"min_tokens": 4}, {"bad_words": [[5]]},
+    ],
+)  # fmt: skip
+def test_only_a_law_that_is_the_argmax_otherwise_is_asked_about_one_token(
+    changed: dict[str, Any], grammars: Grammars
+) -> None:
+    law = law_of(grammars, SCHEMAS["nested"][0])
+    usual = SamplingParams(max_tokens=8, temperature=0.0, processors=(law,))
+    assert chooser_of(PlainSeq(0, [1], params=usual)) is law
+    assert chooser_of(PlainSeq(0, [1], params=replace(usual, **changed))) is None
+    assert chooser_of(PlainSeq(0, [1], params=replace(usual, processors=(law, law)))) is None

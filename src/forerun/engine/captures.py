@@ -1,8 +1,9 @@
 """CaptureTurns: when an engine captures the graphs that were left for later (`CapturesLater`).
 
 While it is idle: one after another, and requests that come wait for one at most. Before a batch that somebody waits for
-as a whole: all that the batch needs. Beside texts under way: one now and then, so that they take a small share of the
-time; the texts go on without the drafts that need them. No capture lies in a round, so none is booked as drafting.
+as a whole, if it takes long: all that the batch needs. Beside texts under way: one now and then, so that they take a
+small share of the time; the texts go on without the drafts that need them. No capture lies in a round, so none is
+booked as drafting.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from forerun.models.base import CapturesLater, Target
 
 SHARE = 0.05  # of the time of texts under way, at most
+WORTH_CAPTURES = 2048  # rounds of a batch that a caller waits for: seconds, as captures of one batch size take
 
 
 class CaptureTurns:

@@ -13,7 +13,7 @@ Leadership is taken and given up by identity, in steps that an interrupt cannot 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -21,6 +21,7 @@ from threading import Event as ThreadEvent
 from typing import Protocol
 
 from forerun.core.types import Event, LoadedAdapter, Request
+from forerun.engine.captures import WORTH_CAPTURES
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState, find_adapter
 
@@ -163,7 +164,7 @@ class Driver:
     def write(self, requests: Iterable[Request]) -> list[SequenceState]:
         """Serve several requests and wait for all. Whatever happens, none of them stays behind."""
         requests, handles = list(requests), list[Handle]()
-        self.expect(len(requests))
+        self.expect(requests)
         try:
             for request in requests:
                 handles.append(self.submit(request))  # if one is refused, the others are dropped
@@ -172,9 +173,19 @@ class Driver:
             for handle in handles:
                 self.abort(handle)
 
-    def expect(self, texts: int) -> None:
-        """So many come, and a caller waits for all of them: capture what their rounds replay, unless others write."""
-        self.post(lambda engine: None if engine.busy else engine.captures.before(min(texts, engine.max_batch)))
+    def expect(self, requests: Sequence[Request], rounds: int = WORTH_CAPTURES) -> None:
+        """A caller waits for all of these: capture what they replay first, if they may take that many rounds.
+
+        Captures take seconds, once. Shorter work, and what comes while others write, goes on without the drafts that
+        need them, which are captured beside it.
+        """
+
+        def capture(engine: Engine) -> None:
+            tokens = max((request.params.max_tokens for request in requests), default=0)
+            if not engine.busy and tokens * -(-len(requests) // engine.max_batch) >= rounds:
+                engine.captures.before(min(len(requests), engine.max_batch))
+
+        self.post(capture)
 
     def stream(self, requests: Iterable[Request], at_once: int | None = None) -> Iterator[tuple[int, Event]]:
         """Events of many requests as they come, each with the index of its request; `at_once` are served at a time."""

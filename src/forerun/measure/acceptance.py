@@ -149,7 +149,7 @@ def by_turns(items: Sequence[Item]) -> list[Item]:
 def write(llm: LLM, requests: Sequence[Request], seconds: float | None) -> list[SequenceState]:
     """The sequences of some requests, as far as they came in so many seconds."""
     until = math.inf if seconds is None else perf_counter() + seconds
-    llm.driver.expect(len(requests))
+    llm.driver.expect(requests, rounds=0)
     handles = [llm.driver.submit(request) for request in requests]
     try:
         llm.driver.wait(Waiter(lambda: perf_counter() > until or all(handle.is_finished for handle in handles)))

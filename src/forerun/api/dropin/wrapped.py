@@ -147,7 +147,7 @@ def run(
     """All sequences, in order. `prompts` are the rows as they came, pads included. Nothing stays in the engine."""
     driver, handles = Driver(engine), dict[int, Handle]()
     texts = [_Text(prompt) for prompt in prompts]
-    driver.expect(len(requests))
+    driver.expect(requests)
     try:
         for place, request in enumerate(requests):
             handles[place] = driver.submit(request)
