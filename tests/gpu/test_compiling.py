@@ -294,6 +294,26 @@ def test_noise_is_one_kernel_wherever_seeds_and_positions_lie(
     assert offline.compiled.total() == 3
 
 
+def test_walks_of_forms_of_about_one_size_are_one_kernel(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they accept lies behind their paths: of odd depths and numbers of trees, at other places."""
+    from forerun.verify.kernels import follow, walk_by_kernel
+
+    monkeypatch.setattr(follow, "device_caches", defaultdict(follow.create_binder))
+
+    def work() -> None:
+        for count, depth, before in ((1, 4, 0), (1, 5, 0), (2, 4, 0), (2, 5, 1)):
+            trees = torch.zeros(2, count, 8, dtype=torch.long)
+            ancestors = torch.zeros(before + count * 8 * (depth + 1), dtype=torch.int32)[before:]
+            decided = torch.zeros(count * (depth + 2), dtype=torch.long)
+            paths, accepted, bonus = decided.split([count * depth, count, count])
+            walk_by_kernel(trees, ancestors, trees[0], paths.view(count, depth), accepted, bonus)
+
+    compile_together(work)
+    work()
+    assert offline.compiled == {"compile": 1}
+    assert offline.launched == [1, 1, 2, 2]
+
+
 def test_layers_of_each_kind_are_compiled_and_the_last() -> None:
     def kinds(name: str) -> list[int]:
         return one_of_each_kind(make_target(name, "cpu").model.layers)
