@@ -276,6 +276,44 @@ def test_other_threads_launch_meanwhile(offline: Offline) -> None:
     assert offline.launched == [5]
 
 
+def test_noise_is_one_kernel_wherever_seeds_and_positions_lie(
+    offline: Offline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions are sent behind seeds: those of 7 nodes lie at 56 bytes, and a kernel for that was compiled in text."""
+    from forerun.core.noise_kernel import uniform_rows, uniforms_by_kernel
+    from forerun.models.cuda.kernels.rows import normalise
+
+    monkeypatch.setattr(uniform_rows, "device_caches", defaultdict(uniform_rows.create_binder))
+    for nodes in (8, 7, 1, 2, 31):
+        seeds, positions, _ = torch.zeros(3, nodes, dtype=torch.long)
+        uniforms_by_kernel(seeds, positions, torch.arange(300, dtype=torch.int32))
+    assert offline.compiled.total() == 1
+    for at in (0, 1):  # a kernel that does depend on the place
+        rows = torch.zeros(5, 64).flatten()[at:]
+        normalise[(1,)](rows, rows, rows, 1e-5, WIDTH=64, UP=64, PDL=False)
+    assert offline.compiled.total() == 3
+
+
+def test_walks_of_forms_of_about_one_size_are_one_kernel(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they accept lies behind their paths: of odd depths and numbers of trees, at other places."""
+    from forerun.verify.kernels import follow, walk_by_kernel
+
+    monkeypatch.setattr(follow, "device_caches", defaultdict(follow.create_binder))
+
+    def work() -> None:
+        for count, depth, before in ((1, 4, 0), (1, 5, 0), (2, 4, 0), (2, 5, 1)):
+            trees = torch.zeros(2, count, 8, dtype=torch.long)
+            ancestors = torch.zeros(before + count * 8 * (depth + 1), dtype=torch.int32)[before:]
+            decided = torch.zeros(count * (depth + 2), dtype=torch.long)
+            paths, accepted, bonus = decided.split([count * depth, count, count])
+            walk_by_kernel(trees, ancestors, trees[0], paths.view(count, depth), accepted, bonus)
+
+    compile_together(work)
+    work()
+    assert offline.compiled == {"compile": 1}
+    assert offline.launched == [1, 1, 2, 2]
+
+
 def test_layers_of_each_kind_are_compiled_and_the_last() -> None:
     def kinds(name: str) -> list[int]:
         return one_of_each_kind(make_target(name, "cpu").model.layers)

@@ -1,12 +1,19 @@
 """Passes captured before texts are written: larger sizes than needed change no text, and nothing is captured later."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from forerun.build import load
 from forerun.build.engine import make_engine
 from forerun.build.load import rehearse_verdicts
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Needs, Request
+from forerun.core.types import Laws, Needs, Request, TreeBatch
+from forerun.engine.engine import Engine
 from forerun.models.cuda.graphs import menu, scored_rows
 from forerun.models.cuda.plan import Need, Plan, Size, padding, splits_to
 from tests.gpu.test_plain_rounds import PROMPTS, _write
@@ -47,6 +54,85 @@ def test_a_rehearsed_verdict_leaves_nothing_behind(device: str) -> None:
     assert not engine.busy
     assert target.used_slots == 0
     assert _write(engine, [Request(PROMPTS[0] * 2, params)]) == wanted
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The kernels that a device would load: by operation, and by types, dimensions and places of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = set[tuple[object, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for each in args for one in (each if isinstance(each, (list, tuple)) else [each])]
+        tensors = [(one.dtype, one.dim(), _place(one)) for one in given if isinstance(one, Tensor)]
+        self.found.add((str(func), *tensors))
+        return func(*args, **(kwargs or {}))
+
+
+def _place(one: Tensor) -> int:
+    """How much of it can be read at once where it lies, in bytes; 0 = it is read number by number anyway."""
+    return next(at for at in (32, 16, 8, 4, 2, 1) if not one.data_ptr() % at) if one.is_contiguous() else 0
+
+
+def _operations_of_texts(
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request]
+) -> tuple[set[tuple[object, ...]], set[int]]:
+    """What verdicts on looked-up trees did that no rehearsed one had done; and how many nodes these trees had."""
+
+    def reads_once(trees: TreeBatch, laws: Laws) -> bool:  # as on a GPU
+        return trees.drawn_from is None and not all(laws.greedy)
+
+    monkeypatch.setattr("forerun.verify.walk.reads_once", reads_once)
+    target, sizes = make_target("llama", "cpu", torch.float32), set[int]()
+    speculative = SpeculativeConfig(drafter="ngram", controller="fixed", budget=9)
+    engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=BATCH, max_length=LENGTH))
+    rehearsed, written = Operations(), Operations()
+    with rehearsed:
+        rehearse_verdicts(engine)
+    _note_verdicts(engine, written, sizes)
+    for request in requests:
+        _write(engine, [request])
+    return written.found - rehearsed.found, sizes
+
+
+def _note_verdicts(engine: Engine, written: Operations, sizes: set[int]) -> None:
+    decide = engine.verifiers.decide
+
+    def noted(seqs: Any, trees: TreeBatch, scores: Any) -> Any:
+        if trees.is_plain():  # decided by the device
+            return decide(seqs, trees, scores)
+        sizes.add(trees.nodes)
+        with written:
+            return decide(seqs, trees, scores)
+
+    engine.verifiers.decide = noted  # type: ignore[method-assign]
+
+
+LAWS = [
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.6, seed=4),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=4),
+    SamplingParams(temperature=1.0, top_k=5, min_p=0.02, seed=4),
+]
+
+
+@pytest.mark.parametrize("params", LAWS, ids=["plain", "cool", "top-p", "top-k"])
+def test_verdicts_on_looked_up_trees_do_what_was_rehearsed(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(prompt * 2, replace(params, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS]
+    fresh, sizes = _operations_of_texts(monkeypatch, requests)
+    assert {nodes % 4 for nodes in sizes} == {0, 1, 2, 3}
+    assert fresh == set()
+
+
+def test_a_rehearsal_of_even_chains_alone_leaves_operations_to_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: the first tree with an odd number of nodes had a kernel of its own compiled in mid-text."""
+    monkeypatch.setattr(load, "_REHEARSED", ((8, 0.0), (8, 30.0), (24, 30.0)))
+    request = Request(PROMPTS[0] * 2, replace(LAWS[0], max_tokens=40, ignore_eos=True))
+    fresh, _ = _operations_of_texts(monkeypatch, [request])
+    assert fresh
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 40, 64, 65, 100, 128])

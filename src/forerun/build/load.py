@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DRAFTING = ("drafter", "draft_model", "speculative_config")
+# nodes of chains, and the first token's logit; how much a kernel reads at once goes by where the nodes' numbers lie
+_REHEARSED = ((6, 0.0), (7, 30.0), (8, 30.0), (24, 30.0))
 
 
 class LoadOptions(TypedDict, total=False):
@@ -135,8 +137,8 @@ def rehearse_verdicts(engine: Engine) -> None:
     shared = engine.target.shared()
     device = None if shared is None else shared.embed(torch.tensor([0])).device
     usual = SamplingParams(max_tokens=8, temperature=1.0, seed=0)
-    for params in (usual, replace(usual, top_p=0.9), replace(usual, top_k=20)):
-        for nodes, likely in ((8, 0.0), (8, 30.0), (24, 30.0)):
+    for params in (usual, replace(usual, temperature=0.7, top_p=0.9), replace(usual, top_k=20, min_p=0.05)):
+        for nodes, likely in _REHEARSED:
             seq = engine.prepare(Request((0,), params, drafter="none"))
             logits = torch.zeros(nodes, engine.target.vocab_size, device=device)
             logits[:, 0] = likely

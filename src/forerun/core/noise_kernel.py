@@ -58,9 +58,9 @@ def log_exponential(seed, position, token):
     return tl.log(tl.where(u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u)))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["seeds", "positions"])
 def uniform_rows(seeds, positions, tokens, found, size, BLOCK: tl.constexpr):
-    """A part of one row: of one seed and position."""
+    """A part of one row: of one seed and position. They may lie anywhere: else odd places had a kernel of their own."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < size

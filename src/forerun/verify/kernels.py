@@ -108,7 +108,7 @@ def walk_by_kernel(trees, ancestors, argmax, paths, accepted, bonus) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "DEPTH"])
+@triton.jit(do_not_specialize=["N", "DEPTH"], do_not_specialize_on_alignment=["ancestors", "accepted", "bonus"])
 def follow(tokens, parents, ancestors, argmax, paths, accepted, bonus, N, DEPTH,
            N_UP: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
     """One tree: the deepest node that is accepted with all its ancestors, and the path to it."""
