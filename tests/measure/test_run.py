@@ -20,6 +20,7 @@ from forerun.measure.bench.compare import SCHEMA, read_result
 from forerun.measure.bench.figures import pieces
 from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings, parse_setups
+from forerun.measure.bench.suites import load_suite
 from forerun.measure.report.html import render
 from tests.measure.conftest import Letters, table_llm
 
@@ -231,7 +232,7 @@ def test_mistakes_on_the_command_line_are_one_line(
 
 def test_a_prompt_beyond_the_context_is_named_before_anything_is_measured(suite: str) -> None:
     settings, llm = Settings("table", suite=suite, max_tokens=4), table_llm()
-    items = run.load_suite(suite)
+    items = load_suite(suite)
     lengths = {len(prompt.ids): prompt.id for prompt in run.tokenise(llm, items, settings)}
     llm.engine.max_length = max(lengths) + 1
     assert run.tokenise(llm, items, settings)
