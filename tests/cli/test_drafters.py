@@ -28,3 +28,13 @@ def test_what_a_folder_is_for_is_found_out_later() -> None:
     assert Settings.of({}).speculative.drafter == "auto"
     assert Settings.of({"draft_model": "folder"}).speculative.drafter == "auto"
     assert Settings.of({"draft_model": "folder", "drafter": "eagle3"}).speculative.drafter == "eagle3"
+
+
+def test_a_head_of_the_package_is_named_as_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = tmp_path / "quick"
+    monkeypatch.setattr(drafters, "heads_in_the_box", lambda: [HeadFolder(box, "eagle3", "Tiny", 8, 24, None, 1)])
+    monkeypatch.chdir(tmp_path)
+    assert drafters.head_folder(Path("quick")) == box
+    assert drafters.head_folder(Path("other")) == Path("other")
+    box.mkdir()
+    assert drafters.head_folder(Path("quick")) == Path("quick"), "the user's own folder comes first"

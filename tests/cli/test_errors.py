@@ -72,6 +72,12 @@ def test_a_misspelt_flag_exits_with_2(forerun: Run, flags: list[str]) -> None:
     ran = forerun("generate", "hi", *flags)
     assert (ran.code, ran.out) == (2, "")
     assert flags[0] in plain(ran.err)
+    assert "Value error" not in ran.err
+
+
+def test_an_unknown_kv_cache_format_is_refused_before_anything_is_measured(forerun: Run) -> None:
+    said = only_line(forerun("quality", "--kv-dtypes", "int8,int4"))
+    assert "unknown KV cache format 'int4'; known: auto, int8, fp8" in said
 
 
 def test_stdin_must_be_text(forerun: Run) -> None:

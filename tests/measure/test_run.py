@@ -13,13 +13,14 @@ import torch
 
 from forerun.cli import app
 from forerun.control.cost import CostModel
-from forerun.core.errors import InvalidInput, UnknownName
+from forerun.core.errors import InvalidInput, PromptTooLong, UnknownName
 from forerun.measure.bench import contenders, run
 from forerun.measure.bench.alternate import Contender, Run, Written
 from forerun.measure.bench.compare import SCHEMA, read_result
 from forerun.measure.bench.figures import pieces
 from forerun.measure.bench.run import RunLog
 from forerun.measure.bench.settings import Cell, DrafterSetup, Settings, parse_setups
+from forerun.measure.bench.suites import load_suite
 from forerun.measure.report.html import render
 from tests.measure.conftest import Letters, table_llm
 
@@ -227,3 +228,14 @@ def test_mistakes_on_the_command_line_are_one_line(
     ):
         assert command(monkeypatch, "bench", *words) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_prompt_beyond_the_context_is_named_before_anything_is_measured(suite: str) -> None:
+    settings, llm = Settings("table", suite=suite, max_tokens=4), table_llm()
+    items = load_suite(suite)
+    lengths = {len(prompt.ids): prompt.id for prompt in run.tokenise(llm, items, settings)}
+    llm.engine.max_length = max(lengths) + 1
+    assert run.tokenise(llm, items, settings)
+    llm.engine.max_length = max(lengths)
+    with pytest.raises(PromptTooLong, match=rf"prompt {lengths[max(lengths)]} of the task \w+ has .* choose shorter"):
+        run.tokenise(llm, items, settings)

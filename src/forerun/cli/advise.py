@@ -253,10 +253,9 @@ def _verdict(choices: list[Choice], price: float | None) -> str:
     )
     if best.setup == PLAIN:
         return f"{said}; no drafter serves this load with less, or as cheaply and sooner."
-    other = "as much" if cost == without else f"{_replicas(plain)} and {without:.3g}{unit}"
     return (
-        f"{said}, an answer in {best.answer_seconds:.3g} s; without speculation {other}, and "
-        f"{plain.answer_seconds:.3g} s. With {best.batch} at once all the time, one replica writes "
+        f"{said}, an answer in {best.answer_seconds:.3g} s. Plain decoding: {_replicas(plain)}, {without:.3g}{unit}, "
+        f"an answer in {plain.answer_seconds:.3g} s. With {best.batch} at once all the time, one replica writes "
         f"{best.capacity.value / plain.capacity.value:.2f}x what plain decoding writes at its best."
     )
 

@@ -63,7 +63,7 @@ class Commands(TyperGroup):
             said = error.format_message()
             if ("\n" in said and not said.startswith("Missing")) or not said:  # a help page: no command was named
                 raise
-            said = " ".join(said.split()).removesuffix(".")
+            said = " ".join(said.split()).removesuffix(".").replace(": Value error, ", ": ")  # pydantic's words
             end = "" if said.endswith("?") else "."
             path = f"forerun {ctx.invoked_subcommand}" if error.ctx is None else error.ctx.command_path
             print(f"forerun: {said}{end} Try `{path} --help`.", file=sys.stderr)

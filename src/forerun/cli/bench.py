@@ -10,7 +10,7 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.console import Console
 from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
+from forerun.core.params import KvDtype
 from forerun.measure.report.tables import figure_table, print_table
 
 if TYPE_CHECKING:
@@ -188,6 +189,9 @@ def quality(
     names = [_known(name) for name in words(dtypes)]
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
+    unknown = [name for name in words(kv_dtypes) if name not in get_args(KvDtype)]
+    if unknown:
+        raise UnknownName(f"unknown KV cache format {unknown[0]!r}; known: {', '.join(get_args(KvDtype))}")
     document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes), kv_device)
     if json_file != STDOUT:
         _show(document)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 drafters = typer.Typer(invoke_without_command=True)
+Head = Annotated[
+    Path, typer.Argument(help="A trained head: its folder, or the name of one of the package.", show_default=False)
+]
 
 
 AUTO = (
@@ -56,7 +59,7 @@ def list_drafters(context: typer.Context, json_file: JsonFile = None) -> None:
         table.add_row(spec.name, spec.says, needs_in_words(spec))
     table_console().print(table)
     for old, name in registry.drafters.aliases.items():
-        print(f"old name {old}: {name}")
+        print(f"old name {old}: now {name}")
     for head in heads:
         print(f"head {head.path.name}: {head.kind} for {head.target}, {head.size / 1e6:.1f} MB")
 
@@ -68,9 +71,16 @@ def needs_in_words(spec: DrafterSpec) -> str:
     return "needs a second model" if spec.needs == "checkpoint" else ""
 
 
+def head_folder(head: Path) -> Path:
+    """The folder of a head that is named by its folder, or as `forerun drafters` lists those of the package."""
+    return next(
+        (known.path for known in heads_in_the_box() if known.path.name == str(head) and not head.exists()), head
+    )
+
+
 @drafters.command()
 def check(
-    folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
+    folder: Head,
     target: Annotated[str, typer.Option(help="The model it is to draft for.")] = DEFAULT_MODEL,
     json_file: JsonFile = None,
 ) -> None:
@@ -78,7 +88,7 @@ def check(
     with Console(stderr=True).status(f"checking {folder}"):
         from forerun.train.check import check_head
 
-        report = check_head(folder, target)
+        report = check_head(head_folder(folder), target)
     if not write_document(json_file, {**asdict(report), "verdict": report.verdict}):
         print(f"{folder}: {report.about}\n{report.verdict}")
     if not report.fits:
@@ -87,7 +97,7 @@ def check(
 
 @drafters.command("export")
 def export_drafter(
-    folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
+    folder: Head,
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     to: Annotated[str, typer.Option(help="Who will read it: vllm, sglang, speculators or eagle.")],
     target: Annotated[str, typer.Option(help="The model that it drafts for.")] = DEFAULT_MODEL,
@@ -104,7 +114,9 @@ def export_drafter(
         from forerun.train.export import export_head, rows_of_target
 
         rows, embedded = rows_of_target(target), rows_of_target(target, embedding=True)
-        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=budget, target_name=target_name)
+        flag = export_head(
+            head_folder(folder), out, to, rows, embed_rows=embedded, tokens=budget, target_name=target_name
+        )
     print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
     if to == "speculators" and not target_name:
         print("It loads the target too: say where from, a hub id or a folder of safetensors, with --target-name.")

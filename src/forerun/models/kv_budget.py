@@ -40,7 +40,7 @@ def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 def reason_against(kv_dtype: str, device: torch.device) -> str | None:
     """Why a KV cache on this device cannot be of this kind, and what can be done; None = it can."""
     if device.type == "cpu" and kv_dtype == "fp8":
-        return "kv_dtype='fp8' needs a GPU; on a CPU use kv_dtype='int8' or 'auto'"
+        return "kv_dtype='fp8' needs a GPU; on a CPU use kv_dtype='int8' or kv_dtype='auto'"
     if device.type == "cuda" and kv_dtype in GPU_KINDS:
         has, needs = torch.cuda.get_device_capability(device), GPU_KINDS[kv_dtype]
         if has < needs:
@@ -64,7 +64,7 @@ def usual_batch(device: str, slots: int | None, threads: int) -> tuple[int, str]
     if device == "cpu":
         most, why = (
             max(LEAST_BATCH, min(PER_CORE * threads, CPU_BATCH)),
-            f"{threads} CPU threads, {PER_CORE} for each",
+            f"{PER_CORE} per CPU thread (threads: {threads})",
         )
     else:
         most, why = GPU_BATCHES[0 if slots is not None else 1], "a GPU"

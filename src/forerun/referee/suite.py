@@ -98,7 +98,7 @@ class Report:
         skipped = sum(each.status == "skip" for each in self.results)
         if skipped == len(self.results):
             return "nothing was checked: every check was skipped"
-        return f"{len(self.results) - skipped} checks passed, {skipped} were skipped"
+        return f"{len(self.results) - skipped} checks passed, {skipped} skipped"
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from forerun.api.llm import LLM
 from forerun.control.cost import CostModel
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.params import SamplingParams
 from forerun.engine.stats import traced
 from forerun.measure.bench.alternate import (
@@ -163,6 +163,12 @@ def tokenise(llm: LLM, items: Sequence[Item], settings: Settings) -> list[Prompt
             answer = llm.generate(list(prompts[-1].ids), params, drafter="none").text
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
             prompts.append(Prompt(f"{item.id}/{number}", item.task, prompt_ids(llm, messages)))
+    context, longest = llm.engine.max_length, max(prompts, key=lambda prompt: len(prompt.ids))
+    if len(longest.ids) >= context and llm.engine.target.source_rules is None:
+        said = f"prompt {longest.id} of the task {longest.task} has {len(longest.ids)} tokens"
+        raise PromptTooLong(
+            f"{said}, and the model's context holds {context}; choose shorter ones (--prompts, --tasks)"
+        )
     return prompts
 
 
