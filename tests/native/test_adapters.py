@@ -6,7 +6,6 @@ The oracle is transformers' model whose weights were merged here, by the formula
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -380,7 +379,7 @@ def test_folders_of_which_the_law_would_be_another_are_refused_in_one_line(tiny:
     weights["nothing"] = {}
     for name, tensors in weights.items():
         save_file(tensors, copytree(written, tmp_path / name) / "adapter_model.safetensors")
-    settings = {"alpha": {"lora_alpha": math.inf}, "pissa": {"init_lora_weights": "pissa_niter_16"},
+    settings = {"alpha": {"lora_alpha": 1e300}, "pissa": {"init_lora_weights": "pissa_niter_16"},
                 "alora": {"alora_invocation_tokens": [1]}, "qalora": {"use_qalora": True}}  # fmt: skip
     for name, changed in settings.items():
         file = copytree(written, tmp_path / name) / "adapter_config.json"

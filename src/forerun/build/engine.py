@@ -137,8 +137,8 @@ def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
     head = open_head(Path(expanduser(folder)))
     if head is None:
         raise InvalidInput(
-            f"head={folder} of the adapter {adapter!r} holds no trained head, nor a LoRA whose base_model_name_or_path "
-            "is the folder of one; train one with `forerun train`"
+            f"{folder!r} of the adapter {adapter!r} holds no trained head, nor a LoRA whose base_model_name_or_path is "
+            "the folder of one; train one with `forerun train`"
         )
     drafters.add_own(adapter, head.drafter, str(head.path))
 

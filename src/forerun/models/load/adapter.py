@@ -58,7 +58,7 @@ class Adapter:
             tensors = load_file(folder / TENSORS)
         except (KeyError, TypeError, ValueError, ArithmeticError, OSError, SafetensorError) as error:
             raise DamagedFile(f"the adapter in {folder} is damaged ({brief(error)}); fetch it again") from None
-        if not math.isfinite(scale) or not all(_is_finite(one) for one in tensors.values()):
+        if not abs(scale) < 3e38 or not all(_is_finite(one) for one in tensors.values()):
             raise DamagedFile(f"the adapter in {folder} is damaged (numbers that are not finite); fetch it again")
         return cls(base, rank, scale, _pairs(folder, tensors, rank))
 
