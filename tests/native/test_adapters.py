@@ -5,17 +5,19 @@ The oracle is transformers' model whose weights were merged here, by the formula
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree, rmtree
 from threading import Event, current_thread
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.build.engine import make_engine
@@ -27,7 +29,7 @@ from forerun.engine.engine import Engine
 from forerun.models.adapters import AdapterPool
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.load.adapter import Adapter
+from forerun.models.load.adapter import _DOWN, _UP, Adapter
 from forerun.models.native import library
 from forerun.models.native.adapters import NativeAdapter
 from forerun.models.native.target import NativeDecoder
@@ -301,6 +303,35 @@ def test_an_evicted_adapter_is_read_beside_the_rounds_of_others(tiny: Tiny) -> N
     assert sum(name.startswith("asks") for name in target.readers) == 1
 
 
+class Trap:
+    """What must never be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("an adapter was unpickled",)
+
+
+def test_what_lies_beside_an_adapter_and_how_it_began_do_not_matter(tiny: Tiny, tmp_path: Path) -> None:
+    """Trainers write the base's config.json there too; a Gaussian beginning changes no weight of the base."""
+    file = Path(copytree(tiny.written(1), tmp_path / "beside")) / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "gaussian"}))
+    (file.parent / "config.json").write_text("{}")
+    pool = AdapterPool(tiny.native())
+    pool.add("one", str(file.parent))
+    assert pool.loaded == ["one"]
+
+
+def test_an_evicted_adapter_whose_folder_has_gone_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    pool = AdapterPool(tiny.native(), limit=1)
+    folder = copytree(tiny.written(1), tmp_path / "gone")
+    for name, where in (("gone", str(folder)), ("other", tiny.written(2))):
+        pool.add(name, where)
+    rmtree(folder)
+    with pytest.raises(ModelNotFound, match="gone holds no adapter"):
+        pool.get("gone")
+    pool.remove("gone")
+    assert pool.names == ["other"]
+
+
 def test_adapters_that_cannot_be_served_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
     pool, good = AdapterPool(tiny.native()), tiny.written(1)
     pool.add("good", good)
@@ -332,3 +363,49 @@ def test_adapters_that_cannot_be_served_are_refused_in_one_line(tiny: Tiny, tmp_
             used.add(name, folder)
         assert "\n" not in str(refused.value)
         assert used.names == (["good"] if used is pool else [])
+
+
+def test_folders_of_which_the_law_would_be_another_are_refused_in_one_line(tiny: Tiny, tmp_path: Path) -> None:
+    written, weights = tmp_path / "written", dict[str, dict[str, Tensor]]()
+    tiny.adapter(1).write(written)
+    whole = load_file(written / "adapter_model.safetensors")
+    up = next(name for name in whole if name.endswith(f"0.self_attn.q_proj{_UP}"))
+    stem, layer = up.removesuffix(_UP), "layers.0."
+    pair = {end: whole[stem + end].clone() for end in (_DOWN, _UP)}
+    weights["nan"] = whole | {up: torch.full_like(whole[up], torch.nan)}
+    weights["twice"] = whole | {stem.removeprefix("base_model.model.") + end: each for end, each in pair.items()}
+    weights["zeros"] = whole | {stem.replace(layer, "layers.00.") + end: each for end, each in pair.items()}
+    weights["digits"] = whole | {stem.replace(layer, f"layers.{'9' * 5000}.") + end: each for end, each in pair.items()}
+    weights["nothing"] = {}
+    for name, tensors in weights.items():
+        save_file(tensors, copytree(written, tmp_path / name) / "adapter_model.safetensors")
+    settings = {"alpha": {"lora_alpha": 1e300}, "pissa": {"init_lora_weights": "pissa_niter_16"},
+                "alora": {"alora_invocation_tokens": [1]}, "qalora": {"use_qalora": True}}  # fmt: skip
+    for name, changed in settings.items():
+        file = copytree(written, tmp_path / name) / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    pickled = copytree(written, tmp_path / "pickled")
+    (pickled / "adapter_model.safetensors").unlink()
+    torch.save(Trap(), pickled / "adapter_model.bin")
+    trap = copytree(written, tmp_path / "trap")
+    torch.save(Trap(), trap / "adapter_model.safetensors")
+    pool = AdapterPool(tiny.native())
+    for name, kind, said in (
+        ("~nobody-of-this-name/x", ModelNotFound, "holds no adapter"),
+        ("nan", DamagedFile, "numbers that are not finite"),
+        ("alpha", DamagedFile, "numbers that are not finite"),
+        ("twice", DamagedFile, "twice"),
+        ("zeros", UnsupportedModel, "only projections"),
+        ("digits", UnsupportedModel, "only projections"),
+        ("nothing", DamagedFile, "changes nothing"),
+        ("pissa", UnsupportedModel, "init_lora_weights"),
+        ("alora", UnsupportedModel, "alora_invocation_tokens"),
+        ("qalora", UnsupportedModel, "use_qalora"),
+        ("pickled", DamagedFile, "is damaged"),
+        ("trap", DamagedFile, "is damaged"),
+    ):
+        with pytest.raises(kind, match=said) as refused:
+            pool.add("x", name if name.startswith("~") else str(tmp_path / name))
+        assert "\n" not in str(refused.value)
+        assert pool.names == []
+    pool.add("x", str(written))

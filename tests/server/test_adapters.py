@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import httpx
@@ -195,6 +196,28 @@ def test_an_engine_that_is_started_again_has_them_again(adapted: Running, folder
     while time.monotonic() < until:
         time.sleep(0.5)
         answer = ask(adapted, "later")
+        assert answer.status_code in (200, 500, 503), "an engine that serves has read it"
         if answer.status_code == 200:
             break
     assert answer.json()["choices"][0]["message"]["content"] == wanted
+
+
+@pytest.mark.slow
+def test_a_server_that_sleeps_changes_no_adapters_and_wakes_with_those_it_had(
+    adapted: Running, folders: dict[str, str], tmp_path: Path
+) -> None:
+    gone = copytree(folders["two"], tmp_path / "gone")
+    assert admin(adapted, "load", {"lora_name": "gone", "lora_path": str(gone)}).status_code == 200
+    wanted, body = text_of(adapted, "one"), {"lora_name": "one", "lora_path": folders["one"]}
+    assert httpx.post(f"{adapted.url}/sleep", headers=ADMIN, timeout=60).status_code == 200
+    for what in ("load", "unload"):
+        refused = admin(adapted, what, body if what == "load" else {"lora_name": "one"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
+    rmtree(gone)
+    assert httpx.post(f"{adapted.url}/wake_up", headers=ADMIN, timeout=120).status_code == 200
+    assert text_of(adapted, "one") == wanted
+    assert admin(adapted, "unload", {"lora_name": "gone"}).status_code == 200, "though the engine could not read it"
+    for _ in range(2):
+        assert admin(adapted, "unload", {"lora_name": "one"}).status_code == 200
+        assert admin(adapted, "load", body).status_code == 200
+    assert text_of(adapted, "one") == wanted

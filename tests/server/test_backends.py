@@ -346,6 +346,7 @@ def test_a_text_whose_grammar_is_compiled_counts_as_progress_and_may_be_left(mon
         assert found[0] < found[1] < found[2], "nothing hangs"
         assert len(await read_all(backend, max_tokens=1)) == 2, "others do not wait for it"
         left.cancel()
+        await asyncio.wait([left])  # its abort is sent
         await backend.refresh()  # behind the abort
         gate.set()
         *_, done = await kept

@@ -11,6 +11,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,11 +134,11 @@ def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
     folder = own_head(given)[1]
     if folder is None:
         return
-    head = open_head(Path(folder).expanduser())
+    head = open_head(Path(expanduser(folder)))
     if head is None:
         raise InvalidInput(
-            f"head={folder} of the adapter {adapter!r} holds no trained head, nor a LoRA whose base_model_name_or_path "
-            "is the folder of one; train one with `forerun train`"
+            f"{folder!r} of the adapter {adapter!r} holds no trained head, nor a LoRA whose base_model_name_or_path is "
+            "the folder of one; train one with `forerun train`"
         )
     drafters.add_own(adapter, head.drafter, str(head.path))
 

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count
+from os.path import expanduser
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -19,21 +20,21 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnknownName, UnsupportedModel
+from forerun.core.errors import DamagedFile, InvalidInput, UnknownName, UnsupportedModel
 from forerun.core.types import LoadedAdapter
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
-from forerun.models.load.adapter import Adapter, is_adapter
+from forerun.models.load.adapter import Adapter
 
 MOST_RANK = 256
-_WEIGHT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)_proj\.weight")
+_WEIGHT = re.compile(r"(?:.*\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(\w+)_proj\.weight")
 _KEYS = count(1)  # of adapters as they are loaded: one that is loaded again shares no cached prompts with the first
 
 
 def own_head(given: str) -> tuple[str, str | None]:
     """The folders of an adapter and of a head of its own, from FOLDER or FOLDER,head=FOLDER."""
-    folder, _, head = given.partition(",head=")
-    return folder, head or None
+    folder, mark, head = given.partition(",head=")
+    return folder, head if mark else None
 
 
 class Part(NamedTuple):
@@ -60,7 +61,7 @@ def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
         raise UnsupportedModel(f"an adapter of rank {adapter.rank} is too large: {MOST_RANK} is the most")
     if config.varied is not None:
         raise UnsupportedModel(f"{config.family} takes no adapters beside a base; load the adapter's folder as a model")
-    shapes = _shapes(config)
+    shapes, seen = _shapes(config), set[tuple[int, str]]()
     for name, (down, up) in adapter.changes.items():
         found = _WEIGHT.fullmatch(name)
         layer, which = (int(found[1]), found[2]) if found is not None else (-1, "")
@@ -71,6 +72,9 @@ def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
                 "experts are changed; load the adapter's folder as a model instead"
             )
         outputs, inputs = shapes[which]
+        if seen & (parts := {(layer, part) for part in outputs}):
+            raise DamagedFile(f"the adapter changes what {name[:80]!r} is twice; fetch it again")
+        seen |= parts
         if layer >= config.layers or (len(up), down.shape[1]) != (sum(outputs.values()), inputs):
             raise DamagedFile(
                 f"the adapter changes {name[:80]!r} of {(len(up), down.shape[1])}, which the base does not have: it is "
@@ -112,10 +116,8 @@ class AdapterPool:
 
     def add(self, name: str, folder: str) -> None:
         """Serve the adapter in this folder under a name; it is read now, so that damage is reported now."""
-        where = Path(own_head(folder)[0]).expanduser()
+        where = Path(expanduser(own_head(folder)[0]))
         self._refuse_taken(name)  # before it is read, and again: another thread may have been faster
-        if not is_adapter(where):
-            raise ModelNotFound(f"{where} holds no adapter: there is no adapter_config.json of PEFT's in it")
         loaded = self._read(name, where)
         with self._lock:
             self._refuse_taken(name)

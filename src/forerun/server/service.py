@@ -6,12 +6,12 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from forerun.api.completion import Completion
-from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.errors import ForerunError, InvalidInput, UnknownName
 from forerun.core.request import Event
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
@@ -66,25 +66,32 @@ class Service:
         """The same, by a process of its own: nobody else waits for it."""
         return await self.reader_process.read(what, raw, self.backend.max_length, (*self.adapters,))
 
+    def _refuse_asleep(self) -> None:
+        if self.sleeping:
+            raise ApiError(503, "the server sleeps; wake it with POST /wake_up", "server_error", code="sleeping")
+
     async def load_adapter(self, name: str, folder: str) -> None:
         """Serve the LoRA adapter in a folder as a model of this name."""
+        self._refuse_asleep()
         if name in (*self.settings.model_names, *self.adapters):
             raise ApiError(
                 400, f"{name!r} is served already; unload it first, or choose another name", param="lora_name"
             )
         await self.backend.change_adapter(name, folder)
         self.adapters[name] = folder
-        log.info("the adapter %s is served now", name)
+        log.info("the adapter %r is served now", name)
 
     async def unload_adapter(self, name: str) -> None:
         """Serve it no longer; texts that are being written with it are finished."""
+        self._refuse_asleep()
         if self.adapters.pop(name, None) is None:
             known = ", ".join(self.adapters) or "none"
             raise ApiError(
                 404, f"there is no adapter {name!r} here; served: {known}", "not_found_error", param="lora_name"
             )
-        await self.backend.change_adapter(name, None)
-        log.info("the adapter %s is served no longer", name)
+        with suppress(UnknownName):  # an engine that was started again could not read it
+            await self.backend.change_adapter(name, None)
+        log.info("the adapter %r is served no longer", name)
 
     async def sleep(self) -> None:
         """Let the texts that are being written end, then have the engine give its memory back; others are refused."""
@@ -134,8 +141,7 @@ class Service:
         room = self.backend.max_batch + self.settings.max_queue
         if self.draining:
             raise _leaving()
-        if self.sleeping:
-            raise ApiError(503, "the server sleeps; wake it with POST /wake_up", "server_error", code="sleeping")
+        self._refuse_asleep()
         if self.active + texts > room:
             message = f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
             raise ApiError(429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
@@ -253,7 +259,7 @@ class Service:
         }  # fmt: skip
         if answer.body.priority:
             facts["priority"] = answer.body.priority
-        if answer.model in self.adapters:
+        if answer.model != self.model:  # unloaded meanwhile or not
             facts["adapter"] = answer.model
         if answer.predicted:
             facts["predicted"] = {"in_text": done.accepted_prediction_tokens, "not": done.rejected_prediction_tokens}

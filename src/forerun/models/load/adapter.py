@@ -17,13 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, UnsupportedModel, brief
+from forerun.core.errors import DamagedFile, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.tokenizer import read_json
 from forerun.models.load.weights import Weights, write_tensors
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-_OTHER = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication")
+_OTHER = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication",
+          "alora_invocation_tokens", "use_qalora")  # fmt: skip
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # how changes began: the base was changed as well
 
 
 def is_adapter(folder: Path) -> bool:
@@ -40,8 +42,12 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path) -> Adapter:
+        if not (folder / SETTINGS).is_file():
+            raise ModelNotFound(f"{folder} holds no adapter: there is no {SETTINGS} of PEFT's in it")
         values = read_json(folder / SETTINGS)
         unknown = [name for name in _OTHER if values.get(name)]
+        if str(values.get("init_lora_weights")).startswith(_OTHER_BASE):
+            unknown.append("init_lora_weights")
         if values.get("peft_type") != "LORA" or unknown or values.get("bias", "none") != "none":
             what = ", ".join(unknown) or f"type {values.get('peft_type')!r:.40}, bias {values.get('bias')!r:.40}"
             raise UnsupportedModel(f"{folder} is an adapter of a kind that is not known here ({what})")
@@ -52,6 +58,8 @@ class Adapter:
             tensors = load_file(folder / TENSORS)
         except (KeyError, TypeError, ValueError, ArithmeticError, OSError, SafetensorError) as error:
             raise DamagedFile(f"the adapter in {folder} is damaged ({brief(error)}); fetch it again") from None
+        if not abs(scale) < 3e38 or not all(_is_finite(one) for one in tensors.values()):
+            raise DamagedFile(f"the adapter in {folder} is damaged (numbers that are not finite); fetch it again")
         return cls(base, rank, scale, _pairs(folder, tensors, rank))
 
     def write(self, folder: Path) -> None:
@@ -91,6 +99,10 @@ class AdaptedWeights(Weights):
         return (weight.float() + self.adapter.scale * (up.float() @ down.float())).to(weight.dtype)
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.float().isfinite().all())
+
+
 def _pairs(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """The two matrices of every changed weight."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
@@ -103,5 +115,10 @@ def _pairs(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[str, 
             continue
         if up is None or down.dim() != 2 or up.dim() != 2 or len(down) != rank or up.shape[1] != rank:
             raise DamagedFile(f"{folder / TENSORS}: {stem[:80]!r} has no two matrices of rank {rank}; fetch it again")
-        found[stem.removeprefix(_BEFORE) + ".weight"] = down, up
+        weight = stem.removeprefix(_BEFORE) + ".weight"
+        if weight in found:
+            raise DamagedFile(f"{folder / TENSORS} changes {weight[:80]!r} twice; fetch it again")
+        found[weight] = down, up
+    if not found:
+        raise DamagedFile(f"{folder / TENSORS} changes nothing; fetch it again")
     return found

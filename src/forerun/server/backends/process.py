@@ -156,8 +156,16 @@ class ProcessBackend(Backend):
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
         """As the seam says."""
-        await self._ask("adapter", name, folder)
-        self._adapters.append((name, folder))
+        if folder is not None:
+            await self._ask("adapter", name, folder)
+            self._adapters.append((name, folder))
+            return
+        later = [each for each in self._adapters if each[0] == name and each[1] is not None]
+        if later:
+            self._adapters.remove(later[0])
+        else:
+            self._adapters.append((name, None))  # noted first: an engine that has ended is started without it
+        await self._ask("adapter", name, None)
 
     async def restart(self) -> Restarted:
         """Start a new process in place of the old one, which is killed if it still runs."""
@@ -175,11 +183,13 @@ class ProcessBackend(Backend):
             return "no"
         self._pause, self._report, self._failure = 1.0, self._facts.report, None
         self._loop.add_reader(self._engine.channel.fileno(), self._read)
-        for name, folder in self._adapters:
+        # asked for before any text: the engine's process takes both in their order
+        asked = [(name, self._ask("adapter", name, folder)) for name, folder in self._adapters]
+        for name, reply in asked:
             try:
-                await self._ask("adapter", name, folder)
+                await reply
             except ForerunError as error:
-                log.error("the adapter %s is not served any more: %s", name, error)
+                log.error("the adapter %r is not served any more: %s", name, error)
         return "yes"
 
     async def _wait_after(self, error: Exception) -> None:
