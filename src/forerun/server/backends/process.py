@@ -70,9 +70,8 @@ class ProcessBackend(Backend):
         self._failure: BaseException | None = None
         self._progress, self._pause = ProgressWatch(), 1.0
         self._is_closed = False
-        self._adapters: list[
-            tuple[str, str | None]
-        ] = []  # loaded and unloaded since it was started: again after a restart
+        # loaded (from a folder) and unloaded (None) since it was started: again after a restart
+        self._adapters: list[tuple[str, str | None]] = []
         self._loop.add_reader(engine.channel.fileno(), self._read)
 
     @property
