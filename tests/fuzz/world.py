@@ -27,7 +27,7 @@ from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.growth import _same_of_levels
 from forerun.drafters.device.head import make_net
 from forerun.drafters.device.model import ModelDraft, over_model
-from forerun.drafters.device.plan import DraftMenu, bucket_of
+from forerun.drafters.device.plan import DraftJob, DraftMenu, bucket_of
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, MtpDrafter, MtpHead
@@ -271,7 +271,7 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
     world = World(engine, target, {})
     if setting.captures and setting.target == "twin":
         patch.setattr(graphs, "capture", record)
-        jobs = [(bucket_of(min(setting.batch, 4)), Form(5, 5, 1), 200)]
+        jobs = [DraftJob(bucket_of(min(setting.batch, 4)), Form(5, 5, 1), (200,))]
         patch.setattr(DraftMenu, "jobs", lambda *_: jobs)
         target.passes.capture = target.after.replays.capture = True
     make = engine.drafters._make

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core import registry
-from forerun.core.checks import refuse_special
+from forerun.core.checks import refuse_special, shown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 
@@ -49,7 +49,7 @@ class HeadFolder:
         """The default drafter for it."""
         running = registry.drafters.running(self.kind)
         if not running:
-            raise InvalidInput(f"{self.path} holds a head of the kind {self.kind!r}, which no drafter here runs")
+            raise InvalidInput(f"{self.path} holds a head of the kind {shown(self.kind)}, which no drafter here runs")
         return running[0].best
 
     def serves(self, drafter: str) -> bool:
