@@ -57,6 +57,11 @@ def imported_by(program: str) -> set[str]:
     return set(ended.stdout.split())
 
 
+def test_the_front_of_a_server_imports_no_torch() -> None:
+    loaded = imported_by("import forerun.server.run, forerun.server.app, forerun.server.backends.process")
+    assert loaded.isdisjoint({"torch", "transformers"}), sorted(loaded)
+
+
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("program", "forbidden"),

@@ -25,7 +25,6 @@ from forerun.api.prompts import (
     check_text,
     is_chat,
 )
-from forerun.build.engine import add_own_head
 from forerun.core.checks import as_name, as_path, as_token_ids, as_whole, shown, unknown
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SPELLINGS, SamplingOptions, SamplingParams
@@ -64,6 +63,8 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
 
         `FOLDER,head=FOLDER` names a head that drafts for this adapter's texts alone.
         """
+        from forerun.build.engine import add_own_head  # not above: a server's front does without torch
+
         if self.engine.adapters is None:
             raise InvalidInput("this engine was made without adapters")
         name, given = as_name("name", name), as_path("folder", folder)
