@@ -257,3 +257,14 @@ def test_beside_a_device_a_few_are_looked_up_every_round_and_a_crowd_never(monke
                 drafter.offer(seq)
                 seq.tokens = [*seq.tokens, 1 + len(seq.tokens) % 8]
         assert len(looked) == wanted
+
+
+def test_what_is_asked_of_a_sequence_that_has_ended_keeps_nothing() -> None:
+    """An engine asks which device drafts for a round under way; how many sequences are known decides about look-ups."""
+    drafter, _ = hybrid()
+    seq = FakeSeq(1, FRESH)
+    judge(drafter, [seq], [1])
+    drafter.forget(seq)
+    drafter._decides = True
+    drafter.device([seq])
+    assert not drafter._sequences

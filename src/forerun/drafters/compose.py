@@ -135,6 +135,9 @@ class _Sequence:
     merged: bool = False
 
 
+_FRESH = _Sequence()
+
+
 class HybridDrafter:
     """Hands each sequence, each round, to one of two drafters."""
 
@@ -210,7 +213,7 @@ class HybridDrafter:
         if not any(budgets[b].nodes for b in theirs):
             theirs = []
         for b, seq in enumerate(seqs):
-            state = self._sequences[seq.id]
+            state = self._sequences.setdefault(seq.id, _Sequence())
             drafted = b in theirs and budgets[b].nodes > 0
             state.drafted, state.parting, state.merged = drafted, None, False
             if not ours[b]:
@@ -245,9 +248,7 @@ class HybridDrafter:
 
     def _goes_first(self, seq: Seq, budget: Budget) -> bool:
         """Does the first drafter draft this round? By the budget's source, else by the higher acceptance."""
-        state = self._sequences.get(seq.id)
-        if state is None:
-            state = self._sequences[seq.id] = _Sequence()
+        state = self._sequences.get(seq.id, _FRESH)  # nothing is kept here: a device asks of sequences that have ended
         if budget.source == "costly":
             return False
         if budget.source == "free":
