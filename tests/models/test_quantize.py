@@ -351,8 +351,8 @@ def test_scales_for_prompts_have_smaller_errors_of_what_is_multiplied(tmp_path: 
     error = []
     for given in (None, sizes, torch.ones(128)):
         numbers, scales = in_four_bits(weight, 32, given)
-        wide = ((numbers.float() - 8).unflatten(1, (-1, 32)) * scales.float()[..., None]).flatten(1)
-        error.append(((wide - weight).square() * sizes).unflatten(1, (-1, 32)).sum(2))
+        wide = (torch.unflatten(numbers.float() - 8, 1, (-1, 32)) * scales.float()[..., None]).flatten(1)
+        error.append(torch.unflatten((wide - weight).square() * sizes, 1, (-1, 32)).sum(2))
     alone, searched, even = error
     assert bool((searched <= alone * (1 + 1e-6)).all())
     assert float(searched.sum()) < 0.97 * float(alone.sum())
@@ -373,10 +373,10 @@ def test_the_command_takes_prompts_to_choose_scales_by(
         ours, theirs = (float(((w[name] - before[name]).square() * weights).sum()) for w in (by_prompts, alone))
         assert ours < theirs, name
     capsys.readouterr()
-    for words, said in (
-        (["--to", "fp8", "--calibrate", prompts], "--calibrate is for w4"),
-        (["--to", "w4", "--calibrate", tmp_path / "absent"], "no prompts at"),
+    for to, calibrate, said in (
+        ("fp8", prompts, "--calibrate is for w4"),
+        ("w4", tmp_path / "absent", "no prompts at"),
     ):
-        assert command(monkeypatch, folder, tmp_path / "out", *words) == 2
+        assert command(monkeypatch, folder, tmp_path / "out", "--to", to, "--calibrate", calibrate) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

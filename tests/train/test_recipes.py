@@ -192,7 +192,7 @@ def test_nonsense_options_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["w4", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_head_learns_for_a_quantised_target(kind: Rounding, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     """As it will be served: the head reads the rows of the rounded weights, and knows that checkpoint as its target."""
     write_rounded(tiny, tmp_path / "rounded", kind)
