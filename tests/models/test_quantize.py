@@ -261,6 +261,9 @@ def test_widths_and_experts_that_cannot_be_written(
     add_tokenizer(tmp_path / "plain", config_of(tmp_path / "plain"), LETTERS[1])
     with pytest.raises(UnsupportedModel, match=said):
         write_rounded(open_checkpoint(str(tmp_path / "plain")), tmp_path / "out", kind)
+    if "experts" in said:
+        with pytest.raises(UnsupportedModel, match=said):
+            input_sizes(open_checkpoint(str(tmp_path / "plain")), ["abc def"])
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:

@@ -12,10 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.core.errors import UnsupportedModel
 from forerun.measure.quality import WINDOW, laws_of, windows_of
+from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layers import Mlp
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.quantized.writing import plain_weights
 from forerun.models.pages import TREE_MARGIN
 
 _PRODUCTS = (torch.mm, torch.mv, torch.addmm, Tensor.addmm_, Tensor.addmv_)  # of forerun.models.layers
@@ -25,18 +27,18 @@ _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up
 
 def input_sizes(checkpoint: Checkpoint, texts: Sequence[str]) -> dict[str, Tensor]:
     """[K] the mean square of what each column of a layer's matrices is multiplied by, in float32 on the CPU."""
-    config = DecoderConfig.from_hf(checkpoint.config)
+    weights, config = plain_weights(checkpoint), DecoderConfig.from_hf(checkpoint.config)
     if config.special:
         raise UnsupportedModel(f"--calibrate cannot read {config.family!r}: it has {config.special}")
     windows = windows_of(checkpoint, texts, WINDOW)
     slots = max(map(len, windows)) + TREE_MARGIN
-    decoder = Decoder(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=slots)
+    decoder = Decoder(config, weights, dtype=torch.float32, device="cpu", kv_slots=slots)
     noted = _Noted(decoder)
     with noted:
         for window in windows:
             laws_of(decoder, window)
     return {name: noted.mean_square(int(match[1]), _JOINED.get(match[2], match[2]))
-            for name in checkpoint.weights if (match := _MATRIX.search(name))}  # fmt: skip
+            for name in weights if (match := _MATRIX.search(name))}  # fmt: skip
 
 
 class _Noted(TorchFunctionMode):
@@ -46,6 +48,7 @@ class _Noted(TorchFunctionMode):
         super().__init__()
         self._places = dict[int, tuple[int, str]]()
         for index, block in enumerate(decoder.shared().layers):
+            assert isinstance(block, Block)
             assert isinstance(block.mlp, Mlp)
             matrices = {"qkv": block.qkv, "o": block.o, "gate_up": block.mlp.gate_up, "down": block.mlp.down}
             self._places |= {weight.data_ptr(): (index, name) for name, weight in matrices.items()}

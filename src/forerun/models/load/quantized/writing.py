@@ -99,7 +99,7 @@ def write_rounded(
     `input_sizes`: of columns, by weight; scales of four bits are those with the smallest errors of what is multiplied.
     """
     check_out(out)
-    weights = _plain_weights(checkpoint)
+    weights = plain_weights(checkpoint)
     rounder = _rounder(weights, kind)
     folder = out.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def check_out(out: Path) -> None:
         raise InvalidInput(f"{str(out)!r} exists and is not an empty folder; name a new one")
 
 
-def _plain_weights(checkpoint: Checkpoint) -> SafetensorsWeights:
+def plain_weights(checkpoint: Checkpoint) -> SafetensorsWeights:
     """The weights, where they can be rounded; else one line that says why not."""
     name, config = checkpoint.name, checkpoint.config
     if not checkpoint.path.is_dir():
