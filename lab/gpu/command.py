@@ -37,9 +37,10 @@ from lab.inflate.model import PRESETS, Shape
 from lab.plots import load_pyplot
 from lab.runner import Document, Run, picture, share
 
-SHAPES = {"135m": (Shape(576, 30, 9, 3, 64, 1536), 49152), "1b": (PRESETS["1b"], 49152), "8b": (PRESETS["8b"], 128256)}
+SHAPES = {"135m": (Shape(576, 30, 9, 3, 64, 1536), 49152), "1b": (PRESETS["1b"], 49152)}
+SHAPES |= {name: (PRESETS[name], 128256) for name in ("8b", "70b")}
 NODES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256)
-QUICK_NODES = (1, 8, 64)
+QUICK_NODES = (1, 8, 32, 64)
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 512
 KINDS: tuple[WeightKind, ...] = ("plain", "int8", "fp8", "w4")  # of weights

@@ -33,9 +33,9 @@ from lab.inflate.heads import INFLATED, OWN, inflate_head, load_inflated
 from lab.inflate.model import PRESETS
 from lab.peers.transformers_gpu import time_transformers
 
-FEWEST = 24  # texts of a small batch
+FEWEST = 24  # texts of a small batch, or all there are
 TREES = Budget(nodes=12, depth=6, width=3)
-SLOTS = 160_000  # of the KV cache: 128 sequences of a thousand tokens with their trees
+PLACE_SLOTS = 1250  # of the KV cache: a sequence of a thousand tokens with its trees
 TRANSFORMERS_PROMPTS = 2
 
 
@@ -43,9 +43,10 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     """Plain and drafted texts of the inflated model; every difference is shown with how near the tie was."""
     checkpoint = open_checkpoint(given.model)
     tokenizer = checkpoint.tokenizer()
-    target, large = load_inflated(checkpoint, given.preset, SLOTS, kind=given.text_weights)
-    registry.drafters.register("answer_trees", "lab.gpu.stand_ins:AnswerTrees")
     batches = parse_batches(given.batches)
+    slots = PLACE_SLOTS * max(8, *batches)
+    target, large = load_inflated(checkpoint, given.preset, slots, kind=given.text_weights)
+    registry.drafters.register("answer_trees", "lab.gpu.stand_ins:AnswerTrees")
     settings = EngineConfig(max_length=4096, max_batch=max(batches))
     engine = make_engine(target, tokenizer.eos_ids, SpeculativeConfig(drafter="ngram"), settings, tokenizer)
     prompts = [tuple(tokenizer.chat_ids(item.messages)) for item in load_suite(given.suite, limit=given.limit)]
@@ -57,13 +58,11 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
     needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
     target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
-    rows = sweep.measure(
-        setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), say_row, given.repeats
-    )
+    fewest = min(FEWEST, len(sweep.prompts))
+    rows = sweep.measure(setups, batches, lambda b: max(fewest, given.texts_per_place * b), say_row, given.repeats)
     gaps = [_gap(target, prompt, sweep.plain[prompt], other) for prompt, other in sweep.differing]
-    model = "the checkpoint itself" if large is None else INFLATED
-    result = {"model": model, "shape": given.preset, "prompts": len(sweep.prompts), "rows": rows}
-    result |= {"differing": len(gaps), "gaps": gaps, "max_tokens": given.max_tokens}
+    result = {"model": "the checkpoint itself" if large is None else INFLATED, "shape": given.preset, "rows": rows}
+    result |= {"prompts": len(sweep.prompts), "differing": len(gaps), "gaps": gaps, "max_tokens": given.max_tokens}
     if large is not None and not given.skip_transformers:
         result["transformers_tokens_per_s"] = time_transformers(large, prompts[:TRANSFORMERS_PROMPTS])
         print(f"transformers generate: {result['transformers_tokens_per_s']:.1f} tokens/s")

@@ -56,6 +56,7 @@ class Shape:
 PRESETS = {
     "1b": Shape(width=1536, layers=32, heads=24, kv_heads=8, head_dim=64, inner=6144),
     "8b": Shape(width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, inner=14336),
+    "70b": Shape(width=8192, layers=80, heads=64, kv_heads=8, head_dim=128, inner=28672),
 }
 
 

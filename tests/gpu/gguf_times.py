@@ -122,6 +122,7 @@ def _passes(shape: str, mixture: str, rate: float, parts: bool) -> None:
     started = perf_counter()
     target = _target(shape, mixture)
     loading = perf_counter() - started
+    target.compile_ahead(CONTEXT)  # side by side
     model = target.model
     by_name = {name: [getattr(layer, name) for layer in model.layers] for name in ("qkv", "o", "gate_up", "down")}
     by_name["head"] = [model.head]

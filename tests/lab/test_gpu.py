@@ -16,7 +16,7 @@ def test_without_a_gpu_it_is_one_line_and_code_2(capsys: pytest.CaptureFixture[s
     assert said == ["forerun: this benchmark needs a CUDA device and torch sees none; use `python -m lab cpu`"]
 
 
-@pytest.mark.parametrize("words", [["--shape", "8b", "--nonsense"], ["--preset", "70b"], ["--limit", "two"]], ids=str)
+@pytest.mark.parametrize("words", [["--shape", "8b", "--nonsense"], ["--preset", "7b"], ["--limit", "two"]], ids=str)
 def test_flags_that_do_not_exist_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["gpu", *words])

@@ -119,5 +119,5 @@ def test_presets_hold_the_default_model() -> None:
     for shape in PRESETS.values():
         assert shape.layers >= 30
         assert shape.kv_heads >= 3
-    with pytest.raises(UnknownName, match="1b, 8b"):
-        find_shape("70b")
+    with pytest.raises(UnknownName, match="1b, 8b, 70b"):
+        find_shape("7b")

@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli import app
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.measure.inputs import input_sizes
+from forerun.measure.quality import WINDOW, cut
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
@@ -259,6 +261,9 @@ def test_widths_and_experts_that_cannot_be_written(
     add_tokenizer(tmp_path / "plain", config_of(tmp_path / "plain"), LETTERS[1])
     with pytest.raises(UnsupportedModel, match=said):
         write_rounded(open_checkpoint(str(tmp_path / "plain")), tmp_path / "out", kind)
+    if "experts" in said:
+        with pytest.raises(UnsupportedModel, match=said):
+            input_sizes(open_checkpoint(str(tmp_path / "plain")), ["abc def"])
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
@@ -311,4 +316,70 @@ def test_mistakes_on_the_command_line_are_one_line(
         printed = capsys.readouterr().err
         assert said in printed
         assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def prompts_file(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text('{"prompt": "abc def ghi and the rest of it"}\n{"prompt": "ab"}\n')
+    return path
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2", "gemma2", "phi3", "olmo2"])
+def test_sizes_of_inputs_are_what_transformers_multiplies(family: str, tmp_path: Path) -> None:
+    make_tiny_folder(tmp_path / "plain", family)
+    checkpoint, texts = open_checkpoint(str(tmp_path / "plain")), ["abc def ghi and the rest", "abcdefgh" * 9, "ab"]
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            seen[f"{name}.weight"] = []
+            module.register_forward_hook(lambda _, given, out, into=seen[f"{name}.weight"]: into.append(given[0][0]))
+    for text in texts:
+        ids = checkpoint.tokenizer().encode(text)
+        for part in cut(list(ids), WINDOW):
+            model(torch.tensor([part[:-1]]))
+    found = input_sizes(checkpoint, texts)
+    assert found.keys() == seen.keys()
+    for name, rows in seen.items():
+        expected = torch.cat(rows).square().mean(0)
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_scales_for_prompts_have_smaller_errors_of_what_is_multiplied(tmp_path: Path) -> None:
+    """By definition: no group has a larger error than with the scales of the weights alone, and most rows a smaller."""
+    weight, sizes = torch.randn(64, 128), torch.rand(128).pow(4) * 9
+    error = []
+    for given in (None, sizes, torch.ones(128)):
+        numbers, scales = in_four_bits(weight, 32, given)
+        wide = (torch.unflatten(numbers.float() - 8, 1, (-1, 32)) * scales.float()[..., None]).flatten(1)
+        error.append(torch.unflatten((wide - weight).square() * sizes, 1, (-1, 32)).sum(2))
+    alone, searched, even = error
+    assert bool((searched <= alone * (1 + 1e-6)).all())
+    assert float(searched.sum()) < 0.97 * float(alone.sum())
+    assert torch.equal(even, alone)
+
+
+def test_the_command_takes_prompts_to_choose_scales_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompts = plain(tmp_path / "plain"), prompts_file(tmp_path)
+    quiet = "--to", "w4", "--no-report"
+    assert command(monkeypatch, folder, tmp_path / "alone", *quiet) == 0
+    assert command(monkeypatch, folder, tmp_path / "by-prompts", *quiet, "--calibrate", prompts) == 0
+    sizes = input_sizes(open_checkpoint(str(folder)), ["abc def ghi and the rest of it", "ab"])
+    before, by_prompts = open_checkpoint(str(folder)).weights, open_checkpoint(str(tmp_path / "by-prompts")).weights
+    alone = open_checkpoint(str(tmp_path / "alone")).weights
+    for name, weights in sizes.items():
+        ours, theirs = (float(((w[name] - before[name]).square() * weights).sum()) for w in (by_prompts, alone))
+        assert ours < theirs, name
+    capsys.readouterr()
+    for to, calibrate, said in (
+        ("fp8", prompts, "--calibrate is for w4"),
+        ("w4", tmp_path / "absent", "no prompts at"),
+    ):
+        assert command(monkeypatch, folder, tmp_path / "out", "--to", to, "--calibrate", calibrate) == 2
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

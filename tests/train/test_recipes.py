@@ -18,11 +18,12 @@ from forerun.drafters.base import Parts
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.models.load.quantized.writing import Rounding, write_rounded
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
 from forerun.train.options import METHODS, Method, TrainOptions
 from forerun.train.run import make_recipe, train
-from forerun.train.teacher import ServedTeacher, load_teacher
+from forerun.train.teacher import NetTeacher, ServedTeacher, load_teacher
 
 FOR_DECODERS = [method for method in METHODS if method != "specdec"]
 
@@ -188,3 +189,21 @@ def test_nonsense_options_are_refused() -> None:
     for wrong in ({"steps": 0}, {"holdout": 0.0}, {"method": "eagle9"}, {"joint": True}):
         with pytest.raises(InvalidInput):
             TrainOptions(**{"method": "eagle", "target": "t", "data": "d", "out": "o", **wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_head_learns_for_a_quantised_target(kind: Rounding, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """As it will be served: the head reads the rows of the rounded weights, and knows that checkpoint as its target."""
+    write_rounded(tiny, tmp_path / "rounded", kind)
+    rounded = open_checkpoint(str(tmp_path / "rounded"))
+    assert rounded.weights.quantization is not None
+    teacher = load_teacher(rounded, torch.device("cpu"))
+    assert isinstance(teacher, NetTeacher)
+    assert torch.equal(
+        teacher.net.get_parameter("layers.1.down"), rounded.weights["model.layers.1.mlp.down_proj.weight"]
+    )
+    options = options_for("eagle3", rounded, texts, tmp_path / "out", vocab=48)
+    measured = train(options)
+    assert measured.tokens_per_round > untrained(options, tmp_path / "untrained") + 0.1
+    assert tokens_per_round(rounded, "eagle3", tmp_path / "out") > 1.15

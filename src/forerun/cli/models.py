@@ -98,6 +98,9 @@ def quantize(
     prompts: Annotated[
         Path | None, typer.Option(help="Measure on your prompts: a JSONL file with 'prompt' or 'messages'.")
     ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Choose the scales of w4 by other prompts of yours, in such a file.")
+    ] = None,
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Do not measure the quality of what was written.")
     ] = False,
@@ -109,10 +112,15 @@ def quantize(
 
     check_out(out)
     texts = None if no_report else _texts(prompts)
+    sizes = {} if calibrate is None else _input_sizes(model, to, calibrate)
     with _bar(hidden=False) as bar:
         task = bar.add_task(f"writing {out.name}", total=None)
         write_rounded(
-            open_checkpoint(model), out, to.value, lambda done, total: bar.update(task, completed=done, total=total)
+            open_checkpoint(model),
+            out,
+            to.value,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            sizes,
         )
     size = sum(file.stat().st_size for file in out.iterdir())
     if json_file != STDOUT:
@@ -132,6 +140,16 @@ def _texts(prompts: Path | None) -> list[str]:
     if prompts is None:
         return [read_text()]
     return ["\n\n".join(message["content"] for message in item.messages) for item in load_suite(prompts)]
+
+
+def _input_sizes(model: str, to: Format, prompts: Path) -> Mapping[str, Any]:
+    from forerun.measure.inputs import input_sizes
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    if to is not Format.w4:
+        raise InvalidInput(f"--calibrate is for w4; the scales of {to.value} follow from the weights alone")
+    with Console(stderr=True).status("reading the prompts, in float32 on the CPU"):
+        return input_sizes(open_checkpoint(model), _texts(prompts))
 
 
 def _measured(model: str, out: Path, texts: list[str]) -> dict[str, Any]:

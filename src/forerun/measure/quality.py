@@ -75,7 +75,7 @@ def measure_quality(
 ) -> dict[str, Any]:
     """Perplexity, agreement and divergence of each format; a format that cannot be loaded says why not."""
     checkpoint = loading.open_checkpoint(model)
-    windows = _windows(checkpoint, [read_text() if text is None else text], window)
+    windows = windows_of(checkpoint, [read_text() if text is None else text], window)
     reference = _reference(checkpoint)
     found: dict[str, Any] = {}
     for name in names:
@@ -92,7 +92,7 @@ def measure_kv(
     if not kv_dtypes:
         return {}
     checkpoint = loading.open_checkpoint(model)
-    windows = _windows(checkpoint, [read_text() if text is None else text], window)
+    windows = windows_of(checkpoint, [read_text() if text is None else text], window)
     reference, found = load_target(checkpoint, EngineConfig(device=device)), dict[str, dict[str, Any]]()
     for name in ("auto", *kv_dtypes):
         try:
@@ -112,7 +112,7 @@ def _bytes_per_token(target: Target) -> int | None:
 def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:
     """The same figures of a checkpoint with rounded weights against its original, both computed in float32."""
     checkpoint = loading.open_checkpoint(original)
-    windows = _windows(checkpoint, texts, window)
+    windows = windows_of(checkpoint, texts, window)
     reference, other = _reference(checkpoint), _reference(loading.open_checkpoint(rounded))
     return {
         "original": _figures(reference, reference, windows),
@@ -122,7 +122,8 @@ def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: i
     }
 
 
-def _windows(checkpoint: Checkpoint, texts: Sequence[str], window: int) -> list[list[int]]:
+def windows_of(checkpoint: Checkpoint, texts: Sequence[str], window: int) -> list[list[int]]:
+    """The texts' tokens, in pieces that are scored together."""
     ids = [list(checkpoint.tokenizer().encode(text)) for text in texts]
     windows = [piece for each in ids for piece in cut(each, window)]
     if not windows:

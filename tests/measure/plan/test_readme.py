@@ -81,3 +81,21 @@ def test_the_plan_names_the_measurement() -> None:
     source = built_in("h200", "8b").source
     assert document()["commit"] in source
     assert source.startswith("benchmarks/h200-batches-8b.json")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "w4"])
+def test_quantised_weights_have_the_times_of_their_measurement(kind: str) -> None:
+    """Per token that was written, without the time of prompts."""
+    found = json.loads((ROOT / "benchmarks" / "h200-weights-8b.json").read_text("utf-8"))
+    profile = built_in("h200", f"8b-{kind}")
+    rows = [row for row in found["tables"]["weights"]["rows"] if row["weights"] == kind]
+    for setup, name in ((PLAIN, "plain"), (DEFAULT, "default")):
+        points = {point.batch: point for point in profile.of(setup)}
+        assert list(points) == [row["batch"] for row in rows]
+        for row in rows:
+            parts = row[f"{name}_ms"]
+            seconds = (1 - parts["prompt"] / sum(parts.values())) / row[name]
+            assert points[row["batch"]].decode_seconds == pytest.approx(seconds, rel=0.001)
+    assert found["commit"] in profile.source
+    best, *_ = plan(profile, replace(MEASURED, rate=1.0))
+    assert best.setup == DEFAULT

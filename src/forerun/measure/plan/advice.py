@@ -24,7 +24,7 @@ from forerun.core.errors import DamagedFile, InvalidInput, brief
 
 PLAIN = "plain"
 _GET_ONE = "make one with `forerun plan --measure --save FILE`"
-BUILT_IN = (("h200", "8b"),)
+BUILT_IN = tuple(("h200", model) for model in ("8b", "8b-fp8", "8b-int8", "8b-w4"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,9 +246,13 @@ def in_bytes(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32
     return data, scales
 
 
-def in_four_bits(weight: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Numbers 0..15 that stand for -8..7, and the scale of each group [N, K / group] with the smallest error."""
+def in_four_bits(weight: Tensor, group: int | None = None, column_sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Numbers 0..15 that stand for -8..7, and the scale of each group [N, K / group] with the smallest error.
+
+    `column_sizes` [K]: what the squared errors of a column are multiplied by.
+    """
     size = group or next(size for size in GROUPS if weight.shape[1] % size == 0)
+    counts = None if column_sizes is None else column_sizes.view(-1, size)
     parts = weight.float().view(len(weight), -1, size)
     most, least = parts.abs().amax(2).clamp(min=1e-12) / 7.0, torch.full((), float("inf"))
     numbers, scales = torch.zeros_like(parts), torch.zeros_like(most)
@@ -256,7 +260,8 @@ def in_four_bits(weight: Tensor, group: int | None = None) -> tuple[Tensor, Tens
     for shrunk in _SHRUNK:
         scale = (most * shrunk).bfloat16().float()
         rounded = (parts / scale[..., None]).round_().clamp_(-8, 7)
-        off = (rounded * scale[..., None] - parts).square_().sum(2)
+        squares = (rounded * scale[..., None] - parts).square_()
+        off = (squares if counts is None else squares.mul_(counts)).sum(2)
         better = off < error
         error, scales = torch.where(better, off, error), torch.where(better, scale, scales)
         numbers = torch.where(better[..., None], rounded, numbers)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
 import torch
@@ -46,10 +47,10 @@ class Rounder:
     kind: Rounding
     group: int = 0  # columns that share a scale; 0 = all
 
-    def __call__(self, weight: Tensor) -> dict[str, Tensor]:
+    def __call__(self, weight: Tensor, column_sizes: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors that replace a weight [N, K], by the end of their names; scales are exact in bfloat16."""
         if self.kind == "w4":
-            numbers, scales = in_four_bits(weight, self.group)
+            numbers, scales = in_four_bits(weight, self.group, column_sizes)
             return self._packed(numbers[:, ::2] | numbers[:, 1::2] << 4, scales, weight)
         data, by_output = in_bytes(weight, self.kind, torch.bfloat16)
         scales = by_output[:, None].bfloat16()
@@ -87,11 +88,18 @@ class _Shard:
 
 
 def write_rounded(
-    checkpoint: Checkpoint, out: Path, kind: Rounding, progress: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    out: Path,
+    kind: Rounding,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    input_sizes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the folder `out`; `progress` is told how many weights are done, and of how many."""
+    """Write the folder `out`; `progress` is told how many weights are done, and of how many.
+
+    `input_sizes`: of columns, by weight; scales of four bits are those with the smallest errors of what is multiplied.
+    """
     check_out(out)
-    weights = _plain_weights(checkpoint)
+    weights = plain_weights(checkpoint)
     rounder = _rounder(weights, kind)
     folder = out.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +107,7 @@ def write_rounded(
     try:
         part = beside / "made"
         part.mkdir()  # with the rights of new folders, which `beside` has not
-        _write_weights(weights, rounder, part, progress)
+        _write_weights(weights, rounder, part, progress, input_sizes)
         _copy_others(checkpoint, part)
         settings = rounder.settings(_ignored(weights))
         config = json.dumps({**checkpoint.config, "quantization_config": settings}, indent=2)
@@ -115,7 +123,7 @@ def check_out(out: Path) -> None:
         raise InvalidInput(f"{str(out)!r} exists and is not an empty folder; name a new one")
 
 
-def _plain_weights(checkpoint: Checkpoint) -> SafetensorsWeights:
+def plain_weights(checkpoint: Checkpoint) -> SafetensorsWeights:
     """The weights, where they can be rounded; else one line that says why not."""
     name, config = checkpoint.name, checkpoint.config
     if not checkpoint.path.is_dir():
@@ -164,7 +172,11 @@ def _ignored(weights: SafetensorsWeights) -> list[str]:
 
 
 def _write_weights(
-    weights: SafetensorsWeights, rounder: Rounder, folder: Path, progress: Callable[[int, int], None]
+    weights: SafetensorsWeights,
+    rounder: Rounder,
+    folder: Path,
+    progress: Callable[[int, int], None],
+    input_sizes: Mapping[str, Tensor],
 ) -> None:
     shards = list(_planned(weights, rounder))
     places, done = dict[str, str](), 0
@@ -174,7 +186,7 @@ def _write_weights(
         with (folder / name).open("wb") as file:
             starts = _write_header(file, shard.tensors)
             for weight in shard.weights:
-                for key, tensor in _parts(weight, weights[weight], rounder).items():
+                for key, tensor in _parts(weight, weights[weight], rounder, input_sizes.get(weight)).items():
                     file.seek(starts[key])
                     file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 done += 1
@@ -202,14 +214,14 @@ def _planned(weights: SafetensorsWeights, rounder: Rounder) -> Iterator[_Shard]:
     yield shard
 
 
-def _parts(name: str, weight: Tensor, rounder: Rounder) -> dict[str, Tensor]:
+def _parts(name: str, weight: Tensor, rounder: Rounder, column_sizes: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors that a weight becomes, by name."""
     if not _is_rounded(name):
         return {name: weight}
     if not weight.is_meta and not bool(weight.isfinite().all()):
         raise DamagedFile(f"{name[:80]!r} has values that are not finite; fetch the model again")
     stem = name.removesuffix("weight")
-    return {stem + part: tensor for part, tensor in rounder(weight).items()}
+    return {stem + part: tensor for part, tensor in rounder(weight, column_sizes).items()}
 
 
 def _write_header(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, int]:
