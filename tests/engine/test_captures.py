@@ -23,7 +23,7 @@ class Kernels:
 
 def turns_with(kernels: Any, made: list[str]) -> tuple[CaptureTurns, list[str]]:
     later, settled = LaterCaptures(), list[str]()
-    later.add(range(5, 9), lambda: kernels, [lambda: made.append("graph")])
+    later.add("graphs", range(5, 9), lambda: kernels, [lambda: made.append("graph")])
     target: Any = SimpleNamespace(later=later)
     return CaptureTurns(target, lambda: settled.append("settled"), lambda: 0.0), settled
 
@@ -50,8 +50,8 @@ def test_what_is_timed_has_the_graphs_of_all_batches_that_it_comes_to() -> None:
     made = list[str]()
     turns, _ = turns_with(None, made)
     later: Any = turns._later
-    later.add(range(2, 5), lambda: None, [lambda: made.append("smaller")])
-    later.add(range(9, 13), lambda: None, [lambda: made.append("larger")])
+    later.add("graphs", range(2, 5), lambda: None, [lambda: made.append("smaller")])
+    later.add("graphs", range(9, 13), lambda: None, [lambda: made.append("larger")])
     turns.up_to(8)
     assert made == ["smaller", "graph"]
 
