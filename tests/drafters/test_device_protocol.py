@@ -27,7 +27,7 @@ from tests.simulate.head import SimulatedHead
 ROOT = Path(forerun.__file__).parent
 FOLDER = ROOT / "drafters" / "device"
 MEMBERS = {"needs", "menu", "is_ready", "launch", "observe", "rest", "rehearse", "forget"}
-MENU = {"forms", "seconds", "rows", "expected", "switches", "complete_to", "fitting", "knows", "drafting"}
+MENU = {"forms", "seconds", "rows", "expected", "switches", "complete_to", "fitting", "holds", "knows", "drafting"}
 # what other folders may import: the protocol, what builds a drafter, and what heads share that the host cuts trees for
 DOORS = {("protocol", "*"), ("eagle", "on_device"), ("model", "on_device"), ("growth", "*")}
 

@@ -299,7 +299,7 @@ def test_what_is_captured_covers_every_context(max_length: int) -> None:
     """No text that is written up to its end, with any form behind it, needs a graph that is not there."""
     captured = {
         (form, splits_to(reach + form.depth))
-        for _, form, reaches in DraftMenu().jobs(1, max_length)
+        for _, form, reaches, _ in DraftMenu().jobs(1, max_length)
         for reach in reaches
     }
     for form in forms_for(1):
@@ -310,6 +310,6 @@ def test_what_is_captured_covers_every_context(max_length: int) -> None:
 
 
 def test_batches_larger_than_asked_for_are_not_captured() -> None:
-    assert {bucket for bucket, _, _ in DraftMenu().jobs(8, 500)} == {1, 2, 4, 8}
-    assert {bucket for bucket, _, _ in DraftMenu().jobs(9, 500)} == {1, 2, 4, 8, 12}
-    assert max(bucket for bucket, _, _ in DraftMenu().jobs(1000, 500)) == 128
+    assert {job.bucket for job in DraftMenu().jobs(8, 500)} == {1, 2, 4, 8}
+    assert {job.bucket for job in DraftMenu().jobs(9, 500)} == {1, 2, 4, 8, 12}
+    assert max(job.bucket for job in DraftMenu().jobs(1000, 500)) == 128

@@ -7,7 +7,7 @@ from typing import Any
 
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request
-from forerun.engine.captures import WORTH_CAPTURES, CaptureTurns
+from forerun.engine.captures import FIRST_SHARE, SHARE, WORTH_CAPTURES, CaptureTurns
 from forerun.engine.driver import _LEADER, Driver, Waiter
 from forerun.models.cuda.later import LaterCaptures
 
@@ -23,7 +23,7 @@ class Kernels:
 
 def turns_with(kernels: Any, made: list[str]) -> tuple[CaptureTurns, list[str]]:
     later, settled = LaterCaptures(), list[str]()
-    later.add(range(5, 9), lambda: kernels, [lambda: made.append("graph")])
+    later.add("graphs", range(5, 9), lambda: kernels, [lambda: made.append("graph")])
     target: Any = SimpleNamespace(later=later)
     return CaptureTurns(target, lambda: settled.append("settled"), lambda: 0.0), settled
 
@@ -45,13 +45,31 @@ def test_rounds_overlap_while_kernels_are_compiled_beside_them() -> None:
     assert turns.waiting == 0
 
 
+def test_a_drafter_that_has_no_graph_yet_gets_a_larger_share_of_the_time() -> None:
+    seconds, later = [0.0], LaterCaptures()
+
+    def capture() -> None:
+        seconds[0] += 1.0
+
+    later.add("first graphs", range(1, 2), lambda: None, [capture], failed=lambda error: None)
+    later.add("others", range(1, 2), lambda: None, [capture])
+    target: Any = SimpleNamespace(later=later)
+    turns = CaptureTurns(target, lambda: None, lambda: seconds[0])
+    turns.has_thread = True
+    for started, due in ((0.0, 1.0 + 1.0 / FIRST_SHARE), (5.0, 6.0 + 1.0 / SHARE)):
+        seconds[0] = started
+        turns.beside(1)  # its kernels
+        turns.beside(1)
+        assert turns._due == due
+
+
 def test_what_is_timed_has_the_graphs_of_all_batches_that_it_comes_to() -> None:
     """Of eight texts four are left at last: their graphs would be captured, in a share of the time that is measured."""
     made = list[str]()
     turns, _ = turns_with(None, made)
     later: Any = turns._later
-    later.add(range(2, 5), lambda: None, [lambda: made.append("smaller")])
-    later.add(range(9, 13), lambda: None, [lambda: made.append("larger")])
+    later.add("graphs", range(2, 5), lambda: None, [lambda: made.append("smaller")])
+    later.add("graphs", range(9, 13), lambda: None, [lambda: made.append("larger")])
     turns.up_to(8)
     assert made == ["smaller", "graph"]
 

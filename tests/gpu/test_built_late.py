@@ -13,7 +13,7 @@ import pytest
 from forerun.core.types import Request
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
-from forerun.drafters.device.plan import DraftMenu
+from forerun.drafters.device.plan import DraftJob, DraftMenu
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
 from forerun.models.cuda import graphs
@@ -56,7 +56,7 @@ def test_texts_stay_while_a_drafter_is_built(change: Change, monkeypatch: pytest
     some = [replace(one, params=replace(one.params, ignore_eos=True, max_tokens=16)) for one in requests(6, 6)]
     wanted = plain_texts(willing_target(words=4), some)
     monkeypatch.setattr(graphs, "capture", record)
-    monkeypatch.setattr(DraftMenu, "jobs", lambda menu, batch, length: [(4, TREE, 100)])
+    monkeypatch.setattr(DraftMenu, "jobs", lambda menu, batch, length: [DraftJob(4, TREE, (100,))])
     target = willing_target(words=4)
     engine = captures(target, make(target, Forms([TREE], 9), follows=True))
     monkeypatch.setattr(engine.drafters, "_make", lambda name, head=None: built(target, name, head))

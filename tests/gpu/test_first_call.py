@@ -6,15 +6,18 @@ anew, once texts are written. So a piece of work that has no graph by then is se
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forerun.api import async_llm, llm
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
@@ -23,10 +26,14 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Round, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.drafter import OnDevice, built
+from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.model import ModelDraft, over_model
+from forerun.drafters.device.plan import FORMS, DraftMenu, forms_for
 from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.prediction import PredictionDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.engine.driver import Driver, Waiter
+from forerun.engine.driver import Driver, HeadSwap, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
@@ -35,6 +42,7 @@ from forerun.models.cuda import graphs
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.target import CudaDecoder
 from tests.gpu.heads import both_drafters
+from tests.gpu.test_adapters import folders_of
 from tests.gpu.test_following import willing_target
 from tests.gpu.tiny import VOCAB, make_target
 
@@ -80,10 +88,18 @@ def _captures_all(*targets: CudaDecoder) -> None:
         target.passes.capture = target.after.replays.capture = True
 
 
-def _head(target: CudaDecoder, at_once: int = MOST, most: int = MOST) -> Drafter:
-    drafter, _ = both_drafters(target, borrows=True)
-    drafter.draft.replays.capture = True
-    drafter.draft.rehearse(target, most, LENGTH, at_once)
+def _head(target: CudaDecoder, at_once: int = MOST, most: int = MOST, length: int = LENGTH) -> Drafter:
+    def make() -> OnDevice[HeadDraft]:
+        drafter, _ = both_drafters(target, borrows=True)
+        drafter.draft.replays.capture = True
+        return drafter
+
+    if not at_once:  # as a server has it
+        built_drafter = built(make, target, most, length)
+        assert built_drafter is not None
+        return built_drafter
+    drafter = make()
+    drafter.draft.rehearse(target, most, length, at_once)
     return drafter
 
 
@@ -97,17 +113,21 @@ def _model(target: CudaDecoder, at_once: int = MOST) -> Drafter:
     return over_model(model, lambda: ModelDrafter(draft, VOCAB))
 
 
-def _load(kind: str, captures: Captures, at_once: int = MOST, most: int = MOST) -> tuple[Engine, CudaDecoder]:
+def _load(
+    kind: str, captures: Captures, at_once: int = MOST, most: int = MOST, length: int = LENGTH, **more: Any
+) -> tuple[Engine, CudaDecoder]:
     """As load_engine does on a GPU: the drafter, which captures its graphs, then the target's passes."""
     target = willing_target()
     _captures_all(target)
-    drafter = _head(target, at_once, most) if "eagle3" in kind else _model(target, at_once)
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    config = EngineConfig(max_batch=most, max_length=length, **more)
+    engine = make_engine(target, frozenset({1}), speculative, config)
+    drafter = _head(target, at_once, most, length) if "eagle3" in kind else _model(target, at_once)
     if kind.startswith("ngram"):
         drafter = HybridDrafter(NgramDrafter(), drafter)
-    target.warm_up(drafter.needs, most, LENGTH)
-    speculative = SpeculativeConfig(drafter="none", controller="fixed")
-    engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=most, max_length=LENGTH))
+    target.warm_up(drafter.needs, most, length)
     engine.drafters.add("device", drafter)
+    engine.captures.has_thread = not at_once
 
     def offer(seq: Seq) -> Offer:
         assert isinstance(seq, SequenceState)
@@ -311,3 +331,238 @@ def test_sampling_is_captured_for_trees_alone_and_for_trees_beside_prompts(monke
     assert {(name[0], name[1], name[-1]) for name in names} == {
         (what, form, kind) for what in ("sample", "tokens") for kind in kinds
     }
+
+
+# ---- a server, which is ready before any draft of one sequence is captured
+
+WHOLE = Budget(*FORMS[-1].sizes)  # or any smaller form of the menu
+ALONE = len(forms_for(1))  # captures of one sequence in contexts of one length
+
+
+def _asked(length: int = 20, tokens: int = 16, **more: Any) -> Request:
+    rng = random.Random(length)
+    prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
+    return Request(
+        prompt, SamplingParams(tokens, temperature=0.0, ignore_eos=True), drafter="device", budget=WHOLE, **more
+    )
+
+
+def _served(
+    monkeypatch: pytest.MonkeyPatch, length: int = LENGTH, **more: Any
+) -> tuple[Engine, CudaDecoder, Captures, set[int]]:
+    """Nothing is captured beside its texts, unless `_capture` does it."""
+    later = Captures()
+    monkeypatch.setattr(graphs, "capture", later.capture)
+    engine, target = _load("eagle3", later, at_once=0, most=4, length=length, **more)
+    engine.captures._due = float("inf")
+    return engine, target, later, _drafted_batches(engine, monkeypatch)
+
+
+def _plain(request: Request, **more: Any) -> list[list[int]]:
+    config = EngineConfig(max_batch=1, **more)
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    engine = make_engine(willing_target(), frozenset({1}), speculative, config)
+    return _write(engine, [replace(request, drafter="none", budget=None)], 1)
+
+
+def _capture(engine: Engine, captures: Captures, turns: int) -> None:
+    """Between rounds; they are done, and do not count as captures in mid-text."""
+    late = [*captures.late]
+    for _ in range(turns):
+        assert engine.captures.when_idle()
+    engine.captures._due, captures.late[:] = float("inf"), late
+
+
+def test_a_server_writes_before_any_draft_is_captured_and_forms_join_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _, captures, drafted = _served(monkeypatch)
+    wanted, missing = _plain(_asked()), engine.captures.missing
+    assert missing == ALONE
+    assert _write(engine, [_asked()], 1) == wanted
+    assert (captures.late, drafted) == ([], set())
+    _capture(engine, captures, 1)
+    assert engine.captures.missing == missing, "kernels were asked for"
+    for turns in (1, 1, 3, ALONE - 5):
+        _capture(engine, captures, turns)
+        drafted.clear()
+        assert _write(engine, [_asked()], 1) == wanted
+        assert (captures.late, drafted) == ([], {1})
+    assert not engine.drafters._failed
+
+
+def test_an_engine_that_no_thread_runs_has_its_drafts_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, captures, drafted = _served(monkeypatch)
+    engine.captures.has_thread = False
+    seq = engine.find(engine.submit(_asked()))
+    engine.step()
+    assert seq is not None
+    assert engine.captures.missing == 0
+    assert len(seq.tokens) <= seq.prompt_length + 1
+    captures.late.clear()
+    while engine.busy:
+        engine.step()
+    assert [seq.tokens[seq.prompt_length :]] == _plain(_asked())
+    assert (captures.late, drafted) == ([], {1})
+
+
+LONG = 1200  # two lengths of context have graphs of their own: up to 1,023 tokens, and beyond
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("prompt", [900, 980, 1100])
+def test_a_long_text_is_written_plainly_until_its_graphs_are_there(
+    prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first begins with drafts and grows out of the context that is captured."""
+    engine, _, captures, drafted = _served(monkeypatch, LONG)
+    request = _asked(prompt, 45)
+    wanted = _plain(request, max_length=LONG)
+    assert engine.captures.missing == 2 * ALONE
+    _capture(engine, captures, 1 + ALONE)
+    assert _write(engine, [request], 1) == wanted
+    assert captures.late == []
+    assert drafted == ({1} if prompt == 900 else set())
+    _capture(engine, captures, 1 + ALONE)
+    assert engine.captures.missing == 0
+    assert _write(engine, [request], 1) == wanted
+    assert (captures.late, drafted) == ([], {1})
+
+
+def test_without_that_rule_a_long_text_waits_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of these tests: a capture in mid-text is seen."""
+    engine, _, captures, _ = _served(monkeypatch, LONG)
+    _capture(engine, captures, 1 + ALONE)
+    monkeypatch.setattr(DraftMenu, "holds", lambda menu, length: True)
+    _write(engine, [_asked(1100, 20)], 1)
+    assert captures.late
+
+
+def test_where_the_first_capture_fails_the_host_drafts_and_no_token_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, target, captures, drafted = _served(monkeypatch)
+
+    def fail(*given: object) -> None:
+        raise RuntimeError("no memory for a graph")
+
+    monkeypatch.setattr(target, "rehearse", fail)
+    engine.submit(_asked())
+    texts = list[int]()
+    for turn in count():
+        if turn in (3, 5):
+            engine.settle()
+            assert target.later.next(1)
+        texts += [token for event in engine.step() for token in event.tokens]
+        if not engine.busy:
+            break
+    assert [texts] == _plain(_asked())
+    assert "drafting on the device failed" in caplog.text
+    assert engine.captures.missing == 0
+    while target.later.next():  # of larger batches: nobody needs them now
+        pass
+    assert len(captures.late) == 2, "one draft, without noise and with it, whose pass could not be captured"
+    assert _write(engine, [_asked()], 1) == _plain(_asked())
+    assert drafted == {1}, "by the host"
+
+
+def test_captures_between_rounds_and_an_abort_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, captures, _ = _served(monkeypatch)
+    kept, dropped = engine.submit(_asked()), engine.submit(_asked(30))
+    texts = list[int]()
+    for turn in count():
+        if turn == 4:
+            engine.abort(dropped)
+        if turn % 2:
+            _capture(engine, captures, 1)
+        texts += [token for event in engine.step() if event.seq_id == kept for token in event.tokens]
+        if not engine.busy:
+            break
+    assert [texts] == _plain(_asked())
+    assert captures.late == []
+
+
+@pytest.mark.slow
+def test_a_head_that_is_swapped_while_captures_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target, captures, drafted = _served(monkeypatch)
+    pool = engine.drafters
+    monkeypatch.setattr(pool, "_make", lambda name, head=None: _head(target, 0, 4))
+    monkeypatch.setattr(pool, "_runs_head", lambda name: name == "device")
+    _capture(engine, captures, 4)
+    seq = engine.find(engine.submit(_asked()))
+    engine.step()
+    order = HeadSwap("anywhere")  # type: ignore[arg-type]
+    order(engine)
+    order.raise_error()
+    captures.late.clear()  # how prompts are read
+    while engine.busy:
+        engine.step()
+    assert seq is not None
+    wanted = _plain(_asked())
+    assert [seq.tokens[seq.prompt_length :]] == wanted
+    assert drafted == {1}, "this text kept its head"
+    drafted.clear()
+    assert _write(engine, [_asked()], 1) == wanted
+    assert (captures.late, drafted) == ([], set())
+    _capture(engine, captures, engine.captures.missing + 2)
+    assert _write(engine, [_asked()], 1) == wanted
+    assert (captures.late, drafted) == ([], {1})
+
+
+@pytest.mark.slow
+def test_a_prediction_beside_a_head_whose_captures_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its composition has a draft of its own, which is built when the request comes."""
+    engine, target, captures, _ = _served(monkeypatch)
+    made = list[str]()
+
+    def make(name: str, head: str | None = None) -> Drafter:
+        made.append(name)
+        drafter = HybridDrafter(PredictionDrafter(), _head(target, 0, 4))
+        captures.late.clear()
+        return drafter
+
+    monkeypatch.setattr(engine.drafters, "_make", make)
+    wanted, missing = _plain(_asked()), engine.captures.missing
+    request = _asked(prediction=tuple(wanted[0]))
+    assert _write(engine, [replace(request, budget=None)], 1) == wanted
+    assert made == ["prediction+device"]
+    assert captures.late == []
+    assert engine.captures.missing == 2 * missing
+    _capture(engine, captures, 2 * missing + 2)
+    assert _write(engine, [request, _asked()], 1) == [*wanted, *wanted]
+    assert captures.late == []
+
+
+@pytest.mark.slow
+def test_adapters_are_captured_for_as_drafts_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = folders_of("llama", tmp_path, 1)
+    engine, _, captures, drafted = _served(monkeypatch, adapters=adapters)
+    request = _asked(adapter=next(iter(adapters)))
+    wanted = _plain(request, adapters=adapters)
+    assert wanted != _plain(_asked())
+    for turns in (0, 1 + ALONE):
+        _capture(engine, captures, turns)
+        assert _write(engine, [request], 1) == wanted
+        assert captures.late == []
+    assert drafted == {1}
+
+
+def test_a_library_has_its_drafts_when_it_is_loaded_and_a_server_is_ready_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(name: str, options: object) -> tuple[Engine, Any]:
+        return _served(monkeypatch)[0], Any
+
+    for module in (llm, async_llm):
+        monkeypatch.setattr(module, "load_engine", load)
+    assert llm.LLM("model").engine.captures.missing == 0
+
+    async def serve() -> None:
+        monkeypatch.setattr(Driver, "wait", lambda driver, waiter: None)  # its thread does nothing yet
+        with caplog.at_level("INFO"):
+            served = async_llm.AsyncLLM("model")
+        assert served.llm.engine.captures.missing == ALONE
+        await served.close()
+
+    asyncio.run(serve())
+    assert f"ready; drafts for one sequence are still being captured ({ALONE} left)" in caplog.text

@@ -18,13 +18,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from forerun.api.async_llm import AsyncLLM
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.core.errors import UnknownName
 from forerun.core.request import Event, Request
+from forerun.engine.captures import CaptureTurns
 from forerun.models.load.tokenizer import TokenizerParts
+from forerun.server.app import create_app
 from forerun.server.backends import base, process
 from forerun.server.backends.base import ProgressWatch
 from forerun.server.backends.channel import Channel
@@ -409,3 +412,15 @@ def test_a_server_takes_as_many_texts_as_batch_and_queue_hold_until_it_drains() 
         await backend.close()
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_health_says_what_a_gpu_still_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, left = make(max_batch=2), [7]
+    monkeypatch.setattr(CaptureTurns, "missing", property(lambda turns: left[0]))
+    with TestClient(create_app(LocalBackend(AsyncLLM(llm)), ServerSettings(("m",)))) as client:
+        note = "ready; drafts for one sequence are still being captured (7 left)"
+        assert client.get("/health").json() == {"status": "ok", "note": note}
+        assert client.get("/ready").json() == {"ready": True}
+        assert client.get("/stats").json()["captures"] == 7
+        left[0] = 0
+        assert client.get("/health").json() == {"status": "ok"}

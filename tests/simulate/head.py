@@ -30,6 +30,9 @@ class SimulatedForms:
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         return Form(nodes, depth, width)
 
+    def holds(self, length: int) -> bool:
+        return True
+
     def knows(self, form: Form, batch: int) -> bool:
         return True
 
@@ -87,7 +90,9 @@ class SimulatedHead(BaseDrafter):
     def rest(self, seats: Seats, behind: Unread) -> None:
         """It keeps no rows."""
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = 0) -> None:
+    def rehearse(
+        self, target: Target, max_batch: int, max_length: int, at_once: int = 0, failed: object = None
+    ) -> None:
         """Nothing is captured."""
 
     def _behind(self, going: Seats, form: Form) -> TreeBatch | None:

@@ -21,7 +21,7 @@ from forerun.api.calls import Call, Calls
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.api.streams import AsyncStream, Item
-from forerun.build.load import LoadOptions
+from forerun.build.load import LoadOptions, load_engine
 from forerun.core.errors import ForerunError, InvalidInput, Overloaded
 from forerun.core.types import Request
 from forerun.engine.driver import Handle, Waiter
@@ -62,6 +62,9 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
         if isinstance(model, LLM) and (tokenizer is not None or name or options):
             raise InvalidInput("an LLM is loaded already: give AsyncLLM(llm) no options of loading")
         self._owns_llm = not isinstance(model, LLM)
+        if not isinstance(model, LLM | Engine):
+            name = name or str(model)
+            (model, tokenizer), options = load_engine(model, options), {}
         self.llm = model if isinstance(model, LLM) else LLM(model, tokenizer, name, **options)
         super().__init__(self.llm.engine, self.llm.tokenizer, self.llm.name, self.llm.driver)
         self.max_requests, self.refuse = max_requests, refuse
@@ -72,6 +75,7 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
         self._owner = Waiter(lambda: self._is_closed)
         self._waiting = _Coroutines(lambda: self._is_closed or self._broken is not None)
         self.driver.watch(self._waiting)
+        self.llm.engine.captures.leave_to_thread()
         self._thread = Thread(target=self._serve, name="forerun-engine", daemon=True)
         self._thread.start()
 
@@ -222,6 +226,7 @@ class AsyncLLM(Calls[_One, _Several, _Lists, AsyncStream]):
         except BaseException as error:
             log.exception("the engine's thread ended with an error")
             self._broken = self._broken or error
+        self.llm.engine.captures.has_thread = False
         self._waiting.wake()
         self.driver.ignore(self._waiting)
         self.driver.wake_all()

@@ -46,6 +46,7 @@ class LLM(Calls[Completion, list[Completion], list[list[Completion]], Stream]):
         if not isinstance(model, Engine):
             name = name or str(model)
             model, tokenizer = load_engine(model, options)
+            model.captures.up_to(1)  # who loads an engine for a thread of its own lets that do it
         elif tokenizer is None or options:
             raise InvalidInput("an engine comes with its tokenizer and without options: LLM(engine, tokenizer)")
         super().__init__(model, tokenizer, name, Driver(model))

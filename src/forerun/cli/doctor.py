@@ -116,6 +116,9 @@ def _torch() -> Iterator[Finding]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding("devices", ", ".join(["cpu", *(f"cuda:{i} ({name})" for i, name in enumerate(gpus))]))
     yield Finding("threads", str(torch.get_num_threads()))
+    if gpus:
+        later = "a server writes plainly at first, and drafts join as they are captured: /health says what is left"
+        yield Finding("GPU graphs", later, needed=False)
 
 
 def _library(name: str, needed: bool, fix: str) -> Finding:

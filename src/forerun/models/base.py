@@ -251,6 +251,14 @@ class Later(Protocol):
     """Captures that wait for a spare moment."""
 
     def __len__(self) -> int: ...
+    def left(self, batch: int) -> int:
+        """Captures for batches of this size."""
+        ...
+
+    def is_first(self, batch: int | None) -> bool:
+        """Is the next capture, for a batch of this size or the smallest, of a drafter that has none?"""
+        ...
+
     def wants(self, batch: int, waits: bool = True) -> bool:
         """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
         ...
@@ -265,7 +273,7 @@ class Later(Protocol):
 
 @runtime_checkable
 class CapturesLater(Protocol):
-    """A target that writes before all graphs of larger batches are captured."""
+    """A target that writes before all graphs of drafts are captured."""
 
     @property
     def later(self) -> Later: ...

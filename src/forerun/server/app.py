@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from forerun import __version__
+from forerun.engine.stats import drafts_awaited
 from forerun.server.answers import Answer, Kind
 from forerun.server.doors.adapters import add_adapter_routes, add_sleep_routes
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
@@ -149,8 +150,10 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         if service.sleeping:
             return JSONResponse({"status": "sleeping"})
-        problem = service.backend.problem
+        problem, captures = service.backend.problem, service.backend.load().captures
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
+        if problem is None and captures:
+            status["note"] = drafts_awaited(captures)
         return JSONResponse(status, 200 if problem is None else 503)
 
     @app.get("/ready", responses=_PROBED)

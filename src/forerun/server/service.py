@@ -133,6 +133,7 @@ class Service:
             "accepted_per_position": load.accepted_per_position,
             "head": None if self.head_watch is None else self.head_watch.running.name,
             "adapters": {name: _drafting(*counts) for name, counts in load.adapters.items()},
+            "captures": load.captures,
         }  # fmt: skip
 
     @contextmanager

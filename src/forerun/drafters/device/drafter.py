@@ -2,8 +2,8 @@
 
 With each draft go the target's pass over its trees, the commit of the path and the copy of its hidden rows. What is
 captured are all forms of the menu, for every batch size up to a largest; there are two of each where contexts may be
-long. Those of one sequence are captured before texts are written, those of larger batches then or later
-(forerun.models.cuda.later). Nothing is captured inside of a round, unless a budget asks for another form.
+long. All of it can be left for later (forerun.models.cuda.later): until then texts are written plainly. Nothing is
+captured inside of a round, unless a budget asks for another form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ForerunError
-from forerun.core.offer import Form, Offer
+from forerun.core.offer import NEVER, Form, Offer
 from forerun.core.tree import ints_of
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, lone_roots
@@ -94,7 +94,8 @@ class DeviceDraft(ABC):
         """See forerun.drafters.device.protocol.DeviceDrafter."""
         if behind is not None:
             last = form if behind.trees.form is None else form or form_of(behind.trees.form)
-            return None if last is None or len(seats) > MOST else self._follow(seats, last, behind)
+            fits = len(seats) <= MOST and self._holds(seats)
+            return self._follow(seats, last, behind) if last is not None and fits else None
         assert form is not None, "a form is known unless the draft follows another"
         seqs = [seq for seq, _ in seats]
         if not self.menu.knows(form, len(seqs)):  # not on the menu: the budget insists on it
@@ -137,9 +138,12 @@ class DeviceDraft(ABC):
     def _go_ahead(self, going: Going, form: Form) -> None:
         """Start the next draft now, for all of these that do not end here."""
         going = [(seq, fresh) for seq, fresh in going if _goes_on(seq, fresh)][:MOST]
-        if going and self.menu.knows(form, len(going)):
+        if going and self.menu.knows(form, len(going)) and self._holds(going):
             wanted = {(seq.id, fresh[-1] if fresh else seq.tokens[-1]): i for i, (seq, fresh) in enumerate(going)}
             self._ahead = Launched(wanted, form, self._start(going, form))
+
+    def _holds(self, some: Sequence[tuple[Seq, object]]) -> bool:
+        return self.menu.holds(max([len(seq.tokens) for seq, _ in some]))
 
     def _drop_ahead(self, seqs: Sequence[Seq]) -> None:
         """A round of these was read: a draft that was started for them has become useless."""
@@ -148,7 +152,14 @@ class DeviceDraft(ABC):
             if any([seq.id in started for seq in seqs]):  # noqa: C419 - quicker
                 self._ahead = None
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = MOST) -> None:
+    def rehearse(
+        self,
+        target: Target,
+        max_batch: int,
+        max_length: int,
+        at_once: int = MOST,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         """See forerun.drafters.device.protocol.DeviceDrafter. Progress is logged."""
         if not self.replays.capture:
             return
@@ -156,49 +167,62 @@ class DeviceDraft(ABC):
         now = target.can.clock
         started, reach = now(), self._prepare(target, max_length)
         jobs = self.menu.jobs(max_batch, reach)
-        soon = [job for job in jobs if job.bucket <= max(at_once, jobs[0].bucket)]
-        self._begin(target, soon)
+        soon = [job for job in jobs if job.bucket <= max(at_once, 0 if self._compiles else jobs[0].bucket)]
+        if soon and (begun := self._compile(target, soon)):
+            begun.finish()
         for i, job in enumerate(soon):
             progress.info("capturing drafts for batches of %d: %d of %d", job.bucket, i + 1, len(soon))
             self._rehearse(target, job)
         self.menu.complete_to = jobs[-1].bucket
-        log.info("captured %d drafts and the passes over their trees in %.1f s", len(soon), now() - started)
-        self._leave_for_later(target, jobs[len(soon) :])
+        if soon:
+            log.info("captured %d drafts and the passes over their trees in %.1f s", len(soon), now() - started)
+        self._leave_for_later(target, jobs[len(soon) :], failed)
 
-    def _begin(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
-        """Before the first captures: compile their kernels side by side."""
-        if begun := self._compile(target, jobs):
-            begun.finish()
+    @property
+    def _compiles(self) -> bool:
+        """Can kernels be compiled without drafting? If not, captures compile them one by one: never beside texts."""
+        return False
 
     def _compile(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> Compiling | None:
-        """Begin to compile the kernels of these side by side, where that can be done without drafting."""
-        return None  # captures compile them one by one
+        """Begin to compile the kernels of these side by side, if that can be done."""
+        return None
 
-    def _leave_for_later(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
-        """Unless this drafter is dropped meanwhile."""
-        this = ref(self)
+    def _leave_for_later(
+        self, target: CudaDecoder, jobs: Sequence[DraftJob], failed: Callable[[Exception], None]
+    ) -> None:
+        """Unless this drafter is dropped meanwhile, or the first of these fails."""
+        this, lost = ref(self), list[Exception]()
 
         def compile_some(some: Sequence[DraftJob]) -> Compiling | None:
             draft = this()
-            return None if draft is None else draft._compile(target, some)
+            return None if draft is None or lost else draft._compile(target, some)
 
         def capture(job: DraftJob) -> None:
-            if (draft := this()) is not None:
+            draft = this()
+            if draft is not None and not lost:
                 draft._rehearse(target, job)
 
-        for bucket in dict.fromkeys(job.bucket for job in jobs):
-            some = [job for job in jobs if job.bucket == bucket]
+        def lose(error: Exception) -> None:
+            lost.append(error)
+            failed(error)
+
+        for bucket, beyond in dict.fromkeys((job.bucket, job.beyond) for job in jobs):
+            some = [job for job in jobs if (job.bucket, job.beyond) == (bucket, beyond)]
             smaller = max((one for one in self.menu.buckets if one < bucket), default=0)
-            batches = range(smaller + 1, bucket + 1)
-            target.later.add(batches, partial(compile_some, some), [partial(capture, job) for job in some])
+            far = f" behind more than {beyond} tokens" * bool(beyond)
+            whom = "one sequence" if bucket == 1 else f"batches of {bucket} sequences"
+            target.later.add(
+                f"drafts for {whom}{far}", range(smaller + 1, bucket + 1), partial(compile_some, some),
+                [partial(capture, job) for job in some], lose if not (smaller or beyond) else None,
+            )  # fmt: skip
         if jobs:
-            log.info("%d drafts of larger batches are captured when they come, or when nothing is written", len(jobs))
+            log.info("%d drafts are captured when they are needed, or when nothing is written", len(jobs))
 
     def _rehearse(self, target: CudaDecoder | None, job: DraftJob) -> None:
         self._proposed, self._ahead = [], None  # whose trees are overwritten, also where it fails
         for farthest in job.reaches:
             self._capture(target, job.bucket, job.form, farthest)
-        self.menu.note_captured(job.bucket, job.form)
+        self.menu.note_captured(job.bucket, job.form, job.beyond)
 
 
 def _goes_on(seq: Seq, fresh: Sequence[int]) -> bool:
@@ -239,6 +263,8 @@ class OnDevice(Generic[Draft]):
         if self._failed or not self._grows(seq):
             return self.plain.offer(seq)
         menu = self.draft.menu
+        if not menu.holds(len(seq.tokens)):
+            return NEVER
         level = menu.seconds(LEVELS, 1) / LEVELS.depth
         if level != self._offer.level:
             self._offer = Offer((level,), menu=menu)
@@ -299,7 +325,8 @@ class OnDevice(Generic[Draft]):
     def _route(self, seq: Seq, budget: Budget) -> str:
         if not self._grows(seq):
             return "plain"
-        return "device" if budget.runs and self.draft.is_ready(seq) else "idle"
+        ready = budget.runs and self.draft.menu.holds(len(seq.tokens)) and self.draft.is_ready(seq)
+        return "device" if ready else "idle"
 
     def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget], form: Form | None) -> TreeBatch:
         """Trees of one form for all of these sequences, or none where no form fits."""
@@ -373,7 +400,13 @@ def built(
 ) -> OnDevice[Draft] | None:
     try:
         drafter = make()
-        drafter.draft.rehearse(target, max_batch, max_length, at_once=1)
+        this = ref(drafter)
+
+        def fail(error: Exception) -> None:
+            if (failed := this()) is not None:
+                failed._fail(error)
+
+        drafter.draft.rehearse(target, max_batch, max_length, at_once=0, failed=fail)
     except ForerunError:
         raise
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation

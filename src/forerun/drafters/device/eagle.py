@@ -41,7 +41,7 @@ from forerun.models.base import Target
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
-from forerun.models.cuda.steps.compiling import Compiling, begin_compiling
+from forerun.models.cuda.steps.compiling import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import TREE_MARGIN
 
@@ -210,15 +210,19 @@ class HeadDraft(DeviceDraft):
 
     def _prepare(self, target: CudaDecoder, max_length: int) -> int:
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
+        if self._compiles:
+            with self.replays.uncaptured():
+                compile_together(self.rows.rehearse_reading)
+        self.rows.rehearse_reading()  # prompts are read whether anything is drafted or not
         return max_length
 
-    def _begin(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
-        super()._begin(target, jobs)
-        self.rows.rehearse_reading()
+    @property
+    def _compiles(self) -> bool:
+        return self.net.model.mix is None  # whose rows are chosen outside of kernels
 
     @torch.inference_mode()
     def _compile(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> Compiling | None:
-        if self.net.model.mix is not None:  # whose rows are chosen outside of kernels
+        if not self._compiles:
             return None
         self._proposed, self._ahead = [], None  # whose trees are overwritten
         with self.replays.uncaptured():
@@ -228,12 +232,11 @@ class HeadDraft(DeviceDraft):
 
     def _ask_for(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
         """All of it, of padding. Nothing is launched: integers are zero, and what kernels would choose is not read."""
-        self.rows.rehearse_reading()
         self.ints.all[MAX_ROWS:].zero_()
-        for bucket, form, reaches in jobs:
-            lanes = [self.rows.lane(None, 0)] * bucket
-            for farthest in reaches:
-                planned, _ = plan_draft(lanes, form, self.net.group_nodes, farthest, self.net.attends)
+        for job in jobs:
+            lanes = [self.rows.lane(None, 0)] * job.bucket
+            for farthest in job.reaches:
+                planned, _ = plan_draft(lanes, job.form, self.net.group_nodes, farthest, self.net.attends)
                 self._draft(planned)
                 self.rows.rehearse(target.ask_for(planned.trees, self.needs, farthest), planned.trees)
         self.noise.is_on = True
@@ -244,8 +247,9 @@ class HeadDraft(DeviceDraft):
         trees = self._draft_for(lanes, form, farthest).trees  # all of them padding
         if self.replays.capture:
             self.noise.rehearse(self._replay_last)
-            self._replay_last()  # the first replay of a graph takes longer
-            self.menu.note(bucket, form, seconds_of(self._replay_last, self.replays.device, 3))
+            if not self.menu.is_timed(bucket, form):  # in a short context
+                self._replay_last()  # the first replay of a graph takes longer
+                self.menu.note(bucket, form, seconds_of(self._replay_last, self.replays.device, 3))
         self._last = None
         if target is not None:
             self.rows.rehearse(target.rehearse(trees, self.needs, farthest), trees)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 from weakref import ref
 
@@ -233,6 +234,8 @@ FILLED = 0.9  # of a pass, at least, by trees that branch
 UNKNOWN, MODEL_RATES = ((0.6, 0.1, 0.05, 0.03, 0.02),), ((0.75,),)
 # seconds per level before any was timed: about the time to read a head's weights, or a draft model's
 HEAD_LEVEL, MODEL_LEVEL = 2e-4, 1e-3
+PASS, ROW = 2e-3, 1e-5  # seconds of a target's pass, and of a row more: what says which forms are captured first
+UNREAD = 4 * DEEPEST  # tokens that a draft may lie behind those that the host has read, at most
 
 
 def forms_for(bucket: int, forms: Sequence[Form] = FORMS) -> tuple[Form, ...]:
@@ -260,11 +263,12 @@ def contexts_of(max_length: int) -> list[int]:
 
 
 class DraftJob(NamedTuple):
-    """Drafts that are captured: batch size, form, and the contexts that they hold for, the shortest last."""
+    """Drafts that are captured: batch size, form, and the contexts that they hold for, the shortest first."""
 
     bucket: int
     form: Form
     reaches: tuple[int, ...]
+    beyond: int = 0  # the context up to which the same form has a job of its own
 
 
 class DraftMenu:
@@ -289,14 +293,31 @@ class DraftMenu:
         self._seconds: dict[tuple[int, Form], float] = {}
         self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
         self._captured: dict[Form, set[int]] = {}  # batch sizes that have a graph
+        self._longer: set[tuple[Form, int]] = set()  # not captured yet for one sequence, beyond such a context
         self._expected = {form: expected(self._rates, form) for form in self.forms}
 
     def jobs(self, max_batch: int, max_length: int) -> list[DraftJob]:
-        """What is captured. The time of a draft is noted each time, so the last one, in a short context, counts."""
-        reaches = tuple(contexts_of(max_length)[::-1])
+        """What is captured, in this order: for one sequence the likely forms first, and all of them in short contexts.
+
+        `note_captured` is to be told of each.
+        """
+        reaches = contexts_of(max_length)
         largest = round_up(min(max_batch, MOST), self.buckets)
-        buckets = [bucket for bucket in self.buckets if bucket <= largest]
-        return [DraftJob(size, form, reaches) for size in buckets for form in forms_for(size, self.forms)]
+        first, *larger = [bucket for bucket in self.buckets if bucket <= largest]
+        forms = sorted(forms_for(first, self.forms), key=self._speed, reverse=True)
+        between = pairwise([0, *reaches])
+        alone = [DraftJob(first, form, (reach,), beyond) for beyond, reach in between for form in forms]
+        self._longer = {(job.form, job.beyond) for job in alone if job.beyond}
+        whole = [DraftJob(size, form, tuple(reaches)) for size in larger for form in forms_for(size, self.forms)]
+        return alone + whole
+
+    def _speed(self, form: Form) -> float:
+        """Tokens per second to be expected of one sequence, before anything was timed."""
+        return (1.0 + self.expected(form)) / (PASS + form.nodes * ROW + form.depth * self._unmeasured)
+
+    def holds(self, length: int) -> bool:
+        """Are there graphs for contexts of so many tokens, in every form that is known?"""
+        return not self._longer or length + UNREAD <= min(beyond for _, beyond in self._longer) or not self._captures
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
@@ -354,7 +375,11 @@ class DraftMenu:
     def is_timed(self, bucket: int, form: Form) -> bool:
         return (bucket, form) in self._seconds
 
-    def note_captured(self, bucket: int, form: Form) -> None:
+    def note_captured(self, bucket: int, form: Form, beyond: int = 0) -> None:
+        """`beyond`: see DraftJob; graphs of long contexts alone do not make a form known."""
+        if beyond:
+            self._longer.discard((form, beyond))
+            return
         self._captured.setdefault(form, set()).add(bucket)
         self._found.clear()
 

@@ -8,7 +8,7 @@ read: the drafter then goes on from what the device itself has decided (`Unread`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
@@ -48,6 +48,10 @@ class DeviceMenu(Menu, Protocol):
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to what a pass can hold; None = there is none."""
+        ...
+
+    def holds(self, length: int) -> bool:
+        """Can sequences of so many tokens be drafted for without a new graph, in forms that are known?"""
         ...
 
     def knows(self, form: Form, batch: int) -> bool:
@@ -97,11 +101,19 @@ class DeviceDrafter(Protocol):
         """A plain round follows unread trees: keep what a later draft needs of their pass (if the menu switches)."""
         ...
 
-    def rehearse(self, target: Target, max_batch: int, max_length: int, at_once: int = ...) -> None:
+    def rehearse(
+        self,
+        target: Target,
+        max_batch: int,
+        max_length: int,
+        at_once: int = ...,
+        failed: Callable[[Exception], None] = ...,
+    ) -> None:
         """Capture and time all that drafts for so many sequences replay, and the target's passes over their trees.
 
-        What batches of more than `at_once` sequences replay is left to `CapturesLater.later` of the target. Only
-        padding is drafted for. Without graphs, as on a CPU, there is nothing to do.
+        What batches of more than `at_once` sequences replay is left to `CapturesLater.later` of the target; `failed`
+        is told where the first of it cannot be captured. Only padding is drafted for. Without graphs, as on a CPU,
+        there is nothing to do.
         """
         ...
 

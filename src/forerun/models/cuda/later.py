@@ -1,9 +1,9 @@
-"""LaterCaptures: graphs of larger batches, compiled and captured once there is time for it.
+"""LaterCaptures: graphs of drafts, compiled and captured once there is time for it.
 
-A model can write as soon as the graphs of one sequence are there. Those of larger batches wait here until the engine
-is idle, a batch needs them, or a share of a busy engine's time is due to them (forerun.engine.captures). Until they
-are there, such batches are written without the drafts that need them. Kernels of a group are compiled by other
-processes first, while texts are written.
+A model can write as soon as the passes of plain rounds are there. Graphs of drafts wait here until the engine is idle,
+a batch needs them, or a share of a busy engine's time is due to them (forerun.engine.captures). Until they are there,
+texts are written without the drafts that need them. Kernels of a group are compiled by other processes first, while
+texts are written.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 from forerun.models.cuda.steps.compiling import Compiling
 
 log = logging.getLogger(__name__)
+progress = logging.getLogger("forerun.progress")
 
 
 @dataclass(slots=True)
 class _Group:
+    what: str  # it captures
     batches: range  # sizes of batches that its graphs are for
     compile: Callable[[], Compiling | None]
     captures: list[Callable[[], None]]
+    failed: Callable[[Exception], None] | None  # of the first of a drafter
     compiling: Compiling | None = field(default=None)
     has_begun: bool = False
 
@@ -36,11 +39,28 @@ class LaterCaptures:
         return sum(len(group.captures) for group in self._groups)
 
     def add(
-        self, batches: range, compile_kernels: Callable[[], Compiling | None], captures: Sequence[Callable[[], None]]
+        self,
+        what: str,
+        batches: range,
+        compile_kernels: Callable[[], Compiling | None],
+        captures: Sequence[Callable[[], None]],
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Graphs for batches of these sizes; `compile_kernels` begins to compile what they launch."""
-        self._groups.append(_Group(batches, compile_kernels, list(captures)))
+        """Graphs for batches of these sizes; `compile_kernels` begins to compile what they launch.
+
+        The first that a drafter adds has `failed`, which is told why one of them could not be captured.
+        """
+        self._groups.append(_Group(what, batches, compile_kernels, list(captures), failed))
         self._groups.sort(key=lambda group: group.batches.stop)
+
+    def left(self, batch: int) -> int:
+        """Captures for batches of this size."""
+        return sum(len(group.captures) for group in self._groups if batch in group.batches)
+
+    def is_first(self, batch: int | None) -> bool:
+        """Is the next capture of a drafter that has none?"""
+        group = self._group_for(batch)
+        return group is not None and group.failed is not None
 
     def wants(self, batch: int, waits: bool = True) -> bool:
         """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
@@ -53,15 +73,16 @@ class LaterCaptures:
         `waits`: for its kernels, where they are being compiled. A group that fails is given up: its batches are
         written as they are now.
         """
-        group = self._group_for(batch) if batch is not None else next(iter(self._groups), None)
+        group = self._group_for(batch)
         if group is None:
             return False
         try:
             return self._advance(group, waits)
         except Exception as error:  # no memory, or a kernel that does not compile
             self._groups.remove(group)
-            sizes = group.batches[-1], type(error).__name__, error
-            log.warning("no more drafts for batches of %d sequences: %s: %s", *sizes)
+            log.warning("no more %s: %s: %s", group.what, type(error).__name__, error)
+            if group.failed is not None:
+                group.failed(error)
             return True
 
     def _advance(self, group: _Group, waits: bool) -> bool:
@@ -74,13 +95,14 @@ class LaterCaptures:
             group.compiling.finish()
             group.compiling = None
         if group.captures:
-            group.captures.pop(0)()
+            progress.info("capturing %s: %d left", group.what, len(group.captures))
+            group.captures[0]()
+            del group.captures[0]  # not one that was interrupted
         if not group.captures:
             self._groups.remove(group)
-            left = f"{len(self)} captures of larger batches wait" if self._groups else "nothing waits any more"
-            log.info("batches of %d sequences are drafted for now; %s", group.batches[-1], left)
+            log.info("captured %s; %d other captures wait", group.what, len(self))
         return True
 
-    def _group_for(self, batch: int) -> _Group | None:
-        """The first whose graphs a batch of this size replays."""
-        return next((group for group in self._groups if batch in group.batches), None)
+    def _group_for(self, batch: int | None) -> _Group | None:
+        """The first whose graphs a batch of this size replays, or any."""
+        return next((group for group in self._groups if batch is None or batch in group.batches), None)

@@ -51,6 +51,7 @@ class Load:
     aged: int = 0  # requests admitted before more urgent ones, for they had waited longest
     # by LoRA adapter: rounds of sequences, tokens, drafted and accepted ones
     adapters: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    captures: int = 0  # that drafts for one sequence wait for
 
     @property
     def sequence_rounds(self) -> int:

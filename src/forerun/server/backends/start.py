@@ -141,10 +141,11 @@ class Loader:
 def load_llm(model: str, engine: Mapping[str, Any], drafting: Mapping[str, Any], heads: str | None = None) -> LLM:
     """A model by name, as `forerun serve` has it; `heads` = drafting with the version that folder is at now."""
     from forerun.api.llm import LLM
+    from forerun.build.load import load_engine
     from forerun.core.params import EngineConfig
     from forerun.heads import HeadVersions
 
     given = dict(drafting)
     if heads is not None:
         given["draft_model"] = str(HeadVersions(Path(heads)).must_have_current())
-    return LLM.load(model, config=EngineConfig.from_dict(engine), **given)
+    return LLM(*load_engine(model, {"config": EngineConfig.from_dict(engine), **given}), model)

@@ -62,6 +62,7 @@ class Texts:
         """Until it is closed. This thread is the engine's."""
         # what all grammars need takes half a second, in which the interpreter does nothing else: not beside streams
         self._preparer.submit(self._llm.engine.grammars.warm_up)
+        self._llm.engine.captures.leave_to_thread()
         self._llm.driver.watch(self)
         self._llm.driver.wait(self._owner)
 

@@ -40,6 +40,7 @@ def load_of(engine: Engine) -> Load:
         engine.target.cached_slots, engine.target.slots, stats.read, stats.reused, stats.preemptions,
         stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
         list(stats.kept), dict(stats.seconds), engine.scheduler.aged, dict(stats.adapters),
+        engine.captures.missing,
     )  # fmt: skip
 
 

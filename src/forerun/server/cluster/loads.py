@@ -44,6 +44,7 @@ def added(first: Load, second: Load) -> Load:
         first.aged + second.aged,
         {name: _each(first.adapters.get(name, ()), second.adapters.get(name, ()))
          for name in {**first.adapters, **second.adapters}},
+        first.captures + second.captures,
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class Loads:
         there = {report.replica: report for report in reports}
         for name, last in self.reports.items():
             if name not in there:
-                counted = replace(last.load, running=0, waiting=0, used_slots=0, cached_slots=0, slots=0)
+                counted = replace(last.load, running=0, waiting=0, used_slots=0, cached_slots=0, slots=0, captures=0)
                 self._gone = added(self._gone, counted)
         self.reports = there
 

@@ -44,9 +44,11 @@ class Replica:
 
         from forerun.api.async_llm import AsyncLLM
         from forerun.api.llm import LLM
+        from forerun.build.load import load_engine
 
         self._settings = ClusterSettings.from_dict(args)
-        llm = LLM.load(self._settings.model, **self._settings.load)
+        model = self._settings.model
+        llm = LLM(*load_engine(model, self._settings.load), model)
         self._llm, self._backend = llm, LocalBackend(AsyncLLM(llm, max_requests=1 << 16))
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._node = str(ray.get_runtime_context().get_node_id())
