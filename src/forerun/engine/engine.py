@@ -546,7 +546,7 @@ class Engine:
         drafter = self.drafters.name_for(request, self.default_drafter)
         if not self.drafters.has(drafter):
             self.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
-        self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
+        drafter = self.drafters.name_beside(request, drafter)  # an unknown or unloadable one is the caller's error
         verifier = request.verifier or self.default_verifier
         if verifier == "auto":
             verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"
