@@ -18,7 +18,7 @@ from forerun.testing import FakeSeq
 from tests.exactness.harness import DRAFTERS, VERIFIERS, engine_for, run
 
 VOCAB = 24
-CODE = [random.Random(5).randrange(1000) for _ in range(200)]  # tokens that rarely come twice
+CODE = random.Random(5).choices(range(1000), k=200)  # tokens that rarely come twice
 
 
 def edited(*edits: tuple[int, int, Sequence[int]]) -> list[int]:
