@@ -228,8 +228,9 @@ class Engine:
             self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         for advance in advances:
-            if advance.seq.adapter is not None and advance.counts is not None:
-                self.stats.count_adapter(advance.seq.adapter.name, advance.counts)
+            adapter = advance.seq.adapter
+            if adapter is not None and advance.counts is not None and adapter.name in (self.adapters or ()):
+                self.stats.count_adapter(adapter.name, advance.counts)
         if line.second is not None:
             dropped = line.close(self.stats.clock(behind=clock))
             if dropped is not None and dropped.scores.read is not None:  # its prompts were read all the same
