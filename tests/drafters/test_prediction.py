@@ -18,7 +18,7 @@ from forerun.testing import FakeSeq
 from tests.exactness.harness import DRAFTERS, VERIFIERS, engine_for, run
 
 VOCAB = 24
-CODE = [random.Random(5).randrange(1000) for _ in range(200)]  # tokens that rarely come twice
+CODE = random.Random(5).choices(range(1000), k=200)  # tokens that rarely come twice
 
 
 def edited(*edits: tuple[int, int, Sequence[int]]) -> list[int]:
@@ -52,8 +52,14 @@ def test_a_text_is_found_again_behind_every_difference(text: list[int], least: i
     assert accepted + rejected == len(CODE)
 
 
-def test_another_text_is_not_found() -> None:
+def test_another_text_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tokens that its prediction does not have are not looked for: each would take the host as long as a hit."""
+    looked, look_up = list[str](), Alignment._look_up
+    monkeypatch.setattr(Alignment, "_look_up", lambda self: looked.append(self._tail) or look_up(self))
     assert counts_of(CODE, [2000 + token for token in CODE]) == (0, 200)
+    assert not looked
+    assert counts_of(CODE, [2000, *CODE[90:96], 2001])[0] >= 4
+    assert 1 <= len(looked) <= 4
     assert counts_of(CODE, []) == (0, 200)
     assert counts_of([], CODE) == (0, 0)
 

@@ -14,9 +14,11 @@ from weakref import ref
 import pytest
 import torch
 
-from forerun.build.engine import add_own_head, make_engine
+from forerun.build.engine import add_own_head, build_drafter, make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Request
+from forerun.core.registry import DrafterSpec
+from forerun.core.types import Request, Round
+from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.heads.eagle_head import write_head
@@ -81,8 +83,9 @@ def test_texts_of_mixed_batches_are_the_plain_ones(
         assert write(engine, asked, prediction=tuple(wanted[0])) == wanted
         drafter = engine.drafters.get(OWN)
         assert isinstance(drafter, HybridDrafter)
-        assert isinstance(drafter.second, OnDevice)
-        assert not drafter.second._failed
+        assert isinstance(drafter.second, HybridDrafter), "a prediction is put beside the head of all texts"
+        assert isinstance(drafter.second.second, OnDevice)
+        assert not drafter.second.second._failed
         assert engine.timeline.depth == 2, "rounds of one head overlap, and go on to overlap"
     assert "switched off" not in caplog.text
     assert "done plainly" not in caplog.text
@@ -141,3 +144,60 @@ def test_a_head_comes_and_goes_while_texts_are_written(device: str, tmp_path: Pa
     assert not engine.drafters.has(OWN)
     gc.collect()
     assert [part() for part in gone] == [None] * 3, "weights, KV and graphs are freed"
+
+
+def followed_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Which of the rounds to come were launched before the last one was read."""
+    found, observe = list[bool](), engine.controller.observe
+
+    def watched(outcome: Round) -> None:
+        found.append(outcome.followed)
+        observe(outcome)
+
+    monkeypatch.setattr(engine.controller, "observe", watched)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ["ngram+eagle3", "prediction+ngram+eagle3"])
+def test_a_text_with_a_prediction_is_drafted_by_the_head_of_all_texts(
+    device: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is built, captured and weighed once, and rounds of texts with a prediction and without still overlap."""
+    made, build = list[str](), build_drafter
+
+    def noted(spec: DrafterSpec, parts: Parts) -> Drafter:
+        made.append(spec.name)
+        return build(spec, parts)
+
+    monkeypatch.setattr("forerun.build.engine.build_drafter", noted)
+    engine = engine_of(device, tmp_path, own=False)
+    prompts = [tuple(text_of(seed, 6)) for seed in range(3)]
+    params = SamplingParams(30, temperature=0.0, ignore_eos=True)
+
+    def texts(predictions: list[tuple[int, ...]], **more: Any) -> list[list[int]]:
+        found = {
+            engine.submit(Request(prompt, params, prediction=one, **more)): list[int]()
+            for prompt, one in zip(prompts, predictions, strict=True)
+        }
+        while engine.busy:
+            for event in engine.step():
+                assert event.error is None
+                found[event.seq_id] += event.tokens
+        return [*found.values()]
+
+    none: list[tuple[int, ...]] = [()] * 3
+    wanted = texts(none, drafter="none")
+    followed = followed_of(engine, monkeypatch)
+    assert texts(none) == wanted
+    usual = sum(followed)
+    assert usual > 5
+    followed.clear()
+    mixed: list[tuple[int, ...]] = [tuple(reversed(wanted[0])), (), ()]
+    assert texts(mixed, drafter=asked) == wanted
+    assert abs(sum(followed) - usual) <= 3
+    assert made.count("ngram+eagle3") == 1
+    engine.drafters.swap_head(str(tmp_path / "own"), [])
+    assert texts(mixed, drafter=asked) == wanted
+    assert made.count("ngram+eagle3") == 2
+    assert made.count("prediction") == 1

@@ -39,7 +39,7 @@ class Timed(AdaptiveController):
     def observe(self, outcome: Round) -> None:
         nodes, depth = outcome.drafted[0], outcome.depths[0]
         self.followed += outcome.followed
-        by_head = bool(nodes) and self._decisions[0].promise.form.nodes > 0
+        by_head = bool(nodes) and self._planned.decisions[0].promise.form.nodes > 0
         self.sources += ("head" if by_head else "look-up" if nodes else "plain",)
         seconds = {"draft": LEVEL * depth if by_head else 0.0, "host": 0.0 if outcome.followed else GAP}
         seconds["pass"] = COST.pass_seconds(sum(outcome.drafted) + len(outcome.seqs))
@@ -97,7 +97,7 @@ class Praised(Timed):
     """Is told that two tokens of every tree of the head's were accepted."""
 
     def observe(self, outcome: Round) -> None:
-        if outcome.drafted[0] and self._decisions[0].promise.form.nodes:
+        if outcome.drafted[0] and self._planned.decisions[0].promise.form.nodes:
             outcome = replace(outcome, accepted=(2,))
         super().observe(outcome)
 

@@ -123,6 +123,11 @@ def test_acceptance_is_counted_by_adapter_also_where_a_batch_mixes_them(tiny: Ti
     assert llm.engine.stats.adapters == wanted
     assert wanted["one"][1] == 96
     assert wanted["one"][3] / wanted["one"][2] != wanted["two"][3] / wanted["two"][2], "they accept unequally"
+    under_way = llm.stream(PROMPTS[0], max_tokens=48, ignore_eos=True, adapter="one")
+    next(under_way)
+    llm.unload_adapter("one")
+    assert len([*under_way]) > 3
+    assert llm.engine.stats.adapters == {"two": wanted["two"]}, "nothing is kept of one that went"
 
 
 def lora_of(tiny: Tiny, head: str, base: str = "", rows: int = 0) -> Path:

@@ -85,7 +85,12 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         if self.engine.adapters is None:
             raise InvalidInput("this engine was made without adapters")
         self.engine.adapters.remove(name)
-        self.driver.order(lambda engine: engine.drafters.drop_own(name, engine.scheduler.every))
+
+        def drop(engine: Engine) -> None:
+            engine.drafters.drop_own(name, engine.scheduler.every)
+            engine.stats.adapters.pop(name, None)
+
+        self.driver.order(drop)
 
     @overload  # a string is also a sequence of strings: the first signature that fits is meant
     def generate(

@@ -33,7 +33,7 @@ from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
-from forerun.engine.routing import DrafterPool
+from forerun.engine.routing import BESIDE, DrafterPool
 from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
@@ -85,8 +85,8 @@ def make_engine(
         spec = registry.drafters.spec(kind)  # an old name is the same drafter, not a second one
         if spec.name != kind:
             return drafters.get(spec.name + at + adapter)
-        if spec.name.startswith(("prediction+", "forced+")) and (at or head is None) and not target.can.captures:
-            first, second = (member.name for member in spec.members)  # of other requests too: no captured buffers
+        if spec.name.startswith(BESIDE):
+            first, second = (member.name for member in spec.members)  # of other requests too
             return HybridDrafter.compose(drafters.get(first), drafters.get(second + at + adapter))
         return build_drafter(spec, replace(parts, speculative=with_head(speculative, spec.name, head)))
 
@@ -94,7 +94,7 @@ def make_engine(
         own, size = replace(speculative, drafter=drafter), replace(config, max_batch=max_batch)
         return make_engine(target, stop_ids, own, size, tokenizer, draft_target, cost_file, more_drafts, costs)
 
-    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, shares=not target.can.captures)
+    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
     add_own_heads(drafters, config.adapters)

@@ -228,8 +228,9 @@ class Engine:
             self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         for advance in advances:
-            if advance.seq.adapter is not None and advance.counts is not None:
-                self.stats.count_adapter(advance.seq.adapter.name, advance.counts)
+            adapter = advance.seq.adapter
+            if adapter is not None and advance.counts is not None and adapter.name in (self.adapters or ()):
+                self.stats.count_adapter(adapter.name, advance.counts)
         if line.second is not None:
             dropped = line.close(self.stats.clock(behind=clock))
             if dropped is not None and dropped.scores.read is not None:  # its prompts were read all the same
@@ -546,7 +547,7 @@ class Engine:
         drafter = self.drafters.name_for(request, self.default_drafter)
         if not self.drafters.has(drafter):
             self.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
-        self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
+        drafter = self.drafters.name_beside(request, drafter)  # an unknown or unloadable one is the caller's error
         verifier = request.verifier or self.default_verifier
         if verifier == "auto":
             verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"

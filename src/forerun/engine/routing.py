@@ -102,6 +102,7 @@ def _check_draws(trees: TreeBatch, draws: Draws, vocab_size: int) -> None:
 log = logging.getLogger(__name__)
 
 POOLING = "pooling"  # what sequences have whose prompts are embedded
+BESIDE = "prediction+", "forced+"  # what is composed with a drafter for single requests
 LONG = 16  # rounds of rest: more are not told apart
 
 
@@ -140,10 +141,10 @@ class DrafterPool:
         make: MakesDrafter,
         vocab_size: int,
         runs_head: Callable[[str], bool] = lambda name: False,
-        shares: bool = False,
+        captures: bool = False,
     ) -> None:
-        """`shares`: a composition may be made of drafters that other requests have too."""
-        self._make, self._vocab_size, self._runs_head, self._shares = make, vocab_size, runs_head, shares
+        """`captures`: drafters hold graphs in the target's buffers, so that no other runs what one of them does."""
+        self._make, self._vocab_size, self._runs_head, self._captures = make, vocab_size, runs_head, captures
         self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter(), POOLING: PoolingDrafter()}
         self._failed: set[str] = set()
         self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
@@ -169,9 +170,9 @@ class DrafterPool:
         names = [name for name in self._made if name and name not in self._retired and self._runs_head(name)]
         if not names:
             raise InvalidInput("no drafter in use runs a trained head; start with one, as draft_model=FOLDER")
-        fresh = {name: self._make(name, head) for name in names}
-        for name, drafter in fresh.items():
-            former = self._made[name]
+        fresh = {name: self._make(name, head) for name in names if not name.startswith(BESIDE)}
+        for name in names:  # what is drafted beside others comes behind them, and is put beside the new ones
+            drafter, former = fresh.get(name) or self._make(name), self._made[name]
             known_as = [other for other, made in self._made.items() if made is former]
             users = [seq for seq in seqs if seq.drafting in known_as]
             if users:
@@ -202,16 +203,31 @@ class DrafterPool:
             del self._retired[name], self._made[name]
 
     def name_for(self, request: Request, default: str) -> str:
-        """Which drafter a request gets: its own or the default, and beside it what drafts its prediction and law."""
+        """The drafter that a request asks for, its adapter's or the default."""
         if request.pooling is not None:
             return POOLING
-        name = request.drafter or self._own.get(request.adapter or "", (default,))[0]
-        beside = ["prediction"] if request.prediction else []
-        if self._shares and any(isinstance(law, Forces) for law in request.params.processors):
-            beside = ["forced", *beside]
-        if not beside or isinstance(self.get(name), NoDrafter):
+        return request.drafter or self._own.get(request.adapter or "", (default,))[0]
+
+    def name_beside(self, request: Request, name: str) -> str:
+        """The drafter of this name, built if need be, and beside it what drafts a request's prediction and law.
+
+        Where drafts are captured, a prediction is put beside the drafter of all requests, for good: it has captured its
+        drafts and learnt what they bring, its rounds overlap, and two in one round would write into the same buffers.
+        """
+        drafter, parts = self.get(name), name.split("+")
+        if isinstance(drafter, NoDrafter):
             return name
-        return "+".join([*[one for one in beside if one not in name.split("+")], name])
+        beside = ["prediction"] if request.prediction else []
+        if self._captures and not isinstance(drafter, LookupDrafter):  # look-ups alone are planned apart
+            name = "+".join([one for one in parts if f"{one}+" not in BESIDE])
+            if beside or "prediction" in parts:
+                self._made[name] = self.get(f"prediction+{name}")
+            return name
+        if not self._captures and any(isinstance(law, Forces) for law in request.params.processors):
+            beside = ["forced", *beside]
+        name = "+".join([*[one for one in beside if one not in parts], *parts])
+        self.get(name)
+        return name
 
     def add(self, name: str, drafter: Drafter) -> None:
         self._made[name] = drafter

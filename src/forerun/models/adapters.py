@@ -110,6 +110,9 @@ class AdapterPool:
     def names(self) -> list[str]:
         return [*self._folders]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._folders
+
     @property
     def loaded(self) -> list[str]:
         return [*self._loaded]

@@ -24,6 +24,7 @@ class Alignment:
         self.at = 0  # the cursor
         self.run = BEGIN  # tokens before the cursor that agree with the end of the text
         self.lost = 0  # tokens of the text since they agreed
+        self._known = frozenset(self.tokens)
         self._text = "".join(map(chr, self.tokens))  # a character per token: quick to search
         self._tail = ""  # the last tokens of the text
         self._place = 0  # of the last certain agreement, in the prediction
@@ -36,8 +37,9 @@ class Alignment:
 
     def add(self, token: int) -> bool:
         """The text goes on with this token: was it the predicted one?"""
-        self._tail = (self._tail + chr(token))[-KEYS[0] :]
-        if self.guesses and self.tokens[self.at] == token:
+        known = token in self._known  # of a useless prediction few are
+        self._tail = (self._tail + chr(token))[-KEYS[0] :] if known else ""
+        if known and self.guesses and self.tokens[self.at] == token:
             self.at, self.run, self.lost = self.at + 1, self.run + 1, 0
             agreed = min(self.run, self.at, KEYS[0])
             self._found[self.at - agreed : self.at] = b"\1" * agreed
@@ -45,7 +47,7 @@ class Alignment:
                 self._place = self.at
             return True
         self.lost += 1
-        found = self._look_up()
+        found = self._look_up() if known else None
         if found is None:
             self.at, self.run = min(self.at + 1, len(self.tokens)), 0
         else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import fsum, sqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from forerun.api.completion import Completion
 from forerun.core.request import Pooling
@@ -20,13 +20,18 @@ from forerun.server.parsers.pieces import Found
 from forerun.server.schemas import PRIORITY, Body, CompletionRequest, Name, TokenIds, Whole, between
 
 MOST_INPUTS = 2048  # as the OpenAI API has it
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_SEVERAL: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": MOST_INPUTS}
+_INPUT = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVERAL, "items": _IDS}]}
 
 
 class EmbeddingsRequest(Body):
     model: str | None = None
-    input: (
-        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    input: Annotated[
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        WithJsonSchema(_INPUT),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = between(1, description="the model's own number, or left out")
     pooling: Pooling = Field("mean", description="of the rows of all tokens, or the last token's")
