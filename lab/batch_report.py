@@ -70,8 +70,8 @@ def show_batches(batches: Mapping[str, Any], file: Path | None, title: str) -> N
 def say_row(row: Row) -> None:
     print(
         f"batch {row['batch']:>3} {row['setup']:>16}: {row['tokens_per_s']:8.1f} tokens/s, "
-        f"{row['x_plain']:.2f}x plain, "
-        f"{row['tokens_per_round']:.2f} tokens per round, {row['differing']} of {row['texts']} texts differ",
+        f"{row['x_plain']:.2f}x plain, {row['tokens_per_round']:.2f} tokens per round "
+        f"({row['own_tokens_per_round']:.2f} without others), {row['differing']} of {row['texts']} texts differ",
         file=sys.stderr,
         flush=True,
     )

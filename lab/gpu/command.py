@@ -155,6 +155,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--write-prompts", type=Path, metavar="FILE", help="write the prompts' token ids there, as JSONL")
     add("--batch-plot", type=Path, metavar="PATH", help="draw tokens/s and time per token by batch size, as PNG")
     add("--only-default", action="store_true", help="plain and the default drafter alone")
+    add("--mixed", default="", help="drafters of every third request, by comma: a setup beside the default")
     add("--skip-random-trees", action="store_true", help="no trees that branch at random")
     add("--skip-transformers", action="store_true")
 

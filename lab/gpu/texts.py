@@ -25,7 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.measure.bench.batches import PLAIN, Setup, Sweep, parse_batches
 from forerun.measure.bench.suites import load_suite
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.models.load.checkpoint import open_checkpoint
 from forerun.testing import FakeSeq
 from lab.batch_report import say_row
 from lab.gpu.rounds import make_drafter
@@ -55,7 +55,8 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
         given.write_prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sweep = Sweep(engine, prompts, given.max_tokens)
     sweep.write_plainly()
-    setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
+    found = None if given.head else find_head(checkpoint, "eagle3")
+    setups = make_setups(engine, target, sweep, given.head if found is None else found.head.path, given)
     needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
     target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
     fewest = min(FEWEST, len(sweep.prompts))
@@ -91,12 +92,10 @@ def make_setups(
         if registry.drafters.spec("eagle3").best != "eagle3":
             engine.drafters.add(f"ngram+head {kind}", HybridDrafter.compose(engine.drafters.get("ngram"), drafter))
             setups[f"ngram+{kind} head"] = Setup(f"ngram+head {kind}")
-    return {name: setups[name] for name in (PLAIN, [*setups][-1])} if given.only_default else setups
-
-
-def _in_the_box(checkpoint: Checkpoint) -> Path | None:
-    found = find_head(checkpoint, "eagle3")
-    return None if found is None else found.head.path
+    default = [*setups][-1]
+    chosen = {name: setups[name] for name in (PLAIN, default)} if given.only_default else setups
+    mixed = Setup(setups[default].drafter, others=tuple(given.mixed.split(",")))
+    return chosen | ({"mixed": mixed} if given.mixed else {})
 
 
 def parse_form(form: str) -> Budget | None:

@@ -37,6 +37,28 @@ def test_every_batch_size_and_setup_has_a_row_and_all_texts_are_equal() -> None:
     assert rows[3]["ms_per_token"] == pytest.approx(2e3 / rows[3]["tokens_per_s"], rel=1e-3)
 
 
+def test_a_third_of_the_requests_asks_the_same_engine_for_other_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, asked = make_sweep(), list[tuple[int, str | None]]()
+    submit = Engine.submit
+
+    def listen(engine: Engine, request: Request) -> int:
+        asked.append((id(engine), request.drafter))
+        return submit(engine, request)
+
+    sweep.write_plainly()
+    monkeypatch.setattr(Engine, "submit", listen)
+    setup = Setup("ngram", others=("suffix", "none"))
+    call = sweep.write(setup, 2, sweep.prompts_for(9), sweep.params)
+    assert len({engine for engine, _ in asked}) == 1
+    own = ["ngram"] * 2
+    assert [drafter for _, drafter in asked] == [*own, "suffix", *own, "none", *own, "suffix"]
+    assert call.own[0] == 6 * 40 < call.tokens
+    assert call.own[1] < call.rounds
+    assert call.texts == [sweep.plain[prompt] for prompt in sweep.prompts_for(9)]
+    sweep.write(Setup("ngram"), 2, sweep.prompts_for(3), sweep.params)
+    assert {engine for engine, _ in asked[9:]}.isdisjoint({asked[0][0]})
+
+
 def test_repeats_alternate_and_count_as_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, order = make_sweep(), list[str]()
     write = sweep.write
@@ -99,6 +121,7 @@ ROWS: list[dict[str, Any]] = [
         "x_plain": x,
         "x_interval": [0.9 * x, 1.1 * x],
         "tokens_per_round": x,
+        "own_tokens_per_round": x,
         "differing": 0,
     }
     for batch in (1, 8)

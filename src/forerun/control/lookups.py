@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from forerun.control.cost import CostModel
-from forerun.control.estimates import Factor, RoundOverhead
+from forerun.control.estimates import RoundOverhead
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.control.prices import Allowance
 from forerun.core.offer import LOOKUP, PLAIN, SEARCHED, Form, Offer
@@ -36,10 +36,7 @@ SAMPLED_SEQUENCES = 4  # searched again and again while it is closed: a first se
 LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
 KEPT_SAMPLES = 32  # offers: the last ones show what is found now
 ROUNDS_BETWEEN_DECISIONS = 16  # rounds while the gate is closed: weighing a batch takes the host long
-TRUST_MEMORY = 0.97  # per drafted round, of tokens accepted over tokens promised
-MOST_TRUST = 2.0  # trees have more accepted than the chains that are promised
 NEWEST = 0.05  # weight of the last round in averages of seconds
-SETTLED_ROUNDS = 4  # plain rounds in a row before they are timed: by then they overlap
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # nodes of a round at most, largest first
 
@@ -67,9 +64,6 @@ class LookupGate:
     _met: set[int] = field(default_factory=set)  # sequences that were searched
     _fresh: int = 0  # sequences of this round that were searched for the first time
     _credit: float | None = None  # seconds that samples may take; None = it was never closed
-    _streak: int = 0  # rounds in a row that drafted nothing
-    _kept: Factor = field(default_factory=lambda: Factor(8.0))  # tokens accepted over tokens promised
-    _promised: float = 0.0  # of this round
 
     def to_search(self, ids: Sequence[int], unread: bool = False) -> Sequence[int] | None:
         """The sequences that look-ups are made for in this round: None = all, and what pays may be drafted.
@@ -137,14 +131,12 @@ class LookupGate:
 
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
         """Is a round that drafts `nodes` nodes worth more than a round without drafts, and covered?"""
-        size, self._promised = self._size(batch), accepted
+        size = self._size(batch)
         if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
         plain, looked = self.plain_seconds(batch), self._seconds(SEARCHED, batch, batch)
         drafted = self._seconds(LOOKUP, batch + nodes, batch)
-        likely = accepted * min(self._kept.value(), MOST_TRUST)
-        if (batch + likely) * looked <= batch * drafted:
-            self.overhead.lower(LOOKUP, batch, self._overhead(SEARCHED, batch))
+        if (batch + accepted) * looked <= batch * drafted:
             return False
         return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
@@ -155,12 +147,8 @@ class LookupGate:
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
         if form.kind == "plain" and not outcome.followed:
             self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
-        if form.kind != "plain" or self._streak >= SETTLED_ROUNDS:
-            self.overhead.observe(form, batch, own, 0.0, outcome.followed)
+        self.overhead.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
-        self._streak = 0 if nodes else self._streak + 1
-        if nodes:
-            self._kept.add(sum(outcome.accepted), self._promised, TRUST_MEMORY)
         if form.kind == "plain":
             self.allowance.book(0.0)
             return

@@ -34,6 +34,10 @@ class Setup(NamedTuple):
 
     drafter: str
     budget: Budget | None = None
+    others: tuple[str, ...] = ()  # drafters that every third request asks for, in turn, in the same engine
+
+    def drafter_of(self, place: int) -> str:
+        return self.others[place // 3 % len(self.others)] if self.others and place % 3 == 2 else self.drafter
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class Call:
     started: float
     marks: list[tuple[float, int]] = field(default_factory=list)  # after each step: when, and new tokens
     rounds: int = 0  # of single sequences
+    own: tuple[int, int] = (0, 0)  # tokens and rounds of the requests that have the setup's own drafter
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a round
 
     @classmethod
@@ -52,6 +57,7 @@ class Call:
             whole.texts += call.texts
             whole.marks += [(end + at - call.started, new) for at, new in call.marks]
             whole.rounds, end = whole.rounds + call.rounds, end + call.seconds
+            whole.own = whole.own[0] + call.own[0], whole.own[1] + call.own[1]
             whole.parts = {part: whole.parts.get(part, 0.0) + spent for part, spent in call.parts.items()}
         return whole
 
@@ -98,7 +104,7 @@ class Sweep:
         self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
         self.plain: dict[Text, list[int]] = {}  # each prompt's text, written plainly at batch 1
         self.differing: list[tuple[Text, list[int]]] = []  # prompts, and what was written in place of that
-        self._engines = {engine.default_drafter: engine}
+        self._engines = {(engine.default_drafter,): engine}
 
     def measure(
         self,
@@ -142,14 +148,15 @@ class Sweep:
         return [self.prompts[i % len(self.prompts)] for i in range(count)]
 
     def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
-        engine, places = self._engine_of(setup.drafter), dict[int, int]()
+        engine, places = self._engine_of(setup), dict[int, int]()
         engine.max_batch = batch
         engine.captures.up_to(batch)
         before = dict(engine.stats.seconds)
         call = Call([[] for _ in prompts], perf_counter())
         for place, prompt in enumerate(prompts):
             # without a salt every prompt is read, and none found in the prefix cache
-            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget, cache_salt=None)
+            drafter = setup.drafter_of(place)
+            request = Request(prompt, params, drafter=drafter, budget=setup.budget, cache_salt=None)
             places[engine.submit(request)] = place
         while engine.busy:
             new = 0
@@ -158,22 +165,24 @@ class Sweep:
                     raise event.error
                 call.texts[places[event.seq_id]] += event.tokens
                 call.rounds += 1
+                if setup.drafter_of(places[event.seq_id]) == setup.drafter:
+                    call.own = call.own[0] + len(event.tokens), call.own[1] + 1
                 new += len(event.tokens)
             call.marks.append((perf_counter(), new))
         engine.settle()  # no round of this engine is unread when the next one begins
         call.parts = {part: spent - before.get(part, 0.0) for part, spent in engine.stats.seconds.items()}
         return call
 
-    def _engine_of(self, drafter: str) -> Engine:
-        """A drafter's own engine: what the controller learns of one drafter decides nothing for another."""
-        given = self.engine
-        if drafter not in self._engines and given.sibling is not None:
-            made = given.sibling("none" if drafter == "none" else given.default_drafter)
+    def _engine_of(self, setup: Setup) -> Engine:
+        """A setup's own engine: what the controller learns of one decides nothing for another."""
+        given, key = self.engine, (setup.drafter, *setup.others)
+        if key not in self._engines and given.sibling is not None:
+            made = given.sibling("none" if key == ("none",) else given.default_drafter)
             made.stats = given.stats
-            if given.drafters.has(drafter):
+            for drafter in filter(given.drafters.has, key):
                 made.drafters.add(drafter, given.drafters.get(drafter))
-            self._engines[drafter] = made
-        return self._engines.get(drafter, given)
+            self._engines[key] = made
+        return self._engines.get(key, given)
 
     def _row(self, call: Call, base: Call, batch: int, prompts: Sequence[Text]) -> dict[str, Any]:
         rate, error, other = call.rate, call.error(), base.error()
@@ -192,6 +201,7 @@ class Sweep:
             "x_plain": round(ratio, 4),
             "x_interval": None if both is None else [round(ratio * (1 - both), 4), round(ratio * (1 + both), 4)],
             "tokens_per_round": round(call.tokens / max(1, call.rounds), 3),
+            "own_tokens_per_round": round(call.own[0] / max(1, call.own[1]), 3),  # without those of other drafters
             "ms_by_part": {part: round(1e3 * spent, 2) for part, spent in call.parts.items()},
             "differing": len(off),
             "first_differences": [first_difference(text, self.plain[prompt]) for prompt, text in off[:16]],
