@@ -82,17 +82,22 @@ def _real(given: argparse.Namespace) -> tuple[Engine, Prompts]:
     config = EngineConfig(
         device=given.device, max_batch=given.batch, max_length=longest, kv_slots=given.batch * (longest + 256)
     )
-    llm, prompts = LLM.load(given.model, config=config, speculative_config=speculative), Prompts()
+    llm = LLM.load(given.model, config=config, speculative_config=speculative)
+    return llm.engine, source_prompts(llm, given.length, given.batch)
+
+
+def source_prompts(llm: LLM, length: int, count: int) -> Prompts:
+    """So many prompts of so many tokens, each from other files of Python's library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda path: -path.stat().st_size)
-    tokens: list[int] = []
+    prompts, tokens = Prompts(), list[int]()
     for file in files:
         tokens += llm.encode(file.read_text(encoding="utf-8", errors="ignore"))
-        if len(tokens) >= given.length:
-            prompts.append(tuple(tokens[: given.length]))
+        if len(tokens) >= length:
+            prompts.append(tuple(tokens[:length]))
             tokens = []
-        if len(prompts) == given.batch:
-            break
-    return llm.engine, prompts
+        if len(prompts) == count:
+            return prompts
+    raise SystemExit(f"the library's sources make {len(prompts)} prompts of {length} tokens; ask for fewer or shorter")
 
 
 def _random(given: argparse.Namespace) -> tuple[Engine, Prompts]:

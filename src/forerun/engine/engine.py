@@ -418,7 +418,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """No sequence runs: prefill as many rows as a pass takes at best, and start the sequences that it completes."""
-        rows, scheduler = self.target.pass_rows, self.scheduler
+        rows, scheduler = self.scheduler.rows_alone(), self.scheduler
         seqs = scheduler.next_readers(rows)
         if not seqs and scheduler.next_scored() is not None:
             return

@@ -13,6 +13,9 @@ Requests wait in the order of their priority, then of their arrival. So that non
 admission that passes over an older request goes to the oldest one instead. That request has aged: from then on no
 priority is above its own.
 
+Prompts that do not all fit a pass are read by urgency, then those of which much less is left first, so that a short
+one waits for a pass of a long document and not for all of it. Every `READ_TURN`-th such pass the document comes first.
+
 `find_room` preempts: where the KV cache is full, the least urgent and then the youngest sequences give their slots to
 the others. A preempted sequence keeps its tokens and its events and continues with the same text: the engine prefills
 it again like a prompt, of which the prefix cache may still have the start.
@@ -37,6 +40,8 @@ from forerun.models.base import PrefillPace, StartsWithPrompts, Target
 log = logging.getLogger(__name__)
 
 EARLY = 8  # places of a batch per prompt that is prefilled before a place is free: it then starts at once
+READ_TURN = 4  # passes after which the prompt that was begun first is read first
+PARTS = 4  # of the largest pass, while others overtake a prompt
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
 PACE = 0.2  # weight of the last round in the mean
 NO_ROOM = "does not fit the KV cache; raise kv_slots or kv_memory, or lower max_tokens"
@@ -54,6 +59,7 @@ class Scheduler:
         # prompts that are partly cached, or wholly and no place is free
         self.reading: list[SequenceState] = []
         self.running: list[SequenceState] = []
+        self._overtaken = -1, 0  # the prompt begun first, if another was read before it, and passes since its turn
         self.reads_early = target.can.prefill.early
         self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 
@@ -73,7 +79,7 @@ class Scheduler:
 
     def unread_rows(self) -> int:
         """Tokens of the prompts of these that are not cached."""
-        rows = sum([len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in self.reading])
+        rows = sum([self._unread(seq) for seq in self.reading])
         some = islice(self.waiting, max(0, self.could_start - len(self.reading)))
         return rows + sum([len(seq.source) + len(seq.tokens) - 1 for seq in some])
 
@@ -112,19 +118,37 @@ class Scheduler:
         return next((seq for seq in self.every if seq.id == seq_id), None)
 
     def next_readers(self, rows: int) -> list[SequenceState]:
-        """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""
-        old = [seq for seq in self.reading if not self._is_read(seq) and not seq.scores_prompt]
-        new = list[SequenceState]()
+        """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots.
+
+        One of the queue need not wait for a prompt of which much more is left.
+        """
+        old, new = self._half_read(), list[SequenceState]()
         most = self.limit or self.max_batch + (self.max_batch // EARLY if self.reads_early else 0)
         most -= len(self.running) + len(self.reading)
-        rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
+        left = [self._unread(seq) for seq in old]
         for seq in islice((seq for seq in self.in_turn() if not seq.scores_prompt), max(0, most)):
-            lengths = [len(each.tokens) for each in (*new, seq)]
-            if rows <= 0 or not self.target.has_room(*lengths):
+            size = len(seq.source) + len(seq.tokens) - 1
+            if sum([rest for rest in left if _scale(rest) <= _scale(size)]) >= rows:
+                continue
+            if not self.target.has_room(*[len(each.tokens) for each in (*new, seq)]):
                 break
             new.append(seq)
-            rows -= len(seq.source) + len(seq.tokens) - 1
-        return [*old, *new]
+            left.append(size)
+        found = [*old, *new]
+        if len(found) > 1 and sum(left) > rows and self._overtaken != (old[0].id if old else -1, READ_TURN - 1):
+            found.sort(key=lambda seq: (*_rank(seq)[:2], _scale(self._unread(seq))))
+        return found
+
+    def _half_read(self) -> list[SequenceState]:
+        return [seq for seq in self.reading if not self._is_read(seq) and not seq.scores_prompt]
+
+    def _unread(self, seq: SequenceState) -> int:
+        return len(seq.tokens) - 1 - self.target.cached_tokens(seq)
+
+    def rows_alone(self) -> int:
+        """Rows of a pass while nobody runs: fewer where others have overtaken the prompt, because more may come."""
+        is_overtaken = any(seq.id == self._overtaken[0] for seq in self.reading)
+        return max(1, self.target.pass_rows // (PARTS if is_overtaken else 1))
 
     def next_scored(self) -> SequenceState | None:
         """Whose prompt is read next for its log-probabilities: it is half read, or there are a place and slots."""
@@ -139,6 +163,10 @@ class Scheduler:
         """Those of `next_readers` that waited are read from now on."""
         if not readers:
             return
+        if old := self._half_read():
+            first, passes = self._overtaken if self._overtaken[0] == old[0].id else (-1, 0)
+            waits = readers[0] is not old[0]
+            self._overtaken = (old[0].id, passes + 1) if waits else (first, 0)
         known = {seq.id for seq in self.reading}
         new = [seq for seq in readers if seq.id not in known]
         for seq in new:
@@ -178,7 +206,7 @@ class Scheduler:
         target = self.target
         if not readers or not _starts_with_prompts(target):
             return []
-        unread = [len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in readers]
+        unread = [self._unread(seq) for seq in readers]
         rows, found = target.prompt_rows(nodes, rows, sum(unread)), list[SequenceState]()
         for seq, count in zip(readers[: self._places], unread, strict=False):
             rows -= count
@@ -209,6 +237,11 @@ class Scheduler:
 def _rank(seq: SequenceState) -> tuple[int, float, int]:
     """Smaller = sooner."""
     return -seq.failures, seq.rank, seq.id
+
+
+def _scale(rows: int) -> int:
+    """Prompts of one scale, at most four times as long as each other, are read in the order in which they came."""
+    return rows.bit_length() // 2
 
 
 def _arrival(seq: SequenceState) -> int:
