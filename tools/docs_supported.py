@@ -86,7 +86,7 @@ def _reasons() -> str:
             if (reason := of(_ordinary(family))) is not None:
                 reasons.setdefault(reason.removeprefix("it has ").removeprefix("no kernels for "), []).append(family)
         why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in reasons.items())
-        lines.append(f"Without {column}: {'; '.join(why)}.")
+        lines.append(f"Without {column}: {'; '.join(why) or 'none'}.")
     lacking = [name for name in _ordinary("llama").parts if name not in HAS]
     lines.append(f"No Triton kernel has: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
     return "\n".join(lines)

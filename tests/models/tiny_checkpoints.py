@@ -310,7 +310,7 @@ _LATENT = {
     **_SIGMOID,
 }
 _YARN_MSCALE = {**_YARN, "factor": 8.0, "mscale": 0.8, "mscale_all_dim": 1.3}
-LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder's
+LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder's, and the native kernels'
     "deepseek_v2": {  # as V2-Lite: queries of the layer's input, greedy choice
         "model_type": "deepseek_v2",
         **_LATENT,
@@ -349,7 +349,30 @@ LATENT: dict[str, dict[str, Any]] = {  # multi-head latent attention: RowDecoder
         "n_shared_experts": 3,
         "first_k_dense_replace": 0,
     },
-    "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "deepseek_v3-wide": {  # three heads, no size a multiple of another, values longer than cached rows
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 13,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 7,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 29,
+        "rms_norm_eps": 0.5,  # which norms within attention do not have
+        "attention_bias": True,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm4_moe_lite": {  # attention in whole blocks of 32
+        "model_type": "glm4_moe_lite",
+        **_LATENT,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
 }
 
 _SIZED = {

@@ -42,6 +42,11 @@ NEW = [
     "gemma4",
     "gemma4-equal",
     "gemma4-odd",
+    "deepseek_v2",
+    "deepseek_v2-groups",
+    "deepseek_v3",
+    "deepseek_v3-wide",
+    "glm4_moe_lite",
 ]
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
@@ -145,6 +150,11 @@ CONTROLS: dict[str, tuple[str, Callable[[DecoderConfig], DecoderConfig]]] = {
     "all pairs rotate": ("gemma4", _whole_rope),
     "ropes of two sizes the other way round": ("gemma4-equal", lambda config: replace(config, layer_ropes=(0, 1) * 3)),
     "scaled scores": ("gemma4", lambda config: replace(config, attention_scale=0.25)),
+    "rows of latents that do not rotate": ("deepseek_v3", lambda config: replace(config, layer_ropes=(None,) * 3)),
+    "halves for neighbours in latents": ("deepseek_v2", lambda config: replace(config, rope_pairs="halves")),
+    "a scale of scores by the cached row": ("deepseek_v3-wide", lambda c: replace(c, attention_scale=c.head_dim**-0.5)),
+    "a scale of scores without YaRN's": ("deepseek_v2-groups", lambda c: replace(c, attention_scale=18**-0.5)),
+    "no groups of a softmax router": ("deepseek_v2-groups", lambda config: _routed(config, groups=(1, 1))),
     "no norm behind attention": ("gemma4", lambda c: replace(c, norms=c.norms._replace(after_attention=None))),
 }
 
@@ -164,6 +174,20 @@ def test_a_part_of_layer_inputs_that_is_left_out_is_caught(part: str, made: Call
     changed = {key: torch.ones_like(w) if "scalar" in part else w * 0 for key, w in weights.items() if part in key}
     assert changed
     assert _off(model, DecoderConfig.from_hf(config), weights | changed) > FAR
+
+
+def test_weights_of_latents_are_kept_in_eight_bits(made: Callable[[str], Made]) -> None:
+    """Rows are rounded before them; all numbers of attention's weights lie in blocks of 32."""
+    _, settings, weights = made("glm4_moe_lite")
+    config = replace(DecoderConfig.from_hf(settings), moe=None, sparse=(False,) * 3)  # no near-ties of routers
+    for i in (0, 2):
+        weights = weights | {
+            f"model.layers.{i}.mlp.{key.split('mlp.')[1]}": w for key, w in weights.items() if "layers.1.mlp" in key
+        }
+    packed, plain = (NativeDecoder(config, weights, mode=mode, kv_slots=None) for mode in ("q8", "float32"))
+    got, wanted = (score_chain(one, TEXT, 13, len(TEXT)) for one in (packed, plain))
+    assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.08
+    assert packed.weight_bytes < 0.4 * plain.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe-groups"])

@@ -59,7 +59,7 @@ def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:
     """The changes of an adapter by layer and projection; weights that are one on disk are taken apart."""
     if adapter.rank > MOST_RANK:
         raise UnsupportedModel(f"an adapter of rank {adapter.rank} is too large: {MOST_RANK} is the most")
-    if config.varied is not None:
+    if config.special is not None:
         raise UnsupportedModel(f"{config.family} takes no adapters beside a base; load the adapter's folder as a model")
     shapes, seen = _shapes(config), set[tuple[int, str]]()
     for name, (down, up) in adapter.changes.items():

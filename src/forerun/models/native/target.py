@@ -102,8 +102,8 @@ class NativeDecoder(Decoder):
     @staticmethod
     def reason_against(config: DecoderConfig) -> str | None:
         """What about this model the kernels cannot run; None = nothing."""
-        if config.latent is not None:
-            return f"it has {config.special}"
+        if (latent := config.latent) is not None and latent.rank % 4:
+            return f"kv_lora_rank={latent.rank} is no multiple of 4"
         if config.recurrent is not None and config.recurrent.kernel > native.MOST_TAPS:
             return f"its convolutions read {config.recurrent.kernel} rows, more than {native.MOST_TAPS}"
         dims = {config.kv_sizes(layer)[1] for layer in range(config.layers)}
@@ -272,7 +272,8 @@ class NativeDecoder(Decoder):
             one.kind = _KV_KINDS[data.dtype]
             one.layer_stride, one.slot_stride = data.stride(0), data.stride(3)
             one.head_stride = data.stride(2) if self.config.varied is None else 0
-            one.keys, one.values = at, at + data.stride(1) * data.element_size()
+            one.keys = at  # of latents, values are the same rows
+            one.values = at if len(data[0]) == 1 else at + data.stride(1) * data.element_size()
         self._known_data, self._stored = data, ([], [])
 
     def shared(self) -> SharedWeights:

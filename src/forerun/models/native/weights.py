@@ -16,11 +16,11 @@ from torch import Tensor
 
 from forerun.models.base import LayerSubset
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import Activation, DecoderConfig, MoeConfig
+from forerun.models.config import Activation, DecoderConfig, LatentConfig, MoeConfig
 from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks, dequantize
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
-from forerun.models.native.library import Experts, Layer, Mixer, Model
+from forerun.models.native.library import Experts, Latent, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import (
     FloatMode,
@@ -43,7 +43,7 @@ class NativeReader:
         self.config, self.mode = config, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.weights = self.names.weights
-        self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts | Mixer] = []
+        self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts | Latent | Mixer] = []
         self.input_rows: Tensor | Blocks | None = None  # what the model's table of layer inputs points to
         self.inactive_bytes = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
@@ -170,6 +170,7 @@ class NativeReader:
             }
         if config.varied is not None:
             norms["v_norm"] = self._keep(torch.ones(dim))
+        latent = config.latent
         return {
             "kv_heads": kv_heads,
             "head_dim": dim,
@@ -177,8 +178,10 @@ class NativeReader:
             "cache": config.kv_source(index),
             "borrows": borrows,
             **norms,
-            **self._queries_keys_values(at, index),
-            "output": self._projection(at, "o", {"o": config.width}, queries),
+            **(self._queries_keys_values(at, index) if latent is None else self._latent(at, latent)),
+            "output": self._projection(
+                at, "o", {"o": config.width}, queries if latent is None else config.heads * latent.value_dim
+            ),
             "window": window or 0,
             "rotate": 0 if rope is None else 1 + rope,
             "sinks": self._floats(at + "sinks", config.heads) if config.sinks else None,
@@ -204,6 +207,40 @@ class NativeReader:
         )
         others = [self._linear(f"{at}{name}_proj.weight", keys, config.width) for name in "kv"]
         return {"qkv": side_by_side([query, *others]), "gate": side_by_side([gate])}
+
+    def _latent(self, at: str, latent: LatentConfig) -> dict[str, Any]:
+        """The expanding weight is split by head, and by what becomes of it."""
+        config, width, rank = self.config, self.config.width, latent.rank
+        both, queries = latent.key_dim + latent.value_dim, latent.key_dim + latent.rope_dim
+        self._check(at + "kv_b_proj.weight", (config.heads * both, rank))
+        expand = self.weights[at + "kv_b_proj.weight"].detach().view(config.heads, both, rank)
+        split = [(one[: latent.key_dim].t().contiguous(), one[latent.key_dim :]) for one in expand]
+        arrays = [
+            (Parts * config.heads)(*(side_by_side([self._pack(weight, None)]) for weight in parts))
+            for parts in zip(*split, strict=True)
+        ]
+        found, name, inputs = Latent(latent.query_rank or 0, rank, latent.key_dim, latent.rope_dim), "q_proj", width
+        found.value_dim, (found.absorb, found.expand) = latent.value_dim, arrays
+        if latent.query_rank is not None:
+            name, inputs = "q_b_proj", latent.query_rank
+            found.short_queries = side_by_side([self._linear(at + "q_a_proj.weight", inputs, width)])
+            found.query_norm = self._keep(self.names.norm(at + "q_a_layernorm.weight", inputs).contiguous())
+        rows = self._rotated_last(config.heads, queries)
+        found.queries = side_by_side([self._linear(f"{at}{name}.weight", config.heads * queries, inputs, rows=rows)])
+        rows = self._rotated_last(1, latent.row)
+        found.latents = side_by_side([self._linear(at + "kv_a_proj_with_mqa.weight", latent.row, width, rows=rows)])
+        found.latent_norm = self._keep(self.names.norm(at + "kv_a_layernorm.weight", rank).contiguous())
+        self.kept.extend((*arrays, found))
+        return {"latent": ctypes.pointer(found)}
+
+    def _rotated_last(self, heads: int, size: int) -> Tensor:
+        """Rows of heads whose ends rotate, in the order that the kernels rotate."""
+        rows = torch.arange(heads * size).view(heads, size)
+        if self.config.rope_pairs == "neighbours":
+            assert self.config.latent is not None
+            dims = self.config.latent.rope_dim
+            rows[:, -dims:] = unpair(rows[:, -dims:].flatten(), dims, self.config.ropes[0].dims).view(heads, dims)
+        return rows.flatten()
 
     def _floats(self, name: str, count: int) -> int:
         self._check(name, (count,))
@@ -282,7 +319,11 @@ class NativeReader:
         bias = self._bias(bias_name, outputs) if bias_name in weights or biased else None
         blocks = weights.blocks(name) if self.mode == "gguf" and isinstance(weights, Weights) else None
         weight = weights[name] if blocks is None else blocks
-        if self.config.rope_pairs == "neighbours" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if (
+            rows is None
+            and self.config.rope_pairs == "neighbours"
+            and name.endswith(("q_proj.weight", "k_proj.weight"))
+        ):
             rows = unpair(torch.arange(outputs), self.config.head_dim, self.config.ropes[0].dims)
         if rows is not None:
             weight = take_rows(weight, rows) if isinstance(weight, Blocks) else weight[rows]

@@ -106,8 +106,8 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
 FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int kind, int apart) {
     const int vectors = count > 2 ? 4 : SUMS / 2;
     int64_t d = 0;
-    for (; d + 4 * vectors <= t->dim; d += 4 * vectors) mix_columns(t, p, s, count, d, vectors, kind, apart);
-    for (; d < t->dim; d += 4) mix_columns(t, p, s, count, d, 1, kind, apart);
+    for (; d + 4 * vectors <= t->value_dim; d += 4 * vectors) mix_columns(t, p, s, count, d, vectors, kind, apart);
+    for (; d < t->value_dim; d += 4) mix_columns(t, p, s, count, d, 1, kind, apart);
 }
 
 /* Calls a step with numbers that are known when it is compiled. */
@@ -152,7 +152,8 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
     int64_t group = a->heads / a->kv_heads;
     int64_t offset = kv_head * a->head_stride * fr_number_bytes(a->kind);
     t->keys = (const char *)a->keys + offset, t->values = (const char *)a->values + offset;
-    t->dim = a->head_dim, t->kind = (int)a->kind, t->scale = a->scale, t->cap = a->cap, t->count = count;
+    t->dim = a->head_dim, t->value_dim = a->value_dim ? a->value_dim : a->head_dim;
+    t->kind = (int)a->kind, t->scale = a->scale, t->cap = a->cap, t->count = count;
     const int64_t own = fr_row_bytes(a->kind, a->head_dim);
     t->row = a->row_stride ? a->row_stride * fr_number_bytes(a->kind) : own;
     t->first = first_query < group || a->reach.first[first_query / group - 1] != a->reach.first[first_query / group];
@@ -162,7 +163,7 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
         const fr_reach *reach = &a->reach;
         query *q = &t->queries[i];
         q->q = a->q + node * a->q_stride + head * a->head_dim;
-        q->out = a->out + (node * a->heads + head) * a->head_dim;
+        q->out = a->out + (node * a->heads + head) * t->value_dim;
         q->tail = reach->tails + node * reach->tail_stride;
         q->pages = reach->pages ? reach->pages + reach->first[node] : NULL;
         q->first = reach->first[node], q->context = reach->context[node];

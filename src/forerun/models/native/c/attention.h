@@ -18,7 +18,7 @@ typedef struct {
 typedef struct fr_queries {
     const char *keys, *values; /* of one key head */
     query queries[FR_TOGETHER];
-    int64_t dim, row; /* row: bytes from a slot's numbers to the next one's */
+    int64_t dim, value_dim, row; /* row: bytes from a slot's numbers to the next one's */
     int count, kind, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
     float scale, cap;
 } tile;
@@ -173,13 +173,13 @@ FR_INLINE void attend_tile(tile *t, const kernels *path) {
         for (int64_t at = q->from; t->cap && at < q->seen; at += 4) /* there is room behind the last */
             store4(q->weights + at, cap4(load4(q->weights + at), t->cap));
         path->soften(q);
-        for (int64_t d = 0; d < t->dim; d += 4) store4(t->queries[i].out + d, all4(0));
+        for (int64_t d = 0; d < t->value_dim; d += 4) store4(t->queries[i].out + d, all4(0));
     }
     walk(t, parts, count, t->values, path->mix, path);
     for (int i = 0; i < t->count; i++) {
         float *out = t->queries[i].out;
         f32x4 total = all4(t->queries[i].total);
-        for (int64_t d = 0; d < t->dim; d += 4) store4(out + d, load4(out + d) / total);
+        for (int64_t d = 0; d < t->value_dim; d += 4) store4(out + d, load4(out + d) / total);
     }
 }
 

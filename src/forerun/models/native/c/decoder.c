@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 15, FR_ABI = 23 };
+enum { BUFFERS = 15, FR_ABI = 24 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found, *given, *projected;
-    void *quants, *experts, *mixing;
+    void *quants, *experts, *mixing, *latent;
     int32_t *tiles;
     float *replay;
     int pending; /* delta is not in x yet; `after` norms it first */
@@ -23,7 +23,8 @@ typedef struct {
 /* Number `at` of a cache. */
 static void *cache_at(void *cache, int64_t kind, int64_t at) { return (char *)cache + at * fr_number_bytes(kind); }
 
-static void write_head(void *row, int64_t kind, const float *from, int64_t dim) {
+void fr_write_head(void *cache, int64_t kind, int64_t at, const float *from, int64_t dim) {
+    void *row = cache_at(cache, kind, at);
     if (kind == FR_BYTES) fr_to_bytes(from, row, dim);
     else if (kind == FR_HALVES) fr_to_halves(from, row, dim);
     else memcpy(row, from, (size_t)dim * sizeof(float));
@@ -60,8 +61,8 @@ static void write_row(const fr_pass *p, const fr_layer *layer, int64_t r, const 
     const int64_t dim = layer->head_dim;
     for (int64_t h = 0; h < layer->kv_heads; h++, k += dim) {
         int64_t at = layer->cache * p->layer_stride + h * head_stride(p, layer) + p->write[r] * p->slot_stride;
-        write_head(cache_at(p->keys, p->kind, at), p->kind, k, dim);
-        write_head(cache_at(p->values, p->kind, at), p->kind, k + layer->kv_heads * dim, dim);
+        fr_write_head(p->keys, p->kind, at, k, dim);
+        fr_write_head(p->values, p->kind, at, k + layer->kv_heads * dim, dim);
     }
 }
 
@@ -101,12 +102,15 @@ static const float *norm_rows(const fr_decoder *m, const float *weight, float *i
 /* A part of a layer has left in b->delta what it adds. */
 static void leave(buffers *b, const float *after) { b->pending = 1, b->after = after, b->total = 0; }
 
-/* Attention of the first n rows, which see the keys and values of all. */
-static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
+/* Queries of the first n rows, and keys and values of all, which go into their slots. */
+static fr_projected project_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const float *rows, int64_t nodes, int64_t n,
+                                  buffers *b) {
     const fr_layer *layer = m->layer + i;
     const int64_t queries = m->heads * layer->head_dim, keys = layer->kv_heads * layer->head_dim;
-    const int64_t nodes = layer->borrows ? n : p->nodes, cache = layer->cache * p->layer_stride;
-    const float *rows = norm_rows(m, layer->attention_norm, b->normed, nodes, b);
+    if (layer->latent) {
+        fr_latent_project(m, p, layer, rows, n, b->qkv, b->latent);
+        return (fr_projected){b->qkv, NULL, queries, 0};
+    }
     fr_projected made = fr_project(&layer->qkv, queries, rows, nodes, 0, n, b->qkv, b->quants);
     const fr_adapted changed[] = {{FR_K, made.k, made.k_stride, keys, nodes},
                                   {FR_V, made.k + keys, made.k_stride, keys, nodes},
@@ -114,11 +118,22 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     fr_adapt(p->adapters, i, changed, 3, rows, m->width, b->middle);
     heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, nodes, fr_rows_at_once(queries));
+    return made;
+}
+
+/* Attention of the first n rows, which see the keys and values of all. */
+static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    const int64_t queries = m->heads * layer->head_dim, cache = layer->cache * p->layer_stride;
+    const int64_t nodes = layer->borrows ? n : p->nodes;
+    const float *rows = norm_rows(m, layer->attention_norm, b->normed, nodes, b), *found = b->attended;
+    fr_projected made = project_layer(m, p, i, rows, nodes, n, b);
     if (!n) return;
     fr_attention_args attention = {
         .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
         .keys = cache_at(p->keys, p->kind, cache), .values = cache_at(p->values, p->kind, cache), .kind = p->kind,
         .tiles = b->tiles, .heads = m->heads, .kv_heads = layer->kv_heads, .head_dim = layer->head_dim,
+        .value_dim = layer->latent ? layer->latent->rank : 0,
         .tile_count = fr_attention_tiles(&p->reach, n, m->heads / layer->kv_heads, layer->kv_heads, b->tiles),
         .q_stride = made.q_stride, .head_stride = head_stride(p, layer), .row_stride = p->slot_stride, .window = layer->window, .scale = m->attention_scale,
         .cap = m->attention_cap, .sinks = layer->sinks,
@@ -128,9 +143,10 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
         fr_linear(&layer->gate, rows, b->gates, n, b->quants);
         fr_open_gates(b->gates, b->attended, n, queries);
     }
-    fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
+    if (layer->latent) found = fr_latent_expand(m, p, layer, found, n, b->latent);
+    fr_linear(&layer->output, found, b->delta, n, b->quants);
     const fr_adapted output = {FR_OUTPUT, b->delta, m->width, m->width, n};
-    fr_adapt(p->adapters, i, &output, 1, b->attended, queries, b->middle);
+    fr_adapt(p->adapters, i, &output, 1, found, queries, b->middle);
     leave(b, layer->after_attention);
 }
 
@@ -170,7 +186,7 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers 
     int64_t n = i + 1 < m->keyed ? p->nodes : p->nodes - p->keys_only, inner = layer->down.part[0].inputs;
     if (!n && i >= m->keyed) return;
     if (layer->mixer) mix_layer(m, p, i, n, b);
-    else if (layer->qkv.count) attend_layer(m, p, i, n, b);
+    else if (layer->qkv.count || layer->latent) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
     if (!(layer->gate_up.count || layer->experts) || !n) return;
     const float *rows = norm_rows(m, layer->mlp_norm, b->normed, n, b);
@@ -198,13 +214,17 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     int64_t n = p->nodes, given = n * m->layers * m->input_width;
     int64_t widest = m->inner > m->width ? m->inner : m->width;
     int64_t inputs = 0, found = 0, gates = 0, attended = 0, keys = 0, group = 0;
-    size_t experts = 0, mixing = 0;
+    size_t experts = 0, mixing = 0, latent = 0;
     for (int64_t i = 0; i < m->layers; i++) {
         const fr_layer *layer = m->layer + i;
         const fr_mixer *mixer = layer->mixer;
         if (layer->experts) experts = larger(experts, fr_experts_bytes(layer->experts, n, m->width));
         attended = larger(attended, m->heads * layer->head_dim), keys = larger(keys, layer->kv_heads * layer->head_dim);
         if (layer->kv_heads) group = larger(group, m->heads / layer->kv_heads);
+        if (layer->latent) {
+            latent = larger(latent, fr_latent_bytes(layer->latent, m->heads, n, m->width));
+            widest = larger(widest, layer->output.part[0].inputs);
+        }
         if (layer->gate.count) gates = attended;
         if (!mixer) continue;
         inputs = mixer->wide > inputs ? mixer->wide : inputs;
@@ -221,7 +241,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
                           (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles, (void **)&b->middle,
                           (void **)&b->gates, (void **)&b->inputs, (void **)&b->found, (void **)&b->given,
                           (void **)&b->projected};
-    size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants + experts + mixing;
+    size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants + experts + mixing + latent;
     for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
     char *block = malloc(bytes + 64), *next = block;
     if (!block) return NULL;
@@ -234,6 +254,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     b->quants = next;
     b->experts = next + quants;
     b->mixing = next + quants + experts;
+    b->latent = next + quants + experts + mixing;
     return block;
 }
 

@@ -96,6 +96,7 @@ void fr_to_bytes(const float *x, int8_t *y, int64_t count);
 enum { FR_FLOATS, FR_HALVES, FR_BYTES };
 FR_INLINE int64_t fr_number_bytes(int64_t kind) { return kind == FR_BYTES ? 1 : kind == FR_HALVES ? 2 : 4; }
 FR_INLINE int64_t fr_row_bytes(int64_t kind, int64_t dim) { return kind == FR_BYTES ? dim + 4 : dim * fr_number_bytes(kind); }
+void fr_write_head(void *cache, int64_t kind, int64_t at, const float *from, int64_t dim); /* at number `at` */
 
 enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
 struct fr_queries;        /* a tile of them: attention.h */
@@ -122,13 +123,14 @@ typedef struct {
 typedef struct {
     fr_reach reach;
     const float *q;    /* [nodes, q_stride] with heads laid end to end */
-    float *out;        /* [nodes, heads * head_dim] */
+    float *out;        /* [nodes, heads * value_dim] */
     const void *keys; /* of this layer: + kv_head * head_stride numbers, then row by row */
     const void *values;
     int64_t kind;
     float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + FR_ROOM] */
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
+    int64_t value_dim;  /* numbers of a row of values that are read; 0 = head_dim */
     int64_t row_stride; /* from a slot's numbers to the next one's; 0 = they follow each other */
     int64_t window; /* 0 = everything, else only the last `window` positions */
     float scale, cap; /* cap of the scores; 0 = none */
@@ -231,6 +233,15 @@ size_t fr_mixer_bytes(const fr_mixer *m, const fr_walk *walks, int64_t count, in
 void fr_mix(const fr_mixer *m, float eps, float *inputs, const fr_walk *walks, int64_t count, int64_t rows, float *found,
             void *scratch);
 
+/* ---- latent.c: attention whose keys and values are made of one short row of a token; a head's query has two parts ---- */
+typedef struct {
+    int64_t query_rank; /* queries are made of a short row, too; 0 = of the layer's input */
+    int64_t rank, key_dim, rope_dim, value_dim; /* of the cached latent; of a head, without what rotates; of what does; .. */
+    fr_weights short_queries, queries, latents; /* latents: [rank + rope_dim, width] */
+    const float *query_norm, *latent_norm;
+    const fr_weights *absorb, *expand; /* [heads] of [rank, key_dim] and of [value_dim, rank] */
+} fr_latent;
+
 /* ---- decoder.c: a whole pass ---- */
 /* Where queries, and keys with the values behind them, lie; heads of a row end to end. */
 typedef struct {
@@ -259,6 +270,7 @@ typedef struct {
     fr_weights input_gate, input_output; /* its own input (see fr_decoder) is multiplied by this gate; or without weights */
     const float *after_input;            /* [width] norm of what that adds */
     float scale;                         /* of the rows that leave the layer; 0 = 1 */
+    const fr_latent *latent;             /* in the place of qkv, or NULL */
 } fr_layer;
 
 typedef struct {
@@ -312,6 +324,13 @@ typedef struct {
     int64_t replayed;
 } fr_pass;
 
+/* Rows [nodes, width] of a layer with latents: cached rows into their slots, and queries of the first n, [n, heads, rank +
+ * rope_dim]. Then what attention finds of latents, [n, heads, rank] -> [n, heads * value_dim], within the scratch. */
+size_t fr_latent_bytes(const fr_latent *l, int64_t heads, int64_t rows, int64_t width);
+void fr_latent_project(const fr_decoder *m, const fr_pass *p, const fr_layer *layer, const float *rows, int64_t n, float *q,
+                       void *scratch);
+const float *fr_latent_expand(const fr_decoder *m, const fr_pass *p, const fr_layer *layer, const float *found, int64_t n,
+                              void *scratch);
 FR_API int64_t fr_layout(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
 /* The state behind a path of rows whose inputs were kept by a pass: 0 = done, 1 = out of memory. */

@@ -159,9 +159,10 @@ FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int kind,
     const int vectors = count > 6 ? 2 : 4;
     const query *q = p->queries + s.first;
     int64_t d = 0;
-    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, q, s, count, d, vectors, 0xFFFF, kind, apart);
-    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, q, s, count, d, 1, 0xFFFF, kind, apart);
-    if (d < t->dim) mix_wide(t, q, s, count, d, 1, columns_at(d, t->dim), kind, apart);
+    const int64_t dim = t->value_dim;
+    for (; d + WIDE * vectors <= dim; d += WIDE * vectors) mix_wide(t, q, s, count, d, vectors, 0xFFFF, kind, apart);
+    for (; d + WIDE <= dim; d += WIDE) mix_wide(t, q, s, count, d, 1, 0xFFFF, kind, apart);
+    if (d < dim) mix_wide(t, q, s, count, d, 1, columns_at(d, dim), kind, apart);
 }
 
 FR_INLINE void mix_queries(const tile *t, const part *p, stretch s, int kind, int apart) {
