@@ -104,7 +104,7 @@ class Sweep:
         self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
         self.plain: dict[Text, list[int]] = {}  # each prompt's text, written plainly at batch 1
         self.differing: list[tuple[Text, list[int]]] = []  # prompts, and what was written in place of that
-        self._engines = {(engine.default_drafter,): engine}
+        self._engines: dict[tuple[str, ...], Engine] = {(engine.default_drafter,): engine}
 
     def measure(
         self,
