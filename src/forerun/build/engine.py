@@ -68,12 +68,10 @@ def make_engine(
     """An engine around a target that is already in memory; `costs` are measured by the first who asks."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
-    max_batch = config.max_batch
-    if max_batch is None:
-        max_batch, why = default_batch(target)
+    max_batch, why = (config.max_batch, "") if config.max_batch is not None else default_batch(target)
+    if why:
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
-    # first: where they are, passes with them are captured beside the others
-    adapters = make_adapters(target, config, loaded_from)
+    adapters = make_adapters(target, config, loaded_from)  # first: passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
     parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)
     parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
