@@ -351,6 +351,15 @@ def test_an_adapter_that_names_another_base_is_told_about_once(tiny: Tiny, caplo
         assert [record.getMessage().count(base) for record in caplog.records] == [1] * lines
 
 
+def test_the_scale_is_alpha_over_the_rank_or_over_its_root(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.adapter(1, rank=4).write(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"lora_alpha": 6}
+    for rooted, scale in ((False, 1.5), (True, 3.0)):
+        file.write_text(json.dumps(settings | {"use_rslora": rooted}))
+        assert Adapter.read(tmp_path).scale == scale
+
+
 def test_an_evicted_adapter_whose_folder_has_gone_is_named(tiny: Tiny, tmp_path: Path) -> None:
     pool = AdapterPool(tiny.native(), limit=1)
     folder = copytree(tiny.written(1), tmp_path / "gone")
