@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from threading import Event, current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,13 +32,13 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.adapter import _DOWN, _UP, Adapter
 from forerun.models.native import library
-from forerun.models.native.adapters import NativeAdapter
+from forerun.models.native.adapters import NativeAdapter, adapters_of
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels")
-LAW = ("llama3.1", "llama-biases", "mistral", "qwen3", "smollm3", "phi3", "qwen3_moe")
+LAW = ("llama3.1", "llama-biases", "mistral", "qwen3", "glm4", "smollm3", "phi3", "qwen3_moe")
 PROMPTS = [[5, 9, 2, 5, 9, 2, 7], [11, 3, 11, 3, 11, 3], [40, 41, 42, 43, 40, 41, 42]]
 
 
@@ -98,7 +99,7 @@ def logits_of(target: NativeDecoder, tokens: list[int], adapter: Any, cached: in
     return logits
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("family", LAW)
 def test_the_law_of_an_adapter_is_that_of_merged_weights(family: str, tmp_path: Path) -> None:
     made, tokens = Tiny(family, tmp_path), [5, 9, 2, 33, 7, 1, 8, 60, 12]
@@ -358,6 +359,34 @@ def test_the_scale_is_alpha_over_the_rank_or_over_its_root(tiny: Tiny, tmp_path:
     for rooted, scale in ((False, 1.5), (True, 3.0)):
         file.write_text(json.dumps(settings | {"use_rslora": rooted}))
         assert Adapter.read(tmp_path).scale == scale
+
+
+def test_rows_of_later_layers_and_of_another_target(tiny: Tiny) -> None:
+    target, other = tiny.native(), tiny.native()
+    loaded = target.load_adapter("one", 1, tiny.adapter(1))
+    seqs = [PlainSeq(1, [1, 2, 3]), PlainSeq(2, [1, 2, 3], adapter=loaded)]
+    spans: Any = [SimpleNamespace(nodes=2)] * 2
+    assert list(adapters_of(target.config, spans, seqs, 1) or ()) == [0, 0, loaded.at(1), loaded.at(1)]
+    assert loaded.at(1) > loaded.at(0)
+    with pytest.raises(InvalidInput, match="'one' was loaded by another target"):
+        logits_of(other, [5, 9, 2, 33], loaded)
+
+
+def test_an_adapter_that_is_removed_while_it_is_read_again_is_served_no_more(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, read = AdapterPool(tiny.native(), limit=1), AdapterPool._read
+    for name, seed in (("one", 1), ("other", 2)):
+        pool.add(name, tiny.written(seed))
+
+    def removed_meanwhile(self: AdapterPool, name: str, folder: Path) -> object:
+        pool.remove("one")
+        return read(self, name, folder)
+
+    monkeypatch.setattr(AdapterPool, "_read", removed_meanwhile)
+    with pytest.raises(UnknownName, match="unknown adapter 'one'; served: other"):
+        pool.get("one")
+    assert pool.loaded == ["other"]
 
 
 def test_an_evicted_adapter_whose_folder_has_gone_is_named(tiny: Tiny, tmp_path: Path) -> None:

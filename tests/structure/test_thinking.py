@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import tokenizers
+import torch
 
 pytest.importorskip("llguidance")
 
 from forerun.build.engine import make_engine
 from forerun.core.errors import InvalidInput
-from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig, for_schema
+from forerun.core.params import EngineConfig, Prefix, SamplingParams, SpeculativeConfig, for_schema
 from forerun.core.thinking import HARMONY, marks_of
 from forerun.core.types import Request
 from forerun.engine.engine import Engine
@@ -96,7 +98,7 @@ def check(kind: str, request: Request, tokens: list[int]) -> None:
         inside = 0 if start == "open" else len(thinking.begin)
         most = inside + budget + len(thinking.close)
         written = next((i for i in range(len(tokens)) if marks.end in own.decode(tokens[: i + 1], False)), None)
-        assert (written or 0) + 1 <= most or tokens[-1] in ends, (text, budget)
+        assert written is None or written + 1 <= most, (text, budget)
         assert written is not None or tokens[-1] in ends or len(tokens) < most, (text, budget)
     if params.response_format is not None and len(tokens) < params.max_tokens:
         assert mark or not thinks, f"the text ended while it thought: {text!r}"
@@ -123,6 +125,34 @@ def test_no_text_breaks_its_budget_or_its_schema(drafter: str, temperature: floa
 @cache
 def written(kind: str, drafter: str, temperature: float) -> tuple[list[list[int]], list[str]]:
     return run(engine_of(kind, drafter), requests(kind, temperature))
+
+
+@pytest.mark.parametrize("kind", ["one token", "many tokens", "overrunning", "harmony"])
+def test_texts_drawn_by_the_law_alone_keep_their_budget_and_schema(kind: str) -> None:
+    """Tokens that end the text, or end thinking and write on, are the likeliest ones time and again."""
+    own, numbers = tokenizer(kind), random.Random(kind)
+    tempting = [*own.eos_ids, *(index for token in KINDS.get(kind, ()) for index in own.encode(token, False))]
+    for asked in requests(kind, 1.0):
+        laws = Grammars(own, own.vocab_size, own.eos_ids).compile(asked).params.processors
+        output = list[int]()
+        if not laws:
+            continue  # this prompt opens an answer, which is free
+        while len(output) < asked.params.max_tokens and own.eos_ids.isdisjoint(output):
+            logits = torch.tensor([numbers.random() for _ in range(own.vocab_size)])
+            logits[numbers.sample(tempting, min(2, len(tempting)))] += numbers.random() < 0.5
+            output.append(int(laws[0](Prefix([*asked.prompt, *output], len(asked.prompt)), logits).argmax()))
+        check(kind, asked, output)
+
+
+def test_thinking_ends_in_the_token_that_ends_it_and_writes_on() -> None:
+    own = tokenizer("overrunning")
+    asked = Request(tuple(own.encode("1<think>", False)), SamplingParams(max_tokens=70, max_thinking_tokens=3))
+    (law,) = Grammars(own, own.vocab_size, own.eos_ids).compile(asked).params.processors
+    output = own.encode("a</think>x", False)
+    for _ in range(6):
+        logits = torch.rand(own.vocab_size)
+        assert law(Prefix([*asked.prompt, *output], len(asked.prompt)), logits.clone()).equal(logits)
+        output += own.encode("b", False)
 
 
 def test_a_broken_law_would_be_seen() -> None:

@@ -154,7 +154,6 @@ class AdapterPool:
             if self._folders.pop(name, None) is None:
                 raise self._unknown(name)
             self._loaded.pop(name, None)
-            self._held.pop(name, None)
 
     def get(self, name: str) -> LoadedAdapter:
         """The adapter of this name, read again where it was evicted and nobody holds it.
