@@ -229,8 +229,7 @@ class Engine:
             self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         for advance in advances:
-            adapter = advance.seq.adapter
-            if adapter is not None and advance.counts is not None and adapter.name in (self.adapters or ()):
+            if (adapter := advance.seq.adapter) and advance.counts and adapter.name in (self.adapters or ()):
                 self.stats.count_adapter(adapter.name, advance.counts)
         if line.second is not None:
             dropped = line.close(self.stats.clock(behind=clock))
@@ -498,12 +497,6 @@ class Engine:
                 stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
             seq.note_prompt(started, seconds)
         return chains.nodes - found
-
-    def prefill_progress(self) -> tuple[int, int]:
-        """Of the prompts being prefilled now: cached tokens, and tokens to cache in all. Any thread may ask."""
-        reading = [*self.reading, *(seq for seq in self.running.copy() if not seq.rounds)]
-        cached = sum(self.target.cached_tokens(seq) for seq in reading)
-        return cached, sum(len(seq.tokens) - 1 for seq in reading)
 
     # ---- requests
 
