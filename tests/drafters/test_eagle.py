@@ -89,9 +89,11 @@ def test_beyond_its_trained_length_a_head_sees_the_last_positions() -> None:
     assert far_apart(windowed, replace(config, max_length=4))[1] > 0.01
 
 
-def far_apart(config: EagleConfig, serving: EagleConfig | None = None) -> tuple[int, float]:
+def far_apart(
+    config: EagleConfig, serving: EagleConfig | None = None, weights: dict[str, Tensor] | None = None
+) -> tuple[int, float]:
     """How many rows and steps were compared, and how far, at most, drafting is from training; `serving`: drafts."""
-    weights, kind, serving = eagle_weights(config, seed=1), config.kind, serving or config
+    weights, kind, serving = weights or eagle_weights(config, seed=1), config.kind, serving or config
     module = trained(config, weights)
     folded = weights | fold(module)
     assert torch.equal(folded["fc.weight"], weights["fc.weight"]) == (kind == "eagle3")

@@ -92,6 +92,9 @@ class TrainOptions:
     steps: int = told(2000, "Optimiser steps in all.")
     batch_tokens: int = told(16384, "Tokens per step.")
     max_length: int = told(512, "Longer sequences are cut.")
+    packed: bool = told(
+        False, "Fill rows of --max-length with several texts, end to end: long contexts out of short texts."
+    )
     lr: float | None = told(None, "Highest learning rate; default: the recipe's.")
     optimizer: Literal["adamw", "muon"] | None = told(None, "adamw or muon; default: muon for block drafters.")
     warmup: float = told(0.04, "Share of the steps over which the rate rises.")
@@ -159,6 +162,7 @@ class TrainOptions:
         _check(not self.causal or self.method in BLOCKS, "causal", self.causal, f"only for {', '.join(BLOCKS)}")
         windowed = (*EAGLES, *BLOCKS)
         _check(not self.window or self.method in windowed, "window", self.window, f"only for {', '.join(windowed)}")
+        _check(not self.packed or self.method != "specdec", "packed", self.packed, "not for specdec")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")

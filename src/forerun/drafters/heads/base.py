@@ -271,7 +271,8 @@ class HeadShape:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # as the file has it; empty = none
-    max_length: int = 2048  # positions that it was trained for
+    max_length: int = 2048  # positions that its file names
+    trained: int = 0  # tokens of the longest texts that it learnt from; 0 = as many as its file names positions
     window: int = 0  # positions that a row of a windowed layer sees, its own included
     windowed: tuple[bool, ...] = ()  # of each layer; () = none
     target: str = ""  # what it was trained for
@@ -302,7 +303,7 @@ class HeadShape:
 
         Rotary positions are relative: in a longer text a row then sees no distance that is new to the head.
         """
-        return self.window_of(layer) or self.max_length
+        return self.window_of(layer) or min(self.max_length, self.trained or self.max_length)
 
     def layer_weights(self, into: int) -> Sizes:
         """Of one layer whose attention reads rows of width `into`."""
@@ -366,7 +367,8 @@ class HeadShape:
         }
 
     def measured_json(self) -> dict[str, Any]:
-        return {"calibration": asdict(self.calibration), "rates": self.rates}
+        found = {"calibration": asdict(self.calibration), "rates": self.rates}
+        return found | ({"trained_length": self.trained} if self.trained else {})
 
 
 def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,6 +395,7 @@ def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": float(shape.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if is_scaled else {},
         "max_length": size_in(shape, "max_position_embeddings", 2048),
+        "trained": size_in(ours, "trained_length") if ours.get("trained_length") else 0,
         "target": str(values.get("target_model") or trained_for or ""),
         "calibration": Calibration(**settings_in(ours, "calibration")),
         "rates": rates_in(ours),

@@ -53,10 +53,9 @@ def masks_of(config: BlockConfig, places: Tensor, keys: Tensor, valid: Tensor) -
     ahead = keys[:, None, None] - places[:, None, :, None]  # [B, 1, R, S]
     made: dict[tuple[int, bool], Tensor] = {}
     for i in range(config.depth):
-        window, causal = span = config.span(i)
+        causal, reach = (span := config.span(i))[1], config.reach(i)
         if span not in made:
             seen = valid[:, None, None].expand_as(ahead) if not causal else valid[:, None, None] & (ahead <= 0)
-            reach = window or config.max_length
             made[span] = seen & (ahead.abs() < reach) if keys.shape[1] > reach else seen
     return [made[config.span(i)] for i in range(config.depth)]
 

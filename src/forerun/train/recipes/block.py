@@ -150,7 +150,7 @@ def block_config(
     causal = options.causal or kind == "peagle"
     first, usual = int(kind == "dflash"), default_layers(layers) if kind == "peagle" else spread_features(layers)
     return BlockConfig(
-        **{**shape, "inner": options.inner or shape["inner"], "rope_scaling": {}},
+        **{**shape, "inner": options.inner or shape["inner"], "rope_scaling": {}, "trained": options.max_length},
         kind=kind,
         depth=depth,
         layers=options.features or usual,

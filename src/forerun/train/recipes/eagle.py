@@ -128,6 +128,7 @@ def eagle_config(
         inner=options.inner or read.inner,
         layers=layers if kind == "eagle3" else (-1,),
         rope_scaling={},  # its own positions are plain ones
+        trained=options.max_length,
         window=options.window,
         windowed=(True,) * read.depth if options.window else (),
         fc_norm=options.fc_norm,
