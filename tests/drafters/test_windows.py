@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.core.types import Budget
+from forerun.drafters.heads import base as heads_base
 from forerun.drafters.heads.block import BlockDrafter
 from forerun.drafters.heads.block_head import BlockHead, read_block
 from forerun.drafters.heads.eagle import Eagle3Drafter, load_head
@@ -21,6 +24,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead, read_head,
 from forerun.drafters.heads.eagle_native import NativeHead
 from forerun.models.native import library as native
 from forerun.testing import FakeSeq, TableLM
+from forerun.testing.doubles import extend, random_verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.test_block_family import shown
 from tests.drafters.tiny_heads import block_config, block_weights, eagle_config, eagle_weights, save_head
@@ -153,3 +157,42 @@ def test_a_block_drafters_positions_may_be_scaled(tmp_path: Path) -> None:
             continue
         rotations = BlockHead(*read_block(tmp_path), None)._rotations
         assert float(rotations.at(torch.tensor([100]), 0).angle()[0, 0, -1]) == pytest.approx(0.25)  # 1 without
+
+
+DEEP = config_with(depth=2, window=5, windowed=(True, True))
+BLOCK = block_config("dflash", VOCAB, window=4, windowed=(True, False), max_length=9)
+HEADS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: Eagle3Drafter(EagleHead(DEEP, eagle_weights(DEEP, seed=3), None)),
+    "native": lambda: Eagle3Drafter(NativeHead(DEEP, eagle_weights(DEEP, seed=3), None)),
+    "block": lambda: BlockDrafter(BlockHead(BLOCK, block_weights(BLOCK, seed=3), None)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_rows_that_no_draft_depends_on_are_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of many lengths, rounds with trees and rounds without; with fewer rows yet drafts are others."""
+    if kind == "native" and not native.available():
+        pytest.skip("no native kernels that draft")
+
+    def drafts(surplus: int, less: int = 0) -> list[Any]:
+        monkeypatch.setattr(heads_base, "SURPLUS", surplus)
+        drafter, target, rng = HEADS[kind](), TableLM(VOCAB), random.Random(3)
+        drafter._depends_on -= less
+        seqs = [FakeSeq(i, [(j * 7 + i) % VOCAB for j in range(length)]) for i, length in enumerate((60, 3, 23))]
+        observe_prompts(drafter, target, seqs)
+        most = drafter._depends_on if surplus < 99 else 99
+        assert [len(drafter._sequences[i].tokens) for i in range(3)] == [min(59, most), 2, min(22, most)]
+        found = []
+        for turn in range(24):
+            trees = drafter.propose(seqs, [Budget(0, 0) if turn % 8 < 6 else Budget(6, 3, 2)] * 3)
+            found.append(as_lists(trees))
+            scores, verdict = target.score(seqs, trees, drafter.needs), random_verdict(rng, trees, VOCAB)
+            target.commit(seqs, trees, verdict)
+            drafter.observe(seqs, trees, scores, verdict)
+            extend(seqs, trees, verdict)
+        return found
+
+    whole = drafts(10_000)
+    assert drafts(1) == whole
+    assert drafts(4) == whole
+    assert drafts(1, less=4) != whole

@@ -96,6 +96,9 @@ class Meter:
 Piece = tuple[Sequence[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
 
 
+SURPLUS = 256  # rows that are worth forgetting
+
+
 class ObservedRows:
     """Hidden rows of one sequence that were observed and that the head has not read yet."""
 
@@ -125,6 +128,19 @@ class ObservedRows:
         whole = [([rows], range(len(rows))) for rows in self._features]
         self.tokens, noted, self.features = [], self._noted, []
         return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
+
+    def keep_last(self, count: int) -> None:
+        """Forget rows that were not read yet, all but about so many, where no draft will depend on them."""
+        surplus = len(self.tokens) - count
+        if surplus < SURPLUS:
+            return
+        tokens, pieces = self.tokens[surplus:], self.take()
+        for layers, rows in pieces:
+            if surplus < len(rows):
+                some = rows[surplus:]
+                self._noted.append((layers, slice(some.start, some.stop) if isinstance(some, range) else list(some)))
+            surplus = max(0, surplus - len(rows))
+        self.tokens = tokens
 
     def note(self, layers: Sequence[Tensor], rows: slice | list[int]) -> None:
         """Add rows of a pass; rows on a device may be overwritten by the next pass and are copied at once."""

@@ -206,7 +206,7 @@ class BlockRunner:
         rows, slots, features = list[int](), list[int](), list[Tensor]()
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + self.head.config.rows)
-            first = self.cache.lengths[seq.id]
+            first = observed.seen - len(observed.tokens)  # some before these may never be read
             rows += [self.cache.rows[seq.id]] * (observed.seen - first)
             slots += range(first, observed.seen)
             features += observed.features
@@ -465,6 +465,7 @@ class BlockDrafter:
     def __init__(self, head: BlockHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
+        self._depends_on = max(map(head.config.reach, range(head.config.depth)))  # rows
         self._sequences: dict[int, ObservedRows] = {}
         self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
         self._pass, self._growth = Meter(clock), Meter(clock)
@@ -539,6 +540,9 @@ class BlockDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
+        if not self.head.config.reads_rows:
+            for seq in seqs:
+                self._sequences[seq.id].keep_last(self._depends_on)
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)

@@ -89,6 +89,7 @@ class EagleDrafter:
         self.head, self.sampled = head, sampled
         config = head.config
         self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
+        self._depends_on = config.depends_on
         self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
         self._first, self._further = Meter(clock), Meter(clock)  # levels: the first reads new rows too, and costs more
@@ -196,6 +197,8 @@ class EagleDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
+        for seq in seqs:
+            self._sequences[seq.id].keep_last(self._depends_on)
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)

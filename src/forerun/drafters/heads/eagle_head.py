@@ -115,6 +115,11 @@ class EagleConfig(HeadShape):
     family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.mtp_layer)
 
     @property
+    def depends_on(self) -> int:
+        """Rows, the last one included, that a draft behind the last row depends on."""
+        return 1 + sum(self.reach(i) - 1 for i in range(self.depth))
+
+    @property
     def prefixes(self) -> list[str]:
         """Of the weights of each layer."""
         return ["midlayer.", *(f"layers.{i}." for i in range(1, self.depth))]

@@ -322,6 +322,7 @@ class NativeRunner:
         sizes = frontier_sizes(budgets)
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + sum(sizes))
+            self.cache.lengths[seq.id] = observed.seen - len(observed.tokens)  # some before these may never be read
         one = self._current_pass(max([observed.seen for observed in sequences]) + len(sizes))
         self._catch_up(one, seqs, sequences)
         lasts = [self._last[seq.id] for seq in seqs]
@@ -338,7 +339,7 @@ class NativeRunner:
         one = self._current_pass(observed.seen + budget.depth)
         count, out = len(tokens), self._room(len(tokens))
         features = Features(observed.take(), self.head.config.feature_width // self.head.struct.parts)
-        base, length = cache.base(seq.id), cache.lengths[seq.id]
+        base, length = cache.base(seq.id), observed.seen - count
         rows = NewRows(tokens, features.of(0, count), _address(out), base, length)
         found = self._call.run(one, rows, seq.tokens[-1], budget, calibration, factor_of(seq))
         cache.lengths[seq.id], self._last[seq.id] = length + count, (out, count - 1)

@@ -94,6 +94,7 @@ class TorchRunner:
         device, cache = self.head.device, self.cache
         for seq, observed in zip(seqs, sequences, strict=True):
             cache.admit(seq.id, observed.seen + extra + CHUNK)
+            cache.lengths[seq.id] = observed.seen - len(observed.tokens)  # some before these may never be read
         features = [torch.cat(observed.features) if observed.features else None for observed in sequences]
         longest = max(len(observed.tokens) for observed in sequences)
         for low in range(0, longest, CHUNK):
