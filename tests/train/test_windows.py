@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.drafters.heads.block_head import read_block
+from forerun.drafters.heads.eagle import read_mtp
 from forerun.drafters.heads.eagle_head import read_head
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.options import Method, TrainOptions
-from forerun.train.recipes import eagle
+from forerun.train.recipes import block, eagle
 from forerun.train.run import train
 from forerun.train.teacher import load_teacher
 from tests.drafters.test_eagle import far_apart
@@ -45,6 +47,14 @@ def test_a_finished_head_goes_on_with_a_window(tiny: Checkpoint, texts: Path, tm
     train(replace(options, out=str(tmp_path / "windowed"), init=str(tmp_path / "whole"), window=8))
     assert read_head(tmp_path / "whole")[0].windowed == ()
     assert read_head(tmp_path / "windowed")[0].windowed == (True,)
+
+
+@pytest.mark.parametrize(("method", "read"), [("eagle", read_head), ("hass", read_head), ("mtp", read_mtp)])
+def test_every_head_writes_its_window(
+    method: Method, read: Callable[[Path], Any], tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    train(options_for(method, tiny, texts, tmp_path, steps=2, eval_every=2, window=8))
+    assert [read(tmp_path)[0].window_of(0)] == [8]
 
 
 def test_a_block_drafter_names_the_length_of_its_texts(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
@@ -80,6 +90,28 @@ def test_scores_of_long_texts_are_made_in_parts(window: int, steps: int, monkeyp
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     if steps > 1:
         assert least < 2 * 2 * 40 * 40 <= most
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (5, True)])
+def test_blocks_of_long_texts_are_attended_to_in_parts(
+    window: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    anchors = torch.tensor([[3, 9, 20, 21, 30], [1, 2, 4, 17, 39]])
+    given = [torch.randn(2, 4, 15, 4), *(torch.randn(2, 2, count, 4) for count in (15, 15, 40, 40))]
+
+    def run(scores: int) -> list[Tensor]:
+        monkeypatch.setattr(block, "SCORES", scores)
+        leaves = [one.clone().requires_grad_() for one in given]
+        found = block.attend_blocks(*leaves, anchors, window, causal)
+        found.square().sum().backward()
+        return [found, *[one.grad for one in leaves if one.grad is not None]]
+
+    whole = run(1 << 20)
+    assert len(whole) == 6
+    for scores in (1, 3 * 40 * 2):
+        for one, other in zip(whole, run(scores), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
