@@ -131,9 +131,11 @@ def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, lay
     assert claims[1] == pytest.approx(claims[0], rel=1e-3)
 
 
-def test_a_row_has_its_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, beside others, with other threads, read at once or in pieces."""
+@pytest.mark.parametrize("longest", [2048, 13, 6])
+def test_a_row_has_its_own_bits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside others, with other threads, read at once or in pieces; longer texts than it was trained for."""
     config = replace(eagle_config("eagle3", 64, width=64), heads=4, kv_heads=2, head_dim=16, inner=1024)
+    config = replace(config, max_length=longest)
     head = NativeHead(config, eagle_weights(config), None)
     torch.manual_seed(2)
     seqs = [FakeSeq(i, torch.randint(64, (20 + i,)).tolist()) for i in range(3)]

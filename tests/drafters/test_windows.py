@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "the authors' EAGLE-3 with windows": ({**AUTHORS, **LAYER, **SLIDING}, {"window": 5, "windowed": (True,)}),
     "a window that is switched off": ({**AUTHORS, **LAYER, "sliding_window": 5, "use_sliding_window": False}, {}),
+    "positions of pictures": ({**AUTHORS, **LAYER, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1]}}, {}),
     "Llama 3's positions": ({**AUTHORS, **LAYER, "rope_scaling": LLAMA3}, {"rope_scaling": LLAMA3}),
     "speculators' positions": (
         {**SPECULATORS, "transformer_layer_config": {**LAYER, "rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}},

@@ -161,6 +161,8 @@ def test_a_head_is_drafted_with_beyond_the_length_that_it_was_trained_for() -> N
         ("smollm2", "plain", {"depth": 2}),
         ("large", "int8", {}),
         ("large", "int8", {"depth": 3}),
+        ("smollm2", "plain", {"window": 64, "windowed": (True,)}),
+        ("large", "int8", {"depth": 2, "window": 100, "windowed": (False, True), "longest": 150}),
     ],
 )
 def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str, more: dict[str, Any]) -> None:

@@ -395,7 +395,8 @@ def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
     shape = {**values, **settings_in(values, "transformer_layer_config")}
     width, heads, vocab = (size_in(shape, n) for n in ("hidden_size", "num_attention_heads", "vocab_size"))
     rope = settings_in(shape, "rope_parameters") or settings_in(shape, "rope_scaling")
-    is_scaled = (rope.get("rope_type") or rope.get("type") or "default") != "default"
+    plain = ("default", "mrope")  # the latter of pictures; of text alone it is a plain one
+    is_scaled = (rope.get("rope_type") or rope.get("type") or "default") not in plain
     ours = settings_in(values, "forerun")
     trained_for = settings_in(settings_in(values, "speculators_config"), "verifier").get("name_or_path")
     return {
