@@ -51,9 +51,9 @@ from forerun.models.cuda.plan import (
     adapter_runs,
     beside_trees,
     chunks_of,
+    group_sizes,
     joined,
     least_rows,
-    nodes_per_group,
     padding,
     plan_pass,
     round_up,
@@ -104,8 +104,7 @@ class CudaDecoder(SlotTarget):
         )  # fmt: skip
         self.max_length = self.model.max_length
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data, self.kv.scales)
-        shape = config.heads, config.kv_heads, config.head_dim
-        self._group_nodes, self._tiled_nodes = nodes_per_group(*shape), nodes_per_group(*shape, tiled=True)
+        self._group_nodes, self._tiled_nodes = group_sizes(config)
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
@@ -127,18 +126,18 @@ class CudaDecoder(SlotTarget):
         return self.kv.nbytes
 
     def shared(self) -> SharedWeights:
-        model = self.model
+        model, apart = self.model, self.config.special is None  # do layers run by themselves?
         return SharedWeights(
             embed=lambda ids: model.embedding[ids.to(self.device)],
             head_rows=lambda ids: model.head[ids.to(self.device)].to(model.dtype),
             vocab_size=self.vocab_size,
             width=self.config.width,
             dtype=model.dtype,
-            layers=model.layers,
+            layers=model.layers if apart else (),
             final_norm=model.final_norm,
             rotations=[Rotations(rope, self.device) for rope in self.config.ropes],
             config=self.config,
-            partial=partial(CudaPart, self),
+            partial=partial(CudaPart, self) if apart else None,
         )
 
     @property
