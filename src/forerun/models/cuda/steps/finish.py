@@ -121,9 +121,9 @@ def finish_qkv(
         PIECES=norms.pieces, H=config.heads, HKV=kv_heads, D=dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=together, PARTS=sums.number,
         BIAS=layer.qkv_bias is not None, HEAD_NORM=0 if layer.qk_norm is None else len(layer.qk_norm),
-        ALL=config.qk_norm == "all", ROPE=layer.rope is not None, NORMED=normed, SIDE=kv.stride(2) // dim, PDL=norms.pdl,
-        ADAPTED=delta is not None, FORMAT=kept_as,
-        num_warps=4, enable_fp_fusion=False, launch_pdl=norms.pdl,
+        ALL=config.qk_norm == "all", ROPE=layer.rope is not None, NORMED=normed, SIDE=kv.stride(2) // dim,
+        PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as, num_warps=4,
+        enable_fp_fusion=False, launch_pdl=norms.pdl,
     )  # fmt: skip
 
 
