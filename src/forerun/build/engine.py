@@ -339,8 +339,8 @@ def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch
                 lacking = f"the GPU's kernels, and dtype={config.dtype!r} runs in torch"
             elif why_not := against_kernels(family := DecoderConfig.from_hf(checkpoint.config)):
                 lacking = f"the GPU's kernels, and {why_not}"
-            elif family.varied is not None:
-                lacking = f"layers of one size on a GPU, and {family.family} has others"
+            elif family.special is not None:
+                lacking = f"ordinary attention on a GPU, and {family.family} has {family.special}"
         if lacking:
             reason = f"kv_dtype={config.kv_dtype!r} needs {lacking}; use kv_dtype='auto'"
     if reason is not None:

@@ -22,7 +22,7 @@ from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
 from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
-from forerun.models.cuda.special import LayerEnd, end_of, inputs_of, ordinary
+from forerun.models.cuda.special import LatentWeights, LayerEnd, end_of, inputs_of, latent_of, ordinary
 from forerun.models.cuda.weights import (
     ExpertWeights,
     Role,
@@ -57,6 +57,7 @@ HAS = {
 HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
 HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
 HAS |= {"layers without a norm before attention", "scaled logits", "layers of different sizes"}
+HAS |= {"latent attention", "groups of experts"}
 
 
 def reason_against(config: DecoderConfig) -> str | None:
@@ -70,7 +71,11 @@ def reason_against(config: DecoderConfig) -> str | None:
         return f"it has no kernels for {config.special or lacking[0]}"
     if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
         return "its experts have GeGLU, other norms than one before them, or scaled residuals"
-    if others := [dim for dim in dims if dim not in HEAD_DIMS]:
+    if (latent := config.latent) is not None:
+        powers, sizes = (latent.rank, latent.rope_dim), (latent.key_dim, latent.value_dim, latent.query_rank or 0)
+        if any(one < 16 or one & (one - 1) for one in powers) or any(one % 16 for one in sizes):
+            return f"latents of {latent.rank} with heads of {latent.key_dim} + {latent.rope_dim}, {latent.value_dim}"
+    elif others := [dim for dim in dims if dim not in HEAD_DIMS]:
         return f"head_dim={others[0]} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if varied is not None and (varied.input_width % 16 or any(varied.row % dim for dim in dims)):
         return f"it has inputs of {varied.input_width} numbers, or heads of {dims} in rows of {varied.row}"
@@ -104,6 +109,7 @@ class Layer:
     after_mlp_norm: Tensor | None = None
     sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
     end: LayerEnd | None = None  # what follows the feed-forward layer
+    latent: LatentWeights | None = None
 
 
 class Model:
@@ -128,8 +134,7 @@ class Model:
         self.compiled = compiled
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
         with torch.no_grad(), torch.inference_mode(False):
-            varied = config.varied is not None
-            checkpoint = (HybridCheckpoint if varied else Checkpoint)(weights, config, dtype, device)
+            checkpoint = (Checkpoint if config.special is None else HybridCheckpoint)(weights, config, dtype, device)
             ropes = [self._rope(i) for i in range(len(config.ropes))]
             self.embedding = checkpoint.embedding()
             stored = _stored(weights, config, device) if kind == "file" else None
@@ -170,7 +175,7 @@ class Model:
             return self._layer(checkpoint.block(index), index, rope, stored)
         block = checkpoint.hybrid_block(index)
         layer = self._layer(ordinary(block, self.config.heads), index, rope, stored)
-        return replace(layer, end=end_of(block, self._pack_layer))
+        return replace(layer, end=end_of(block, self._pack_layer), latent=latent_of(block, self._pack_layer))
 
     def _layer(
         self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | GgufNumbers | None]

@@ -1,4 +1,7 @@
-"""Layers of different sizes (Gemma 4) as the GPU decoder has them: as ordinary blocks, with what comes on top.
+"""Layers of other kinds as the GPU decoder has them: as ordinary blocks, with what comes on top.
+
+These are layers of different sizes (Gemma 4) and latent attention (DeepSeek). The first product of latent attention
+makes queries, or the short row that they are made of, and behind them what is cached of the token.
 
 A layer without keys of its own has queries alone in its first product. Values that are made of what keys are made of
 have a copy of the keys' weight: they lie in the keys' order, which the output's weight undoes.
@@ -6,7 +9,7 @@ have a copy of the keys' weight: they lie in the keys' order, which the output's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +19,11 @@ from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.weights import Weight
+from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.rows import RowLinear
 from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.weights import HybridBlock, HybridCheckpoint
-from forerun.models.layers import Mlp
+from forerun.models.layers import Experts, Mlp
 
 Pack = Callable[[Tensor], Weight]
 
@@ -42,6 +47,26 @@ class LayerEnd:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Latent attention beside the first product and the last; N = key_dim, R = rope_dim, V = value_dim, C = rank."""
+
+    queries: Weight | None  # [H (N + R), query_rank]; None = the first product makes them
+    query_norm: Tensor | None  # [query_rank]
+    norm: Tensor  # [C]
+    keys: Tensor  # [H, C, N]
+    values: Tensor  # [H, V, C]
+
+
+def latent_of(block: HybridBlock, pack: Pack) -> LatentWeights | None:
+    mixer = block.mixer
+    if not isinstance(mixer, LatentAttention):
+        return None
+    queries = None if mixer.short_queries is None else pack(mixer.queries.weight)
+    keys, values = (part.transpose(1, 2).contiguous() for part in (mixer.keys, mixer.values))
+    return LatentWeights(queries, mixer.query_norm, mixer.latent_norm, keys, values)
+
+
 def inputs_of(checkpoint: HybridCheckpoint, pack: Pack) -> LayerInputs | None:
     inputs = checkpoint.layer_inputs()
     return None if inputs is None else LayerInputs(inputs.table, pack(inputs.projection.weight), inputs.norm)
@@ -57,13 +82,16 @@ def end_of(block: HybridBlock, pack: Pack) -> LayerEnd | None:
 
 
 def ordinary(block: HybridBlock, heads: int) -> Block:
-    """A layer of any size without its end."""
+    """A layer of any kind without what `end_of` and `latent_of` have."""
     mixer, mlp = block.mixer, block.mlp
+    linear = [] if mlp is None else [mlp.gate_up, mlp.down]
+    if isinstance(mixer, LatentAttention):
+        first = mixer.queries if mixer.short_queries is None else mixer.short_queries
+        _refuse_biases([*linear, first, mixer.queries, mixer.latents, mixer.output])
+        qkv = torch.cat((first.weight, mixer.latents.weight))
+        return _block(block, qkv, None, mixer.output.weight)
     assert isinstance(mixer, SizedAttention)
-    assert mlp is not None
-    linear = mixer.queries, mixer.keys, mixer.values, mixer.output, mlp.gate_up, mlp.down
-    if any(one is not None and one.bias is not None for one in linear):
-        raise UnsupportedModel("the GPU decoder has no biases in layers of different sizes; use the plain decoder")
+    _refuse_biases([*linear, mixer.queries, mixer.keys, mixer.values, mixer.output])
     parts, norms = [mixer.queries.weight], [mixer.query_norm.expand(heads, -1)]
     if mixer.keys is not None:
         assert mixer.key_norm is not None
@@ -71,15 +99,28 @@ def ordinary(block: HybridBlock, heads: int) -> Block:
         parts += [mixer.keys.weight, values.weight]
         norms.append(mixer.key_norm.expand(mixer.kv_heads, -1))
         norms.append(torch.ones_like(norms[-1]))  # values are normed without a weight
+    return _block(block, torch.cat(parts), torch.cat(norms), mixer.output.weight)
+
+
+def _refuse_biases(linear: Sequence[RowLinear | None]) -> None:
+    if any(one is not None and one.bias is not None for one in linear):
+        raise UnsupportedModel("the GPU decoder has no biases in layers of this kind; use the plain decoder")
+
+
+def _block(block: HybridBlock, qkv: Tensor, qk_norm: Tensor | None, output: Tensor) -> Block:
+    mlp: Mlp | Experts | None = block.experts
+    if block.mlp is not None:
+        mlp = Mlp(block.mlp.gate_up.weight, block.mlp.down.weight)
+    assert mlp is not None
     return Block(
         attention_norm=block.norm,
-        qkv=torch.cat(parts),
+        qkv=qkv,
         qkv_bias=None,
-        qk_norm=torch.cat(norms),
-        o=mixer.output.weight,
+        qk_norm=qk_norm,
+        o=output,
         o_bias=None,
         mlp_norm=block.mlp_norm,
-        mlp=Mlp(mlp.gate_up.weight, mlp.down.weight),
+        mlp=mlp,
         after_attention_norm=block.after_mixer,
         after_mlp_norm=block.after_mlp,
     )

@@ -58,7 +58,7 @@ class FusedSteps:
         # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
         after = model.layers[-1].after_attention_norm is not None
         self.apart = frozenset(("o", "down") if after else ())
-        if config.qk_norm == "all" or (after and config.qk_norm) or scales is not None:  # a scale needs all of a head
+        if config.qk_norm == "all" or (after and config.qk_norm) or config.latent is not None or scales is not None:
             self.apart |= {"qkv"}
         self.bare = config.norms.before_attention is None  # rows enter attention and feed-forward layers as they are
         by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile
@@ -94,7 +94,7 @@ class FusedSteps:
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
         self.lifts = torch.ones(MAX_ROWS, device=device)
         self._described: dict[tuple[int, ...], Any] = {}
-        self.attention = Attention(config, model.max_length, device, self.room, self.pdl)
+        self.attention = self._make_attention(model)
         most = max(self._partials(name) for name in self.tiles)
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
@@ -106,6 +106,9 @@ class FusedSteps:
         self.sums = torch.empty(MAX_ROWS * most if self.apart else 1, device=device)
         self.gelu = config.activation == "gelu_tanh"
         self.wide = self._wide_products()
+
+    def _make_attention(self, model: Model) -> Attention:
+        return Attention(model.config, model.max_length, model.device, self.room, self.pdl)
 
     def _other_weights(self) -> dict[str, Weight]:
         """Weights of other shapes than the last layer's, and of other products."""
@@ -278,7 +281,7 @@ class FusedSteps:
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
             right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(norm, unused),
-            kv[0], kv[1], or_unused(place.qkv_bias, unused), or_unused(place.qk_norm, unused),
+            kv[0], kv[-1], or_unused(place.qkv_bias, unused), or_unused(place.qk_norm, unused),
             or_unused(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
             *(NO_CHANGE * [unused] if change is None else change.given),
             run.size.rows, config.norm_eps, kv.stride(1),
@@ -320,6 +323,14 @@ class FusedSteps:
         else:
             sums = wide.sums(self._named(name, weight), count, rows, weight)
             self._finish_qkv(sums, run, layer, out, normed, delta)
+
+    def _sums_of(self, run: Run, name: str, rows: Tensor, weight: Weight) -> Sums:
+        """A product whose sums are finished by other kernels."""
+        if self.wide is not None and self.wide.takes(run.size.rows):
+            assert isinstance(weight, Tensor)
+            return self.wide.sums(self._named(name, weight), run.size.rows, rows, weight)
+        self._narrow_linear(run, name, RESIDUAL, rows, weight, self.sums, None, 0, True, None)
+        return Sums(self.sums, 1, run.size.rows)
 
     def _finish_residual(
         self,

@@ -15,6 +15,7 @@ from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
+from forerun.models.hybrid.latent import EPS
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
 from forerun.models.pages import PAGE
 
@@ -332,3 +333,51 @@ class PlainSizedSteps(PlainSteps):
             gated = (opened * self._inputs[:rows, layer]).to(self.model.dtype)
             self._add(times(gated, end.projection), end.norm)
         x[:rows] *= end.scale
+
+
+class PlainLatentSteps(PlainExpertSteps):
+    """Implements forerun.models.cuda.network.Steps for latent attention."""
+
+    def qkv(self, run: Run, layer: int) -> None:
+        if layer == 0:
+            self._seen = self._written = None
+        config, weights, rows = self.model.config, self.model.layers[layer], run.size.rows
+        latent, own = config.latent, weights.latent
+        assert latent is not None
+        assert own is not None
+        assert weights.rope is not None
+        made = times(self._into_attention(run, weights), weights.qkv).float()
+        short, cached = made[:, : -latent.row], made[:, -latent.row :]
+        if own.queries is not None and own.query_norm is not None:
+            normed = F.rms_norm(short, own.query_norm.shape, own.query_norm.float(), EPS).to(self.model.dtype)
+            short = times(normed, own.queries).float()
+        turns = weights.rope[run.positions.long()]
+        heads = short.view(rows, config.heads, -1)
+        plain, turned = heads[..., : latent.key_dim], _rotate(heads[..., latent.key_dim :].contiguous(), turns)
+        asked = torch.einsum("mhn,hcn->mhc", plain.to(self.model.dtype), own.keys).float()
+        self.buffers.queries[:rows] = torch.cat((asked, turned), -1).flatten(1).to(self.model.dtype)
+        normed = F.rms_norm(cached[:, : latent.rank], own.norm.shape, own.norm.float(), EPS)
+        both = torch.cat((normed, _rotate(cached[:, None, latent.rank :].contiguous(), turns)[:, 0]), 1)
+        there, slots = self._written_by(run)
+        self.kv[layer, 0, 0].index_copy_(0, slots, both.index_select(0, there).to(self.model.dtype))
+
+    def attend(self, run: Run, layer: int) -> None:
+        config, latent, out = self.model.config, self.model.config.latent, self.buffers.found
+        assert latent is not None
+        table, hidden = self._seen_by(run, 0)
+        out = shaped(out, config.heads * latent.rank)
+        out[: run.size.rows] = 0.0
+        queries = self.buffers.queries[: run.size.rows].view(run.size.rows, config.heads, -1).float()
+        for row, slots in enumerate(table):
+            cached = self.kv[layer, 0, 0].index_select(0, slots).float()
+            scores = queries[row] @ cached.t() * config.attention_scale + hidden[0, row]
+            out[row] = (scores.softmax(-1) @ cached[:, : latent.rank]).flatten().to(self.model.dtype)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        config, weights, rows = self.model.config, self.model.layers[layer], run.size.rows
+        latent, own = config.latent, weights.latent
+        assert latent is not None
+        assert own is not None
+        found = shaped(self.buffers.found, config.heads * latent.rank)[:rows].view(rows, config.heads, -1)
+        given = torch.einsum("mhc,hvc->mhv", found, own.values).flatten(1)
+        self._add(times(given, weights.o), weights.after_attention_norm)

@@ -8,8 +8,7 @@ from torch import Tensor
 from forerun.models.cuda.kernels import inputs as kernels_inputs
 from forerun.models.cuda.network import Buffers, Model, Run, shaped
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.steps.finish import Sums
-from forerun.models.cuda.steps.fused import RESIDUAL, FusedSteps, sized_name
+from forerun.models.cuda.steps.fused import FusedSteps, sized_name
 from forerun.models.cuda.steps.tiles import power_of_two
 from forerun.models.cuda.weights import Weight
 
@@ -67,11 +66,3 @@ class SizedSteps(FusedSteps):
         )  # fmt: skip
         sums = self._sums_of(run, "close", inner, end.projection)
         self._finish_residual(sums, count, rows, norm, after=end.norm, times=end.scale)
-
-    def _sums_of(self, run: Run, name: str, rows: Tensor, weight: Weight) -> Sums:
-        """A product whose sums are finished by other kernels."""
-        if self.wide is not None and self.wide.takes(run.size.rows):
-            assert isinstance(weight, Tensor)
-            return self.wide.sums(self._named(name, weight), run.size.rows, rows, weight)
-        self._narrow_linear(run, name, RESIDUAL, rows, weight, self.sums, None, 0, True, None)
-        return Sums(self.sums, 1, run.size.rows)
