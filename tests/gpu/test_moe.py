@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         }, **_LATENT,
     },
     "zz-glm4_moe_lite": {  # heads in two programs, three quarters of whose rows are queries; as wide as in real models
-        "model_type": "glm4_moe_lite", "num_attention_heads": 96, "q_lora_rank": 64,
+        "model_type": "glm4_moe_lite", "hidden_size": 256, "num_attention_heads": 96, "q_lora_rank": 64,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
         **_LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 96,
     },

@@ -147,6 +147,17 @@ SHAPES["zz-large-gemma4"] = {
     "hidden_size_per_layer_input": 256,
     "tie_word_embeddings": False,
 }
+# other rotations for texts of more than 20 tokens
+SHAPES["zz-longrope"] = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 20,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 1.3, 2.0, 2.5, 3.0, 4.0, 6.0, 9.0],
+        "rope_theta": 10_000.0,
+    },
+}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = (
     "xl-context",

@@ -84,6 +84,11 @@ def reason_against(config: DecoderConfig) -> str | None:
     return None
 
 
+def has_long_rope(config: DecoderConfig) -> bool:
+    """Has a rope other rotations for texts beyond some length (longrope)?"""
+    return any(rope.kind == "longrope" for rope in config.ropes)
+
+
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
     if (reason := reason_against(config)) is not None:
@@ -227,11 +232,17 @@ class Model:
         return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
 
     def _rope(self, index: int) -> Tensor:
-        """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it."""
-        rates, magnitude = frequencies(self.config.ropes[index], 0)
+        """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it.
+
+        Where a rope has others for long texts, those of each rope lie behind these: [2P, R, 2].
+        """
+        rope, parts = self.config.ropes[index], list[Tensor]()
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
-        angles = positions[:, None] * rates.to(self.device)
-        return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
+        for length in (0, rope.context + 1) if has_long_rope(self.config) else (0,):
+            rates, magnitude = frequencies(rope, rope.regime(length))
+            angles = positions[:, None] * rates.to(self.device)
+            parts.append(torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude))
+        return torch.cat(parts)
 
 
 def _stored(weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> StoredWeights | StoredBlocks:
@@ -259,6 +270,10 @@ class Buffers:
             self.inner = torch.empty(MAX_ROWS, inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
         self.model, self._hidden = model, dict[int, Tensor]()
+        # of longrope: [pages] what positions of rows there are moved by in the tables of rotations; [MAX_ROWS] those
+        # of a pass
+        self.page_turns: Tensor | None = None
+        self.turned = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.adapters = AdapterStacks(config, dtype, device)
 
     def hidden(self, layer: int) -> Tensor:
@@ -303,6 +318,11 @@ class Run:
             return self
         some = {name: getattr(self, name)[:rows] for name in ("tokens", "positions", "slots")}
         return replace(self, size=replace(self.size, rows=rows), **some)
+
+
+def turned(buffers: Buffers, run: Run) -> Tensor:
+    """[rows] the places of a pass's rows in the tables of rotations."""
+    return run.positions if buffers.page_turns is None else buffers.turned[: run.size.rows]
 
 
 class Steps(Protocol):

@@ -53,6 +53,15 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, scale, WIDTH: tl.
 
 
 @triton.jit
+def turn(positions, slots, pages, out, PAGE: tl.constexpr):
+    """Where a row's rotation lies in a table that has those of long texts behind those of others: by its page."""
+    m = tl.program_id(0)
+    slot = tl.load(slots + m)
+    moved = tl.load(pages + slot // PAGE, mask=slot >= 0, other=0)
+    tl.store(out + m, tl.load(positions + m) + moved)
+
+
+@triton.jit
 def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
     """The last norm of one row, for callers that need it: the LM head does not."""
     if PDL:

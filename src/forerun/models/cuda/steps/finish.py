@@ -95,6 +95,7 @@ def finish_qkv(
     sums: Sums,
     norms: HandedOn,
     run: Run,
+    turned: Tensor,
     config: DecoderConfig,
     layer: Layer,
     heads: tuple[int, int],
@@ -106,7 +107,7 @@ def finish_qkv(
 ) -> None:
     """Make queries, keys and values of sums, and of what adapters add; kv [2, Hkv, S, D].
 
-    `heads`: KV heads that the layer writes, and numbers of a head.
+    `turned` [R]: places of rows in the layer's rope. `heads`: KV heads that the layer writes, and numbers of a head.
 
     `normed`: the rows came with their norm applied. `scales` [2, Hkv, S]: of keys and values of 8 bits.
     """
@@ -116,7 +117,7 @@ def finish_qkv(
     bias, head_norm, rope, added = (or_unused(one, norms.inverses) for one in optional)
     keys, values, kept_as = stores_of(kv, scales)
     kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * kv_heads) // together)](
-        sums.data, added, norms.inverses, norms.squares, out, keys, values, bias, head_norm, rope, run.positions,
+        sums.data, added, norms.inverses, norms.squares, out, keys, values, bias, head_norm, rope, turned,
         run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
         PIECES=norms.pieces, H=config.heads, HKV=kv_heads, D=dim,
         ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=together, PARTS=sums.number,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.models.cuda.kernels import linear as kernels_linear
 from forerun.models.cuda.kernels import rows as kernels_rows
-from forerun.models.cuda.network import Buffers, Model, Run, shaped
+from forerun.models.cuda.network import Buffers, Model, Run, shaped, turned
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.steps.adapters import NO_CHANGE, Change
@@ -35,6 +35,7 @@ from forerun.models.cuda.steps.tiles import (
     stages_of,
 )
 from forerun.models.cuda.weights import Strips, Weight
+from forerun.models.pages import PAGE
 
 if TYPE_CHECKING:
     from forerun.models.cuda.steps.wide import WideProducts
@@ -144,6 +145,8 @@ class FusedSteps:
         self._embed(run, self.model.layers[0].attention_norm)
 
     def _embed(self, run: Run, norm: Tensor) -> None:
+        if (turns := self.buffers.page_turns) is not None:
+            kernels_rows.turn[(run.size.rows,)](run.positions, run.slots, turns, self.buffers.turned, PAGE, num_warps=1)
         kernels_rows.embed[(run.size.rows,)](
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
             norm, self.model.config.norm_eps, self.embedding_scale, WIDTH=self.width,
@@ -282,7 +285,7 @@ class FusedSteps:
         kernels_linear.linear[grid](
             right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(norm, unused),
             kv[0], kv[-1], or_unused(place.qkv_bias, unused), or_unused(place.qk_norm, unused),
-            or_unused(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            or_unused(place.rope, unused), turned(self.buffers, run), run.slots, self.partial, self.counters,
             *(NO_CHANGE * [unused] if change is None else change.given),
             run.size.rows, config.norm_eps, kv.stride(1),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
@@ -359,7 +362,8 @@ class FusedSteps:
     ) -> None:
         config, place, scales = self.model.config, self.model.layers[layer], self._scales_of(layer)
         sizes, kv = written_sizes(config, layer), store_of(self.kv, config, layer)
-        finish_qkv(sums, norms or self.norms, run, config, place, sizes, kv, out, normed, delta, scales)
+        turns = turned(self.buffers, run)
+        finish_qkv(sums, norms or self.norms, run, turns, config, place, sizes, kv, out, normed, delta, scales)
 
     def _scales_of(self, layer: int) -> Tensor | None:
         return None if self.scales is None else self.scales[layer]

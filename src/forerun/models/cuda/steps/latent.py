@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig, LatentConfig
 from forerun.models.cuda.kernels import latent as kernels
-from forerun.models.cuda.network import Buffers, Model, Run, shaped
+from forerun.models.cuda.network import Buffers, Model, Run, shaped, turned
 from forerun.models.cuda.plan import MAX_ROWS, QUERIES, split_of
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.experts import FusedExpertSteps
@@ -88,9 +88,10 @@ class LatentSteps(FusedExpertSteps):
             "launch_pdl": self.pdl,
         }  # fmt: skip
         stride, rank, eps = self.squares.stride(0), latent.query_rank or 0, config.norm_eps
+        places = turned(self.buffers, run)
         kernels.finish[(run.size.rows,)](
             sums.data, self.squares, own.norm, own.norm if own.query_norm is None else own.query_norm, self.kv[layer],
-            weights.rope, run.positions, run.slots, self.short, eps, stride, N=weights.qkv.shape[0], SHORT=rank,
+            weights.rope, places, run.slots, self.short, eps, stride, N=weights.qkv.shape[0], SHORT=rank,
             SHORT_UP=power_of_two(rank), **shared,
         )  # fmt: skip
         outputs = weights.qkv.shape[0]
@@ -98,7 +99,7 @@ class LatentSteps(FusedExpertSteps):
             sums, outputs = self._sums_of(run, "queries", self.short, own.queries), own.queries.shape[0]
         plain, queries = shaped(self.plain, heads * dim), self.buffers.queries
         kernels.turn[run.size.rows, heads](
-            sums.data, self.squares, weights.rope, run.positions, plain, queries, eps, stride, N=outputs, H=heads,
+            sums.data, self.squares, weights.rope, places, plain, queries, eps, stride, N=outputs, H=heads,
             DIM=dim, DIM_UP=power_of_two(dim), NORMED=own.queries is not None, **(shared | {"num_warps": 1}),
         )  # fmt: skip
         self._by_heads(run, plain, own.keys, queries, latent.row)

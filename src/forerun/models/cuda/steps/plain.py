@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
-from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped
+from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, turned
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
@@ -38,6 +38,9 @@ class PlainSteps:
         if scale != 1.0:
             rows = rows * torch.tensor(scale, dtype=rows.dtype)
         self.buffers.x[: run.size.rows] = rows.float()
+        if (turns := self.buffers.page_turns) is not None:
+            moved = torch.where(run.slots < 0, 0, turns[(run.slots // PAGE).clamp_(min=0).long()])
+            self.buffers.turned[: run.size.rows] = run.positions + moved
 
     def qkv(self, run: Run, layer: int) -> None:
         if layer == 0:  # another pass: its integers lie where those of the last one lay
@@ -54,7 +57,7 @@ class PlainSteps:
             norm_heads_(normed, weights.qk_norm.float(), heads, config.qk_norm == "all", config.norm_eps)
         rotated = found[:, : heads + kv_heads]
         if weights.rope is not None:
-            rotated = _rotate(rotated, weights.rope[run.positions.long()])
+            rotated = _rotate(rotated, weights.rope[turned(self.buffers, run).long()])
         shaped(self.buffers.queries, heads * dim)[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
         if not kv_heads:
             return
@@ -351,11 +354,11 @@ class PlainLatentSteps(PlainExpertSteps):
         if own.queries is not None and own.query_norm is not None:
             normed = F.rms_norm(short, own.query_norm.shape, own.query_norm.float(), EPS).to(self.model.dtype)
             short = times(normed, own.queries).float()
-        turns = weights.rope[run.positions.long()]
+        turns = weights.rope[turned(self.buffers, run).long()]
         heads = short.view(rows, config.heads, -1)
-        plain, turned = heads[..., : latent.key_dim], _rotate(heads[..., latent.key_dim :].contiguous(), turns)
+        plain, rotated = heads[..., : latent.key_dim], _rotate(heads[..., latent.key_dim :].contiguous(), turns)
         asked = torch.einsum("mhn,hcn->mhc", plain.to(self.model.dtype), own.keys).float()
-        self.buffers.queries[:rows] = torch.cat((asked, turned), -1).flatten(1).to(self.model.dtype)
+        self.buffers.queries[:rows] = torch.cat((asked, rotated), -1).flatten(1).to(self.model.dtype)
         normed = F.rms_norm(cached[:, : latent.rank], own.norm.shape, own.norm.float(), EPS)
         both = torch.cat((normed, _rotate(cached[:, None, latent.rank :].contiguous(), turns)[:, 0]), 1)
         there, slots = self._written_by(run)
