@@ -234,6 +234,7 @@ FILLED = 0.9  # of a pass, at least, by trees that branch
 UNKNOWN, MODEL_RATES = ((0.6, 0.1, 0.05, 0.03, 0.02),), ((0.75,),)
 # seconds per level before any was timed: about the time to read a head's weights, or a draft model's
 HEAD_LEVEL, MODEL_LEVEL = 2e-4, 1e-3
+NEWEST_DRAFT, LEAST_CHANGE = 0.1, 0.005  # weight of the last draft's seconds, and a change too small to be noted
 PASS, ROW = 2e-3, 1e-5  # seconds of a target's pass, and of a row more: what says which forms are captured first
 UNREAD = 4 * DEEPEST  # tokens that a draft may lie behind those that the host has read, at most
 
@@ -279,13 +280,19 @@ class DraftMenu:
         rates: Sequence[Sequence[float]] = (),
         *,
         chains: bool = False,
+        switches: bool | None = None,
+        least: int = 0,
         widest: int = MAX_ROWS,
         graphs: Replays | None = None,
     ) -> None:
-        """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most."""
+        """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most.
+
+        `least`: tokens that a sequence has before it is drafted for. `switches`: None = as heads do, not draft models.
+        """
         self.forms: tuple[Form, ...] = CHAINS if chains else FORMS
         self.buckets: tuple[int, ...] = CHAIN_BUCKETS if chains else BUCKETS
-        self.switches = not chains  # a draft model has read the roots of its own chains alone
+        # a draft model has read the roots of its own chains alone
+        self.switches, self._least = not chains if switches is None else switches, least
         self.complete_to = 0
         self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
         self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
@@ -317,6 +324,8 @@ class DraftMenu:
 
     def holds(self, length: int) -> bool:
         """Are there graphs for contexts of so many tokens, in every form that is known?"""
+        if length < self._least:
+            return False
         return not self._longer or length + UNREAD <= min(beyond for _, beyond in self._longer) or not self._captures
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
@@ -371,6 +380,20 @@ class DraftMenu:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
         self._found.clear()
+
+    def correct(self, bucket: int, form: Form, seconds: float) -> None:
+        """A draft in mid-text took so long: all forms for so many sequences are timed behind other contexts than these.
+
+        A pause of the machine counts little.
+        """
+        known = self._seconds.get((bucket, form))
+        if not known:
+            return
+        ratio = 1.0 + NEWEST_DRAFT * (min(seconds / known, 2.0) - 1.0)
+        if abs(ratio - 1.0) >= LEAST_CHANGE:
+            for one in [key for key in self._seconds if key[0] == bucket]:
+                self._seconds[one] *= ratio
+            self._found.clear()
 
     def is_timed(self, bucket: int, form: Form) -> bool:
         return (bucket, form) in self._seconds

@@ -314,10 +314,12 @@ def run_pass(
     hidden: tuple[int, ...],
     scored: int,
     only: Sequence[int] | None = None,
+    rotated: Run | None = None,
 ) -> None:
     """All layers over all rows, from tokens to the logits of the first `scored` rows; or `only` some layers.
 
     Rows behind these need only keys and values in the last layer, unless what leaves it is wanted of all rows.
+    `rotated`: the same rows at the positions that rotations count, where attention leaves pages out.
     """
     rows, layers = run.size.rows, len(model.layers)
     leaving = run if layers in hidden or -1 in hidden else run.first(scored)  # the last layer
@@ -325,7 +327,7 @@ def run_pass(
     for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
-        steps.qkv(run, i)
+        steps.qkv(run if rotated is None else rotated, i)
         behind = leaving if i + 1 == layers else run
         if behind.size.rows:
             steps.attend(run, i)
