@@ -57,7 +57,7 @@ def test_a_drafter_on_a_device_has_this_protocol_and_no_other_method(cls: type) 
 def test_every_menu_is_the_same_class() -> None:
     target = make_target("llama", "cpu")
     draft_model = ModelDraft(make_target("llama", "cpu"), VOCAB, target.grown.last)
-    drafts = both_drafters(target)[0].draft, draft_model, SparseDraft(target, SparseContext(1024), 2048)
+    drafts = both_drafters(target)[0].draft, draft_model, SparseDraft(target, SparseContext(1024))
     assert {type(draft.menu) for draft in drafts} == {DraftMenu}
     assert [draft.menu.switches for draft in drafts] == [True, False, True]
     assert MENU - {"forms", "switches", "complete_to"} <= public(DraftMenu)

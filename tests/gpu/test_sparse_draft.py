@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import Form
+from forerun.core.offer import NEVER, Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Needs, Request, TreeBatch
 from forerun.drafters.base import Drafter
@@ -20,7 +20,7 @@ from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.model_graphs import ChainGraphs, Lane
 from forerun.drafters.device.protocol import Unread
-from forerun.drafters.device.sparse import SparseDraft, excludes
+from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.sparse_kv import SparseKvDrafter
 from forerun.engine.engine import Engine
@@ -50,12 +50,12 @@ def text_of(length: int, seed: int) -> list[int]:
 
 
 def long_requests(count: int, draw: int, **params: Any) -> list[Request]:
-    """Some are too short to be drafted for, and some grow until they are not."""
+    """Some are read whole by their drafts, and some grow until they are not."""
     rng, made = random.Random(draw), []
     for i in range(count):
-        length = rng.choice((1, 40, 2 * LEAST - 9, 2 * LEAST + 1, *LENGTHS, *LENGTHS))
+        length = rng.choice((1, 40, LEAST - 9, 2 * LEAST + 1, *LENGTHS, *LENGTHS))
         settings = SamplingParams(max_tokens=rng.randint(16, 40), **params)
-        made.append(Request(text_of(length, draw + i), settings, drafter="device"))
+        made.append(Request(tuple(text_of(length, draw + i)), settings, drafter="device"))
     return made
 
 
@@ -65,29 +65,23 @@ def talkative_target(device: str = "cpu", **more: Any) -> CudaDecoder:
     return target
 
 
-def drafter_on(target: CudaDecoder, context: int, least: int) -> OnDevice[SparseDraft]:
+def drafter_on(target: CudaDecoder, context: int) -> OnDevice[SparseDraft]:
     pages, layers = SparseContext(context), LayerSubset(target.config.layers)
     part = target.shared().partial
     assert part is not None
     plain = SparseKvDrafter(part(layers, context=pages), VOCAB, pages)
-    draft = SparseDraft(target, SparseContext(context), least)
+    draft = SparseDraft(target, SparseContext(context))
     if target.device.type == "cuda":
         draft.rehearse(target, 4, 1000)
-    return OnDevice(draft, lambda: plain, excludes=excludes)
+    return SparseOnDevice(draft, lambda: plain, 2 * context)
 
 
 def engine_on(
-    target: CudaDecoder,
-    forms: Forms,
-    *,
-    context: int = LEAST,
-    least: int = 2 * LEAST,
-    follows: bool = True,
-    lookup: bool = False,
+    target: CudaDecoder, forms: Forms, *, context: int = LEAST, follows: bool = True, lookup: bool = False
 ) -> tuple[Engine, OnDevice[SparseDraft]]:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=4))
-    drafter = drafter_on(target, context, least)
+    drafter = drafter_on(target, context)
     both: Drafter = HybridDrafter(NgramDrafter(), drafter) if lookup else drafter
     engine.drafters.add("device", both)
     engine.controller, engine.prefill_rows = forms, PrefillRows(ON_CPU.prefill, target.pass_rows, 200)
@@ -122,7 +116,7 @@ def test_chains_are_those_that_the_host_drafts(coupled: bool, kept: str) -> None
     target = make_target("llama" + kept, "cpu")
     params = SamplingParams(temperature=0.8, seed=4) if coupled else SamplingParams()
     seqs = started(target, params=params, shares_noise=coupled)
-    drafter = drafter_on(target, LEAST, 1)
+    drafter = drafter_on(target, LEAST)
     wanted = chains_of(drafter.plain, seqs)
     assert chains_of(drafter, seqs) == wanted
     assert len({token for chain in wanted for token in chain[1:]}) > 6
@@ -134,7 +128,7 @@ def test_chains_are_those_that_the_host_drafts(coupled: bool, kept: str) -> None
 def test_positions_that_were_left_out_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     target = make_target("llama", "cpu")
-    seqs, drafter = started(target), drafter_on(target, LEAST, 1)
+    seqs, drafter = started(target), drafter_on(target, LEAST)
     wanted, lane = chains_of(drafter.plain, seqs), SparseDraft._lane
 
     def forgetful(self: SparseDraft, *given: Any) -> Lane:
@@ -153,12 +147,12 @@ def test_a_context_that_is_read_whole_drafts_what_the_target_writes(
     monkeypatch.setattr(Scheduler, "starters", lambda *_: [])  # whose trees nobody drafts
     target, some = talkative_target(), long_requests(6, 3)
     if coupled:
-        heat = {"temperature": 0.9, "seed": 7}
-        some = [replace(one, params=replace(one.params, **heat), verifier="coupled") for one in some]
+        heated = [replace(one.params, temperature=0.9, seed=7) for one in some]
+        some = [replace(one, params=params, verifier="coupled") for one, params in zip(some, heated, strict=True)]
     some, watched = [one for one in some if len(one.prompt) > 1], Watched(monkeypatch)
     for context, whole in ((ALL, True), (LEAST, False)):
         noted = Noted([LONG], 9)
-        engine, drafter = engine_on(target, noted, context=context, least=1, follows=follows)
+        engine, drafter = engine_on(target, noted, context=context, follows=follows)
         write(engine, some, 6)
         assert is_clean(drafter)
         assert len(noted.accepted) > 8
@@ -212,7 +206,7 @@ def test_texts_stay_under_graphs_and_beside_look_ups(lookup: bool, monkeypatch: 
 def test_sequences_that_leave_in_mid_round_change_no_other_text() -> None:
     """One is aborted while it is drafted for, and the KV cache has too few pages for all: some are preempted."""
     target, params = talkative_target(kv_slots=17 * PAGE), SamplingParams(max_tokens=120)
-    some = [Request(text_of(6 * PAGE + 20, i), params, drafter="device") for i in range(4)]
+    some = [Request(tuple(text_of(6 * PAGE + 20, i)), params, drafter="device") for i in range(4)]
     wanted = plain_texts(target, some)
     engine, drafter = engine_on(target, Forms([SHORT, LONG, None], 6))
     ids = [engine.submit(one) for one in some]
@@ -234,7 +228,7 @@ def test_sequences_that_leave_in_mid_round_change_no_other_text() -> None:
 def test_a_draft_changes_no_bit_of_the_target() -> None:
     """Keys and values that it left are written anew, and those of committed tokens are not touched."""
     target = make_target("llama", "cpu")
-    seqs, drafter = started(target), drafter_on(target, LEAST, 1)
+    seqs, drafter = started(target), drafter_on(target, LEAST)
     slots = [slot for seq in seqs for slot in target.kv.extent(seq.id).slots(0, len(seq.tokens) - 1)]
     before = target.kv.data[:, :, :, slots].clone()
     chain = TreeBatch.chains([[seq.tokens[-1], 9, 8, 7] for seq in seqs])
@@ -265,11 +259,10 @@ class Counted(list[int]):
 def host_work(length: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
     """Of a round for two texts of this length: tokens looked at, calls made and integers sent. No pass is run."""
     target = make_target("llama", "cpu")
-    drafter, sent = drafter_on(target, LEAST, 1), list[int]()
+    drafter, sent = drafter_on(target, LEAST), list[int]()
     for name in ("_do_first", "_do_further", "_do_layout"):
         monkeypatch.setattr(ChainGraphs, name, lambda *_: None)
-    send = drafter.draft.graphs.ints.send
-    monkeypatch.setattr(drafter.draft.graphs.ints, "send", lambda ints, at: (sent.append(ints.size), send(ints, at)))
+    monkeypatch.setattr(drafter.draft.graphs.ints, "send", lambda ints, at: sent.append(ints.size))
     seqs = started(target, (length, length))
     for seq in seqs:
         seq.tokens = Counted(seq.tokens)
@@ -319,9 +312,16 @@ def test_pages_are_looked_up_for_new_tokens_alone() -> None:
 # ---- prices
 
 
+def test_it_offers_nothing_until_most_of_a_context_is_left_out() -> None:
+    drafter = drafter_on(make_target("llama", "cpu"), LEAST)
+    short, long = (FakeSeq(i, text_of(n, i), max_length=1500) for i, n in ((1, 2 * LEAST - 1), (2, 2 * LEAST)))
+    assert drafter.offer(short) is NEVER
+    assert drafter.offer(long).menu is drafter.draft.menu
+
+
 def test_the_menu_learns_what_drafts_take_in_mid_text() -> None:
     target = make_target("llama", "cpu")
-    drafter, seqs = drafter_on(target, LEAST, 1).draft, started(target)
+    drafter, seqs = drafter_on(target, LEAST).draft, started(target)
     for depth in (1, 2, 5):
         drafter.menu.note(4, Form(depth, depth, 1), 1e-9 * depth)
     for _ in range(30):

@@ -190,10 +190,10 @@ class ChainDraft(DeviceDraft):
             self.menu.correct(bucket, form, taken)
             del self._timed[0]
 
-    def _time(self, bucket: int) -> None:
-        """Of all chains for a batch size, unless that was done; in a short context."""
+    def _time(self, bucket: int, farthest: int = 0) -> None:
+        """Of all chains for a batch size, unless that was done; over padding."""
         if self.replays.capture and not self.menu.is_timed(bucket, Form(1, 1, 1)):
-            first, further = self.graphs.time(bucket)
+            first, further = self.graphs.time(bucket, farthest)
             for depth in range(1, DEEPEST + 1):
                 self.menu.note(bucket, Form(depth, depth, 1), first + (depth - 1) * further)
 

@@ -240,9 +240,9 @@ class ChainGraphs:
         self.noise.rehearse(both)
         self._do_layout(bucket, depth)
 
-    def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
-        """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
-        both = self._padded(bucket, 0)
+    def time(self, bucket: int, farthest: int = 0, repeats: int = 3) -> tuple[float, float]:
+        """Seconds of the first pass and of a further one with its choice, on the device, over padding."""
+        both = self._padded(bucket, farthest)
         both()
         works = (lambda: both(further=False)), both
         one, two = (seconds_of(work, self.model.device, repeats) for work in works)

@@ -281,18 +281,17 @@ class DraftMenu:
         *,
         chains: bool = False,
         switches: bool | None = None,
-        least: int = 0,
         widest: int = MAX_ROWS,
         graphs: Replays | None = None,
     ) -> None:
         """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most.
 
-        `least`: tokens that a sequence has before it is drafted for. `switches`: None = as heads do, not draft models.
+        `switches`: None = as heads do, not draft models.
         """
         self.forms: tuple[Form, ...] = CHAINS if chains else FORMS
         self.buckets: tuple[int, ...] = CHAIN_BUCKETS if chains else BUCKETS
         # a draft model has read the roots of its own chains alone
-        self.switches, self._least = not chains if switches is None else switches, least
+        self.switches = not chains if switches is None else switches
         self.complete_to = 0
         self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
         self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
@@ -324,8 +323,6 @@ class DraftMenu:
 
     def holds(self, length: int) -> bool:
         """Are there graphs for contexts of so many tokens, in every form that is known?"""
-        if length < self._least:
-            return False
         return not self._longer or length + UNREAD <= min(beyond for _, beyond in self._longer) or not self._captures
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:

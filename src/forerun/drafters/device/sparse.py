@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.core.offer import Form
+from forerun.core.offer import NEVER, Form, Offer
 from forerun.core.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.device.drafter import Going, Launched, OnDevice, built
@@ -32,15 +32,13 @@ ACCEPTED = 0.8  # of the tokens that are drafted behind accepted ones, before an
 class SparseDraft(ChainDraft):
     """Implements forerun.drafters.device.protocol.DeviceDrafter."""
 
-    def __init__(self, target: CudaDecoder, context: SparseContext, least: int) -> None:
-        """`least`: tokens of the sequences that are drafted for."""
+    def __init__(self, target: CudaDecoder, context: SparseContext) -> None:
         graphs = ChainGraphs(target, target.vocab_size, target.grown.last, is_target=True)
-        rates = ((ACCEPTED,),)
-        super().__init__(graphs, DraftMenu(rates, chains=True, switches=True, least=least, graphs=graphs.replays))
+        super().__init__(graphs, DraftMenu(((ACCEPTED,),), chains=True, switches=True, graphs=graphs.replays))
         self.target, self.context = target, context
 
     def is_ready(self, seq: Seq) -> bool:
-        """Is its context long, read by the target, and is there room for a draft behind it?"""
+        """Has the target read all of it, and is there room for a draft behind it?"""
         length = len(seq.tokens)
         fits = self.menu.holds(length) and length + DEEPEST < self.target.max_length
         return fits and self.target.cached_tokens(seq) == length - 1
@@ -97,12 +95,24 @@ class SparseDraft(ChainDraft):
 
     def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self.graphs.rehearse(bucket, form.depth, self.context.farthest)
-        self._time(bucket)
+        self._time(bucket, self.context.farthest)
         if target is not None:
             target.rehearse(trees_of(form, bucket), NEEDS, farthest)
 
 
-def excludes(seq: Seq) -> bool:
+class SparseOnDevice(OnDevice[SparseDraft]):
+    """Implements forerun.drafters.base.Drafter."""
+
+    def __init__(self, draft: SparseDraft, make_plain: Callable[[], Drafter], least: int) -> None:
+        """`least`: tokens of a sequence from which on it offers to draft."""
+        super().__init__(draft, make_plain, excludes=_excludes)
+        self._least = least
+
+    def offer(self, seq: Seq) -> Offer:
+        return NEVER if len(seq.tokens) < self._least else super().offer(seq)
+
+
+def _excludes(seq: Seq) -> bool:
     """Is it drafted for by the host, which applies penalties and the like to drafts too, and LoRA adapters?"""
     return seq.adapter is not None or adjusts(seq)
 
@@ -110,16 +120,16 @@ def excludes(seq: Seq) -> bool:
 def on_device(
     target: Target,
     context: SparseContext,
-    longer: int,
+    least: int,
     make_plain: Callable[[], Drafter],
     max_batch: int,
     max_length: int,
 ) -> OnDevice[SparseDraft] | None:
-    """A drafter on the target's device; contexts are drafted for that are `longer` times as long as what it reads."""
+    """A drafter on the target's device, where that is our own decoder; its graphs are captured here or later."""
     if not isinstance(target, CudaDecoder):
         return None
 
     def make() -> OnDevice[SparseDraft]:
-        return OnDevice(SparseDraft(target, context, longer * context.tokens), make_plain, excludes=excludes)
+        return SparseOnDevice(SparseDraft(target, context), make_plain, least)
 
     return built(make, target, max_batch, max_length)

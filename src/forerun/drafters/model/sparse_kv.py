@@ -47,7 +47,8 @@ class SparseKvDrafter(ModelDrafter):
             def by_host() -> Drafter:
                 return cls(draft, parts.target.vocab_size, context)
 
-            drafter = on_device(parts.target, context, LEAST_LONGER, by_host, parts.max_batch, length)
+            least = LEAST_LONGER * context.tokens
+            drafter = on_device(parts.target, context, least, by_host, parts.max_batch, length)
             if drafter is not None:
                 return drafter
         draft.warm_up(cls.needs, parts.max_batch, length)
