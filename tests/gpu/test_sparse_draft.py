@@ -31,6 +31,7 @@ from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq
+from tests.gpu.host_waits import HostWaits
 from tests.gpu.test_captured import record
 from tests.gpu.test_following import Forms, Watched, dtype_on, plain_texts, sampled, willing_target, write
 from tests.gpu.test_model_following import Noted
@@ -279,6 +280,9 @@ def host_work(length: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, i
         drafter.draft.observe(seqs, roots, None, None)  # type: ignore[arg-type]
 
     draft()  # which reads the texts, and looks for pages like their end
+    with HostWaits() as waits:
+        draft()
+    assert waits.places == {}
     Counted.seen = 0
     sent.clear()
     sys.setprofile(count)
