@@ -1,7 +1,7 @@
 """Plain decoding beside sparse_kv, several long texts at once: tokens per second, rounds by part, and equal texts.
 
-Parts of a round are the engine's (engine/stats.py): draft and pass by the device's clock, verdict what was waited beyond
-these, host what no device worked beside.
+Parts of a round are the engine's (engine/stats.py): draft and pass by the clock of the device, verdict what was waited
+beyond these, host what no device worked beside.
 
 With `--model` a real model goes on with sources of Python's library: real acceptance. With `--shape` weights are random
 and `--attention` scales what attention adds to them: what drafts leave out then matters as little as that, so that the
