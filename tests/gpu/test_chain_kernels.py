@@ -20,7 +20,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq
 from tests.gpu.test_following import dtype_on
-from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
+from tests.gpu.tiny import VOCAB, fused_on_a_cpu, make_target, where_kernels_run
 
 pytestmark = pytest.mark.gpu
 LENGTHS, DEPTH = (70, 3, 125, 64), 4
@@ -75,3 +75,20 @@ def test_noise_changes_what_is_drafted() -> None:
     plain, noisy = (_drafted(True, noise, 0)[0].view(2, -1, DEPTH + 1) for noise in (False, True))
     assert torch.equal(plain[:, 1], noisy[:, 1])  # the one that has none
     assert not torch.equal(plain[:, 0], noisy[:, 0])
+
+
+def test_levels_of_kernels_are_rotated_behind_pages_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole levels of the target itself, whose chains are those of the plain steps; and are not without rotations."""
+    device, chains = where_kernels_run(), list[list[int]]()
+    for fused, skipped in ((False, 2 * PAGE), (True, 2 * PAGE), (True, 0)):
+        model = make_target("wide-heads", device.type, dtype_on(device.type))
+        seq = FakeSeq(0, [7 * i % 190 for i in range(4 * PAGE + 9)], max_length=400)
+        model.prefill([seq], Needs())
+        pages, length = model.kv.grow(0, 5 * PAGE).pages, len(seq.tokens) - 1
+        if fused and device.type == "cpu":
+            fused_on_a_cpu(model, monkeypatch)
+        graphs = ChainGraphs(model, VOCAB, LastRound(device), fused, is_target=True)
+        lane = Lane(seq.tokens[-1:], pages[:1] + pages[3:], length - 2 * PAGE, skipped=skipped)
+        graphs.draft([lane], DEPTH)
+        chains.append(graphs.trees[0, 1 : DEPTH + 1].tolist())
+    assert chains[0] == chains[1] != chains[2]
