@@ -38,7 +38,8 @@ if [ "$what" = tests ]; then
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py tests/gpu/test_last_layer.py -m gpu &
     check bits tests/gpu/test_bits.py tests/gpu/test_library_products.py -k "smollm2 or qwen3 or large or odd or xl or tiled or library" &
     check block tests/gpu/test_block.py tests/gpu/test_other_heads.py -m gpu &
-    check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
+    check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py \
+        tests/gpu/test_guests.py -m gpu &
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_walked_groups.py tests/gpu/test_draft_batch.py \
         tests/gpu/test_linear_tiles.py tests/gpu/test_recurrent_kernels.py -m gpu &
     check experts tests/gpu/test_moe.py -m gpu &
