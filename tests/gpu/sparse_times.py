@@ -64,8 +64,9 @@ def main() -> None:
     _write(engine, prompts, "none", 8)  # reads the prompts, once
     print(f"loaded, and read the prompts, in {perf_counter() - started:.0f} s", flush=True)
     started = perf_counter()
-    _write(engine, prompts, "4", 16)
+    engine.captures.before(1)
     engine.captures.before(given.batch)
+    _write(engine, prompts, "4", 16)
     _write(engine, prompts, "adaptive", 32)
     print(f"captured drafts in {perf_counter() - started:.0f} s", flush=True)
     plain = Written()

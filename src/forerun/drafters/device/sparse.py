@@ -26,7 +26,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import TREE_MARGIN, pages_for
 from forerun.verify.warp import adjusts
 
-ACCEPTED = 0.8  # of the tokens that are drafted behind accepted ones, before any were tested
+ACCEPTED = 0.85  # of the tokens that are drafted behind accepted ones, before any were tested
 
 
 class SparseDraft(ChainDraft):
