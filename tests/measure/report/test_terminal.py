@@ -53,15 +53,15 @@ def test_two_repeats_of_one_prompt_make_no_bracket(capsys: pytest.CaptureFixture
 
 def test_contexts_have_a_table_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
     result = clear_gain()
-    assert "tokens of context" not in printed(capsys, result)
+    assert "context length" not in printed(capsys, result)
     result["contenders"]["auto"]["by_context"] = {
         "<2k": {"tokens_per_round": 2.5, "accepted_counts": [3, 4]},
         "8-32k": {"tokens_per_round": 1.0, "accepted_counts": [0, 0]},
     }
     text = printed(capsys, result)
-    heads = text[text.index("By tokens of context") :].splitlines()[2].split()
+    heads = text[text.index("By context length") :].splitlines()[2].split()
     assert heads == ["<2k", "8-32k"]
-    cells = row(text, "By tokens of context", "auto")
+    cells = row(text, "By context length", "auto")
     assert "2.50  0.75 (3 of 4)" in cells
     assert "1.00  nothing drafted" in cells
 

@@ -120,7 +120,7 @@ def _context_table(result: Mapping[str, Any]) -> Table:
     found = {name: result["contenders"][name].get("by_context") or {} for name in summary.drafters_of(result)}
     ranges = list(CONTEXTS.values())
     columns = sorted({one for cells in found.values() for one in cells}, key=ranges.index)
-    table = figure_table("By tokens of context: tokens/round, acceptance at depth 1", "", *columns)
+    table = figure_table("By context length: tokens/round, acceptance at depth 1", "", *columns)
     for name, cells in found.items():
         table.add_row(name, *(_context_cell(cells.get(column)) for column in columns))
     return table
