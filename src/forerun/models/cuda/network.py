@@ -116,6 +116,12 @@ class Layer:
     end: LayerEnd | None = None  # what follows the feed-forward layer
     latent: LatentWeights | None = None
 
+    @property
+    def weights(self) -> list[Weight]:
+        """All that a pass reads of a layer without experts."""
+        end = () if self.end is None else (self.end.gate, self.end.projection)
+        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *end) if one is not None]
+
 
 class Model:
     """A checkpoint on the device."""
