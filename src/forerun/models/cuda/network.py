@@ -379,11 +379,13 @@ def run_pass(
     hidden: tuple[int, ...],
     scored: int,
     only: Sequence[int] | None = None,
+    rotated: Run | None = None,
 ) -> None:
     """All layers over all rows, from tokens to the logits of the first `scored` rows; or `only` some layers.
 
     Rows behind these need only keys and values in the last layer that writes some, and nothing of the layers behind
-    it, unless what leaves one of them is wanted of all rows.
+    it, unless what leaves one of them is wanted of all rows. `rotated`: the same rows at the positions that rotations
+    count, where attention leaves pages out.
     """
     rows, layers, last = run.size.rows, len(model.layers), last_with_keys(model)
     leaving = run if -1 in hidden or any(layer > last for layer in hidden) else run.first(scored)
@@ -392,7 +394,10 @@ def run_pass(
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
         behind = leaving if i >= last else run
-        if (entering := leaving if i > last else run).size.rows:
+        entering = run if rotated is None else rotated
+        if i > last and leaving is not run:
+            entering = entering.first(scored)
+        if entering.size.rows:
             steps.qkv(entering, i)
         if behind.size.rows:
             steps.attend(run, i)
