@@ -389,7 +389,7 @@ def run_pass(
     """
     rows, layers, last = run.size.rows, len(model.layers), last_with_keys(model)
     leaving = run if -1 in hidden or any(layer > last for layer in hidden) else run.first(scored)
-    steps.embed(run)
+    steps.embed(run if rotated is None else rotated)
     for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
