@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.network import Run, run_pass
+from forerun.models.cuda.plan import Size
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
 from forerun.models.native.target import NativeDecoder
+from forerun.models.pages import TREE_MARGIN
 from forerun.models.slots import SlotTarget
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
@@ -184,3 +188,19 @@ def test_a_fresh_prefill_has_the_factors_of_its_length(made: Made, length: int) 
     got = target.score([seq], TreeBatch.chains([text[-1:]]), Needs()).required_logits[0]
     torch.testing.assert_close(got, reference_logits(made.model, text)[-1], atol=1e-4, rtol=0)
     assert target.reaches([seq]) == [SWITCH if length <= SWITCH else target.max_length]
+
+
+def test_rotations_follow_the_page_and_the_positions_that_they_count(made: Made) -> None:
+    """Of rows on pages of a short text and of a long one, where attention leaves pages out."""
+    target = made.target("cuda")
+    assert isinstance(target, CudaDecoder)
+    seqs = [FakeSeq(i, [5] * length, max_length=90) for i, length in enumerate((10, 40))]
+    target.prefill(seqs, Needs())
+    pages, run = [target.kv.pool.held[seq.id][0] for seq in seqs], Run.of(Size(3, 3, 8), target.buffers.ints)
+    run.slots[:] = torch.tensor([64 * pages[0] + 1, 64 * pages[1] + 2, -1])
+    run.positions[:] = torch.tensor([1, 2, 0])
+    rotated = replace(run, positions=torch.tensor([5, 7, 0], dtype=torch.int32))
+    far = target.max_length + TREE_MARGIN
+    for given, wanted in ((None, [1, 2 + far, 0]), (rotated, [5, 7 + far, 0])):
+        run_pass(target.passes.steps, target.model, target.buffers, run, (), 0, only=(), rotated=given)
+        assert target.buffers.turned[:3].tolist() == wanted

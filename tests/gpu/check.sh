@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -36,27 +36,30 @@ if [ "$what" = tests ]; then
     check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py tests/gpu/test_sparse_draft.py -m gpu &
     check layers tests/gpu/test_layer_skip.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py tests/gpu/test_last_layer.py -m gpu &
-    check bits tests/gpu/test_bits.py tests/gpu/test_library_products.py -k "smollm2 or qwen3 or large or odd or xl or tiled or library" &
+    check bits tests/gpu/test_bits.py tests/gpu/test_library_products.py -k "(smollm2 or qwen3 or large or odd or xl or tiled or library) and not gemma4" &
     check block tests/gpu/test_block.py tests/gpu/test_other_heads.py -m gpu &
     check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py \
         tests/gpu/test_guests.py -m gpu &
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_walked_groups.py tests/gpu/test_draft_batch.py \
         tests/gpu/test_linear_tiles.py tests/gpu/test_recurrent_kernels.py -m gpu &
-    check experts tests/gpu/test_moe.py tests/gpu/test_latent_attention.py -m gpu &
+    check experts tests/gpu/test_moe.py -m gpu -k "not zz" &
+    check latent tests/gpu/test_latent_attention.py tests/gpu/test_moe.py -m gpu -k "zz or latent" &
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
     check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py tests/gpu/test_file_weights.py tests/gpu/test_gguf_weights.py -m gpu &
-    check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_kv_bytes.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu &
+    check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_kv_bytes.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu -k "not zz" &
     check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py \
         tests/gpu/test_hybrid_bits.py -m gpu &
+    check sized tests/gpu/test_bits.py tests/gpu/test_target.py tests/gpu/test_attention.py -m gpu \
+        -k "gemma4 or longrope or side_by_side" &
     # kernels of adapters are compiled for every shape and number of rows
     check adapters tests/gpu/test_adapters.py tests/gpu/test_adapter_heads.py -m gpu -k "not company" &
     check company tests/gpu/test_adapters.py -m gpu -k company &
-    check gemma tests/gpu/test_bits.py -m gpu -k "gemma and not large" &  # large ones are among the bits
-    check others tests/gpu/test_bits.py -m gpu -k "z- and not large" &  # likewise
+    check gemma tests/gpu/test_bits.py -m gpu -k "gemma and not large and not gemma4" &  # large ones are among the bits
+    check others tests/gpu/test_bits.py -m gpu -k "z- and not large and not gemma4" &  # likewise
     wait
     for name in $groups; do
         echo "== $name"

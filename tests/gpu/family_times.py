@@ -61,6 +61,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
         "num_hidden_layers": 4, "num_attention_heads": 128, "first_k_dense_replace": 1,
     },
+    "gemma-4-e2b": {
+        "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "sliding_window_pattern": 5,
+        "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+    },
+    "gemma-4-31b": {
+        "model_type": "gemma4_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256, "sliding_window": 1024,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 4, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "glm-4.7-flash": {  # 47 layers
+        "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 16, "num_attention_heads": 20,
+    },
     "olmo-2-7b": {
         "model_type": "olmo2", "vocab_size": 100352, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096,
@@ -76,6 +91,7 @@ _TINY = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "n_routed_experts": 16, "num_local_experts": 16, "num_experts": 16, "kv_lora_rank": 32, "q_lora_rank": 32,
+    "global_head_dim": 32, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "layer_types": None,
 }  # fmt: skip
 CONTEXT, MANY = 64, 32
 
@@ -102,7 +118,8 @@ class RandomFamily(Mapping[str, Tensor]):
         woken = 1.0 if config.moe is None else 1 - (1 - config.moe.per_token / config.moe.experts) ** nodes
         sizes = {name: 2 * math.prod(shape) for name, shape in self.shapes.items()}
         read = {name: size * (woken if ".experts." in name else 1.0) for name, size in sizes.items()}
-        return sum(size for name, size in read.items() if config.tied or "embed_tokens" not in name)
+        looked_up = "embed_tokens_per_layer" if config.tied else "embed_tokens"
+        return sum(size for name, size in read.items() if looked_up not in name)
 
 
 def make_target(config: DecoderConfig, weights: RandomFamily, device: str) -> CudaDecoder | Decoder:

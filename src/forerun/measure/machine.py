@@ -61,17 +61,19 @@ def weight_bytes(target: Target) -> int | None:
     if isinstance(target, NativeDecoder):
         return target.weight_bytes
     if isinstance(target, CudaDecoder) and target.config.moe is None:
-        layers = ((layer.qkv, layer.o, layer.gate_up, layer.down) for layer in target.model.layers)
-        return sum(weight.nbytes for weights in (*layers, (target.model.head,)) for weight in weights)
+        model = target.model
+        weights = [weight for layer in model.layers for weight in layer.weights]
+        weights += [model.head] if model.inputs is None else [model.head, model.inputs.projection]
+        return sum(weight.nbytes for weight in weights)
     shared = target.shared()
-    if shared is None or shared.config is None:
+    if shared is None or shared.config is None or shared.config.special is not None:
         return None
     config = shared.config
     attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
     moe = config.moe
     inner = config.inner if moe is None else moe.per_token * moe.inner + (moe.shared_inner or 0)
-    weights = config.layers * (attention + 3 * config.width * inner) + config.vocab_size * config.width
-    return int(weights * torch.empty((), dtype=shared.dtype).element_size())
+    numbers = config.layers * (attention + 3 * config.width * inner) + config.vocab_size * config.width
+    return int(numbers * torch.empty((), dtype=shared.dtype).element_size())
 
 
 def _cpu_model() -> str:

@@ -116,6 +116,12 @@ class Layer:
     end: LayerEnd | None = None  # what follows the feed-forward layer
     latent: LatentWeights | None = None
 
+    @property
+    def weights(self) -> list[Weight]:
+        """All that a pass reads of a layer without experts."""
+        end = () if self.end is None else (self.end.gate, self.end.projection)
+        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *end) if one is not None]
+
 
 class Model:
     """A checkpoint on the device."""
@@ -383,7 +389,7 @@ def run_pass(
     """
     rows, layers, last = run.size.rows, len(model.layers), last_with_keys(model)
     leaving = run if -1 in hidden or any(layer > last for layer in hidden) else run.first(scored)
-    steps.embed(run)
+    steps.embed(run if rotated is None else rotated)
     for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])

@@ -131,7 +131,7 @@ class CudaDecoder(SlotTarget):
             turns = self.buffers.page_turns = torch.zeros(pages, dtype=torch.int32, device=self.device)
 
         def note(owner: int, taken: Sequence[int]) -> None:
-            length = self._lengths[owner]
+            length = self._lengths.get(owner, 0)  # drafts of texts that were never read
             value = far if any(rope.regime(length) for rope in self.config.ropes) else 0
             if changed := [page for page in taken if known[page] != value]:
                 known[changed] = value

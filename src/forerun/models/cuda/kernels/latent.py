@@ -126,7 +126,7 @@ def _split(q, turned, at, last, start, end, store, ints, base, length, ancestors
         row = store + _slots(p, there, ints, base, length, ancestors, pages).to(tl.int64) * (C + R)
         k = tl.load(row[:, None] + c[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
         more = tl.load(row[:, None] + C + u[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
-        scores = (tl.dot(q, tl.trans(k)) + tl.dot(turned, tl.trans(more))) * scale
+        scores = tl.dot(turned, tl.trans(more), tl.dot(q, tl.trans(k))) * scale
         scores = tl.where((at >= 0)[:, None] & (p[None, :] <= at[:, None]), scores, float("-inf"))
         top, safe, shrink = rise(top, tl.max(scores, 1))
         weights = tl.exp2(scores - safe[:, None])
