@@ -42,7 +42,7 @@ if [ "$what" = tests ]; then
         tests/gpu/test_guests.py -m gpu &
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_walked_groups.py tests/gpu/test_draft_batch.py \
         tests/gpu/test_linear_tiles.py tests/gpu/test_recurrent_kernels.py -m gpu &
-    check experts tests/gpu/test_moe.py -m gpu &
+    check experts tests/gpu/test_moe.py tests/gpu/test_latent_attention.py -m gpu &
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &

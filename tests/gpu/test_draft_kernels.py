@@ -267,6 +267,8 @@ def test_hidden_rows_are_kept_at_their_slots() -> None:
         {"depth": 2, "fc_norm": True, "norm_output": True},
         {"eagle": "mtp"},
         {"eagle": "mtp", "norm_output": True, "qk_norm": True},
+        {"window": 5, "windowed": (True,)},
+        {"depth": 2, "window": 66, "windowed": (True, False), "longest": 69},
     ],
 )
 def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

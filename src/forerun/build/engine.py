@@ -337,8 +337,10 @@ def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch
                 lacking = f"a CPU or a CUDA device, and this is {device.type!r}"
             elif config.dtype != "gguf" and _dtype(config.dtype, device) == torch.float32:
                 lacking = f"the GPU's kernels, and dtype={config.dtype!r} runs in torch"
-            elif why_not := against_kernels(DecoderConfig.from_hf(checkpoint.config)):
+            elif why_not := against_kernels(family := DecoderConfig.from_hf(checkpoint.config)):
                 lacking = f"the GPU's kernels, and {why_not}"
+            elif family.special is not None:
+                lacking = f"ordinary attention on a GPU, and {family.family} has {family.special}"
         if lacking:
             reason = f"kv_dtype={config.kv_dtype!r} needs {lacking}; use kv_dtype='auto'"
     if reason is not None:

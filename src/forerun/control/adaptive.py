@@ -84,6 +84,7 @@ class AdaptiveController:
         self._idles = 0  # rounds so far of one sequence for which nothing could be drafted
         self._ahead: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
+        self._alone: int | None = None  # the sequence that was last alone in its round
         self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
         self._planned = Planned()  # the round under way
         self._next: Planned | None = None  # the round behind it, where that was planned before this one is read
@@ -298,6 +299,9 @@ class AdaptiveController:
             self.gate.observe(outcome, planned.searched)
             if planned.searched < batch:
                 return
+        if batch > 1 or self._alone != outcome.seqs[0].id:
+            self._alone = outcome.seqs[0].id
+            self.allowance.begin()
         for decision in planned.decisions:
             observe_menu(decision, outcome, self.overlap)
         self.planner.observe(outcome)
