@@ -383,13 +383,16 @@ def run_pass(
     """
     rows, layers, last = run.size.rows, len(model.layers), last_with_keys(model)
     leaving = run if -1 in hidden or any(layer > last for layer in hidden) else run.first(scored)
-    steps.embed(run)
+    steps.embed(run if rotated is None else rotated)
     for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
         behind = leaving if i >= last else run
-        if (entering := leaving if i > last else run).size.rows:
-            steps.qkv(entering if rotated is None else rotated.first(entering.size.rows), i)
+        entering = run if rotated is None else rotated
+        if i > last and leaving is not run:
+            entering = entering.first(scored)
+        if entering.size.rows:
+            steps.qkv(entering, i)
         if behind.size.rows:
             steps.attend(run, i)
             steps.leave_attention(behind, i)
