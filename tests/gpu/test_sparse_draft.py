@@ -139,6 +139,18 @@ def test_positions_that_were_left_out_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert chains_of(drafter, seqs) != wanted
 
 
+def test_ropes_with_regimes_count_positions_that_were_left_out() -> None:
+    """Where each row of a pass is turned by is worked out before its first layer, by its page and its position."""
+    target = make_target("zz-longrope", "cpu")
+    seqs, drafter = started(target, (9 * PAGE + 60,)), drafter_on(target, LEAST)
+    for chains in (drafter, drafter.plain):
+        chains_of(chains, seqs)
+        last = len(seqs[0].tokens) - 1 + LONG.depth - 1  # position of the last token that is read
+        assert target.buffers.page_turns is not None
+        moved = target.buffers.page_turns[target.kv.extent(0).pages[last // PAGE]]
+        assert int(target.buffers.turned[0]) == last + int(moved)
+
+
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_context_that_is_read_whole_drafts_what_the_target_writes(
