@@ -5,8 +5,8 @@ of 127 or 448, rounded up to a float16. Stores of 8 bits come as two tensors, th
 one tensor, and kernels compiled for them have no trace of the others.
 
 Numbers of 8 bits are multiplied by their scale in float16 where they are read, each by itself; attention then does what
-it does over float16. So a row's bits do not depend on its company. Rows whose largest number is over 65,504 are not
-finite then, which shows; steps are no finer than 2 ** -24.
+it does over float16, with queries in float16. So a row's bits do not depend on its company. Rows whose largest number
+is over 65,504 are not finite then, which shows; steps are no finer than 2 ** -24.
 """
 
 # mypy: ignore-errors
@@ -18,28 +18,33 @@ import triton.language as tl
 PLAIN, INT8, E4M3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Four numbers times a scale, in float16; $3: the scale twice. An int8 number and 128 are the low bits of 1024 and more.
+# Four numbers times a scale, in float16; $5: the scale twice. An int8 number and 128 are the low bits of 1024 and more.
 _FROM_INT8 = tl.constexpr("""{
     .reg .b32 whole, low, high, less, thousand;
     mov.b32 less, 0x64806480;
     mov.b32 thousand, 0x64646464;
-    xor.b32 whole, $2, 0x80808080;
+    xor.b32 whole, $4, 0x80808080;
     prmt.b32 low, whole, thousand, 0x4140;
     prmt.b32 high, whole, thousand, 0x4342;
     sub.rn.f16x2 low, low, less;
     sub.rn.f16x2 high, high, less;
-    mul.rn.f16x2 $0, low, $3;
-    mul.rn.f16x2 $1, high, $3;
+    mul.rn.f16x2 low, low, $5;
+    mul.rn.f16x2 high, high, $5;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
 }""")
 _FROM_E4M3 = tl.constexpr("""{
     .reg .b16 first, second;
     .reg .b32 low, high;
-    mov.b32 {first, second}, $2;
+    mov.b32 {first, second}, $4;
     cvt.rn.f16x2.e4m3x2 low, first;
     cvt.rn.f16x2.e4m3x2 high, second;
-    mul.rn.f16x2 $0, low, $3;
-    mul.rn.f16x2 $1, high, $3;
+    mul.rn.f16x2 low, low, $5;
+    mul.rn.f16x2 high, high, $5;
+    mov.b32 {$0, $1}, low;
+    mov.b32 {$2, $3}, high;
 }""")
+_FOUR = tl.constexpr((tl.float16, tl.float16, tl.float16, tl.float16))
 
 
 @triton.jit
@@ -52,48 +57,67 @@ def head_of(store, h, head_stride, D: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def asking(queries, FORMAT: tl.constexpr):
-    """Queries in the type of the keys that are read: no bfloat16 up to 65,504 and down to 2 ** -17 is changed."""
-    return queries if FORMAT == PLAIN else queries.to(tl.float16)
+def fetch(store, slot, D: tl.constexpr, FORMAT: tl.constexpr, WORDS: tl.constexpr = 4):
+    """The rows [T, D] in these slots as they are kept, numbers of 8 bits by fours, and their scales: for `wide`.
 
-
-@triton.jit
-def read(store, slot, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The rows [T, D] in these slots, in a type of 16 bits."""
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    WORDS: of such a row a thread asks for so many at once.
+    """
     if FORMAT == PLAIN:
+        place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
         return tl.load(store + place, cache_modifier=".cg")
     else:  # noqa: RET505
+        words = store[0].to(tl.pointer_type(tl.int32)) + slot.to(tl.int64)[:, None] * (D // 4)
+        words = tl.max_contiguous(words + tl.arange(0, D // 4)[None, :], (1, WORDS))
         scales = tl.load(store[1] + slot, cache_modifier=".cg")
-        return _widened(tl.load(store[0] + place, cache_modifier=".cg"), scales, FORMAT)
+        return tl.load(words, cache_modifier=".cg"), scales
 
 
 @triton.jit
-def read_some(store, slot, there, D: tl.constexpr, FORMAT: tl.constexpr):
+def fetch_some(store, slot, there, D: tl.constexpr, FORMAT: tl.constexpr):
     """The same; zeros where a slot is not `there`."""
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     if FORMAT == PLAIN:
+        place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
         return tl.load(store + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
     else:  # noqa: RET505
+        words = store[0].to(tl.pointer_type(tl.int32)) + slot.to(tl.int64)[:, None] * (D // 4)
+        words += tl.arange(0, D // 4)[None, :]
         scales = tl.load(store[1] + slot, mask=there, other=0.0, cache_modifier=".cg")
-        found = tl.load(store[0] + place, mask=there[:, None], other=0, cache_modifier=".cg")
-        return _widened(found, scales, FORMAT)
+        return tl.load(words, mask=there[:, None], other=0, cache_modifier=".cg"), scales
 
 
 @triton.jit
-def _widened(found, scales, FORMAT: tl.constexpr):
-    """Numbers of 8 bits, given as int8, times the scales of their rows.
+def wide(fetched, FORMAT: tl.constexpr):
+    """Rows as operands of a product: of 8 bits, given by fours, times the scales of their rows.
 
-    The instructions are said to have effects: Triton would otherwise see that operands of a product came as bytes, and
-    have tensor cores of one kind, but not of the other, add up positions in an order that suits bytes.
+    The last instruction is said to have effects: Triton would otherwise see that an operand came as bytes, and have
+    tensor cores of one kind, but not of the other, add up in an order that suits bytes.
     """
-    by = scales.to(tl.float16)[:, None]
-    if INTERPRETED:
-        wide = found.to(tl.float8e4nv, bitcast=True) if FORMAT == E4M3 else found
-        return wide.to(tl.float32).to(tl.float16) * by
+    if FORMAT == PLAIN:
+        return fetched
     else:  # noqa: RET505
-        ASM: tl.constexpr = _FROM_E4M3 if FORMAT == E4M3 else _FROM_INT8
-        return tl.inline_asm_elementwise(ASM, "=r,=r,r,r,r", [found, by], dtype=tl.float16, is_pure=False, pack=4)
+        words, scales = fetched[0], fetched[1][:, None]
+        if INTERPRETED:
+            a, b = _one(words, scales, 0, FORMAT), _one(words, scales, 8, FORMAT)
+            c, d = _one(words, scales, 16, FORMAT), _one(words, scales, 24, FORMAT)
+        else:
+            TWICE: tl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $1;"
+            by = tl.inline_asm_elementwise(TWICE, "=r,f", [scales], tl.int32, is_pure=True, pack=1)
+            ASM: tl.constexpr = _FROM_E4M3 if FORMAT == E4M3 else _FROM_INT8
+            a, b, c, d = tl.inline_asm_elementwise(ASM, "=h,=h,=h,=h,r,r", [words, by], _FOUR, is_pure=True, pack=1)
+        found = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], words.shape[1] * 4))
+        if INTERPRETED:
+            return found
+        else:  # noqa: RET505
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [found], tl.float16, is_pure=False, pack=2)
+
+
+@triton.jit
+def _one(words, scales, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+    """What the instructions make of one of four numbers."""
+    numbers = (words >> SHIFT).to(tl.int8)
+    if FORMAT == E4M3:
+        numbers = numbers.to(tl.float8e4nv, bitcast=True)
+    return numbers.to(tl.float32).to(tl.float16) * scales.to(tl.float16)
 
 
 @triton.jit

@@ -30,20 +30,23 @@ from forerun.models.cuda.kernels.attention import (
     split_start,
     split_width,
 )
-from forerun.models.cuda.kernels.kv_bytes import asking, head_of, read, read_some
+from forerun.models.cuda.kernels.kv_bytes import PLAIN, fetch, fetch_some, head_of, wide
 from forerun.models.cuda.kernels.linear import put_rows
 
 FEWEST = tl.constexpr(16)  # rows of the smallest product of tensor cores
 
 
 @triton.jit
-def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
+def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr,
+              FORMAT: tl.constexpr):  # fmt: skip
     """Add what rows find in a tile to what they found before it; CAP > 0: scores are CAP times a tangent at most.
 
     Weights from 0 to 1 are added up as whole numbers of 2 ** -22: in these the order does not matter. As an integer
     2.0 is 2 ** 30, so that those of 64 columns are a multiple of 2 ** 32, which is nothing.
     """
-    scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.dot(q, tl.trans(wide(k, FORMAT)))
+    v = wide(v, FORMAT)
+    scores *= scale
     if CAP > 0:  # cap * tanh; `scale` is divided by the cap
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
     if MASKED:
@@ -63,23 +66,32 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
     t = tl.arange(0, TILE)
+    HELD: tl.constexpr = FORMAT != PLAIN and D <= 128 and not MASKED
     page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's
-    for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED else STAGES):
+    if HELD:
+        next_k, next_v = fetch(keys, page * TILE + t, D, FORMAT, 2), fetch(values, page * TILE + t, D, FORMAT, 2)
+        page = tl.load(ints + pages + start // TILE + 1, mask=start + TILE < end, other=0)
+    for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED or HELD else STAGES):
         p, slot, seen = p0 + t, page * TILE + t, True
         if MASKED:
-            k = read_some(keys, slot, p <= last, D, FORMAT)
-            v = read_some(values, slot, p <= last, D, FORMAT)
+            k = fetch_some(keys, slot, p <= last, D, FORMAT)
+            v = fetch_some(values, slot, p <= last, D, FORMAT)
             seen = p[None, :] <= at[:, None]
+        elif HELD:
+            k, v = next_k, next_v
+            next_k, next_v = fetch(keys, slot, D, FORMAT, 2), fetch(values, slot, D, FORMAT, 2)
         else:
-            k, v = read(keys, slot, D, FORMAT), read(values, slot, D, FORMAT)
-        page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
+            k, v = fetch(keys, slot, D, FORMAT), fetch(values, slot, D, FORMAT)
+        AHEAD: tl.constexpr = 2 if HELD else 1
+        page = tl.load(ints + pages + p0 // TILE + AHEAD, mask=p0 + AHEAD * TILE < end, other=0)
         if WINDOW > 0:
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             top = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)  # total and acc shrink to nothing
-        top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0)
+        top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0,
+                                    FORMAT)  # fmt: skip
     return top, total, acc, all_top, all_total, all_acc
 
 
@@ -107,7 +119,6 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
     if PDL:  # the plan is there before any kernel of the pass
         tl.extra.cuda.gdc_wait()
     q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
-    q = asking(q, FORMAT)
     for i in range(rank, high - low, step):
         s = high - 1 - i  # the last ones are the longest: they start first
         start, end = tl.maximum(split_start(s), near), tl.minimum(split_start(s + 1), behind)
@@ -248,9 +259,9 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
         finished = tl.load(sums + m * H, cache_modifier=".cg") == FINISHED
     if finished == False:  # noqa: E712
         real, place = (r < H // HKV)[:, None], (first + r)[:, None] * D + d[None, :]
-        q = asking(tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg"), FORMAT)
-        k = read_some(mine, slot, start + t < end, D, FORMAT)
-        v = read_some(theirs, slot, start + t < end, D, FORMAT)
+        q = tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg")
+        k = fetch_some(mine, slot, start + t < end, D, FORMAT)
+        v = fetch_some(theirs, slot, start + t < end, D, FORMAT)
         part = (behind * split_stride + first + r).to(tl.int64)
         top = tl.load(tops + part, mask=(r < H // HKV) & branches, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(sums + part, mask=(r < H // HKV) & branches, other=0.0, cache_modifier=".cg")
@@ -266,11 +277,11 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
             if (p0 > start) & (p0 % split_width(p0) == 0):
                 all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
                 top, total, acc = nothing_found(EACH * TIMES, D)
-            top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True)
+            top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True, FORMAT)
             if p0 + TILE < end:
                 slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
-                k = read_some(mine, slot, p + TILE < end, D, FORMAT)
-                v = read_some(theirs, slot, p + TILE < end, D, FORMAT)
+                k = fetch_some(mine, slot, p + TILE < end, D, FORMAT)
+                v = fetch_some(theirs, slot, p + TILE < end, D, FORMAT)
         if branches:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
         all_total = add_sinks(all_total, all_top, sinks, (first + r) % H, SINKS)
