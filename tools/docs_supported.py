@@ -40,6 +40,11 @@ _ORDINARY: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
 }  # fmt: skip
 
+_REFUSED: dict[str, dict[str, Any]] = {  # what checkpoints of a family may have that is not there yet
+    "nemotron_h": {"hybrid_override_pattern": "ME*E"},
+    "gemma4_text": {"enable_moe_block": True},
+}
+
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head)]
@@ -87,9 +92,24 @@ def _reasons() -> str:
                 reasons.setdefault(reason.removeprefix("it has ").removeprefix("no kernels for "), []).append(family)
         why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in reasons.items())
         lines.append(f"Without {column}: {'; '.join(why) or 'none'}.")
+    without = dict[str, list[str]]()
+    for family in FAMILIES:
+        if FAMILIES[family].gguf is None:
+            without.setdefault(_ordinary(family).special or "their names are not described", []).append(family)
+    why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in without.items())
+    lines.append(f"Not read from GGUF: {'; '.join(why)}.")
+    lines.append(f"Refused, or left to transformers: {'; '.join(map(_refusal, _REFUSED))}.")
     lacking = [name for name in _ordinary("llama").parts if name not in HAS]
     lines.append(f"No Triton kernel has: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
     return "\n".join(lines)
+
+
+def _refusal(family: str) -> str:
+    try:
+        DecoderConfig.from_hf({"model_type": family, **_ORDINARY, **_REFUSED[family]})
+    except UnsupportedModel as error:
+        return f'`{family}` ("{error}")'
+    raise AssertionError(f"{family} with {_REFUSED[family]} is not refused any more")
 
 
 def gguf_types() -> str:

@@ -33,23 +33,38 @@ class _Menu:
         return TOKENS[form]
 
 
-def test_a_form_that_did_not_run_is_judged_by_drafts_that_followed() -> None:
+def test_a_plain_round_that_was_read_first_does_not_speak_for_those_that_would_follow() -> None:
     around = RoundOverhead()
     around.observe(PLAIN, 1, 5.0, 0.0)
     assert around.seconds(SMALL, 1, 0.26) == pytest.approx(5.26)  # nothing else is known
     around.observe(LARGE, 1, 0.5, 5.35, followed=True, drafting=0.35)
-    assert around.seconds(SMALL, 1, 0.26) == pytest.approx(5.26)  # by the round that leaves plain decoding
-    assert around.seconds(SMALL, 1, 0.26, follows=True) == pytest.approx(0.26 + 0.15)
-    assert around.seconds(LARGE, 1, 0.35, follows=True) == pytest.approx(0.5)
-    assert around.seconds(PLAIN, 1, 0.0, follows=True) == 5.0
-    assert around.seconds(SMALL, 8, 0.26, follows=True) == pytest.approx(0.26)  # another size of batch
+    assert around.seconds(PLAIN, 1, 0.0) == pytest.approx(0.15)
+    assert around.seconds(SMALL, 1, 0.26) == pytest.approx(0.26 + 0.15)
+    assert around.seconds(LARGE, 1, 0.35) == pytest.approx(0.5)
+    assert around.seconds(SMALL, 8, 0.26) == pytest.approx(0.26)  # another size of batch
+    around.observe(PLAIN, 1, 0.3, 0.15, followed=True)
+    assert around.seconds(PLAIN, 1, 0.0) == pytest.approx(0.3)  # one that followed speaks for itself
 
 
 def test_rounds_that_were_read_first_show_nothing_of_other_forms() -> None:
     around = RoundOverhead()
     around.observe(PLAIN, 1, 0.2, 0.0)
     around.observe(LARGE, 1, 3.0, 0.55, followed=False, drafting=0.35)
-    assert around.seconds(SMALL, 1, 0.26, follows=True) == pytest.approx(0.46)
+    assert around.seconds(SMALL, 1, 0.26) == pytest.approx(0.46)
+
+
+def test_a_text_may_lose_what_any_may_as_long_as_texts_before_have_gained_it() -> None:
+    allowance = Allowance()
+    start = allowance.level
+    allowance.book(-3.0)
+    allowance.begin()
+    assert allowance.level == start  # what was gained is not lost again at once,
+    allowance.book(2.0)
+    allowance.begin()
+    assert allowance.level == start  # but it pays for what was lost
+    allowance.book(2.5)
+    allowance.begin()
+    assert -allowance.floor < allowance.level < start
 
 
 @pytest.mark.parametrize("start", [0.1, 3.0, 10.0])

@@ -57,15 +57,16 @@ def on_card(trace: Trace, seed: int) -> MenuSimulation:
 
 
 @pytest.mark.slow
-def test_what_caution_costs_where_trees_are_dear() -> None:
-    """A tree that is all missed loses a plain round: two, and what 200 rounds may lose is used up, though trees pay."""
+def test_caution_costs_little_where_trees_are_dear() -> None:
+    """A tree that is all missed loses a plain round, and trees pay: two that are missed must not end them."""
     simulations = [on_card(lambda now: 0.574, seed) for seed in range(24)]
-    assert fmean([one.run(600).speed() for one in simulations]) > 1.15
+    speed = fmean([one.run(600).speed() for one in simulations])
     careless = [on_card(lambda now: 0.574, seed) for seed in range(24)]
     for one in careless:
         allowance = one.controller.allowance
         allowance.most = allowance.level = allowance.floor = 1e9
-    assert fmean([one.run(600).speed() for one in careless]) > 1.28, "what is held back is held back by the allowance"
+    assert speed > 1.24
+    assert speed > 0.98 * fmean([one.run(600).speed() for one in careless])
 
 
 @pytest.mark.parametrize("seed", [6, 7])

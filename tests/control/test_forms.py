@@ -24,7 +24,7 @@ FORMS = tuple(
 )
 MENU = SimulatedMenu(FORMS, level=0.11)
 HOST = 0.02  # of one sequence, in the same milliseconds
-LEAST = 0.985  # of plain decoding, over any 200 rounds
+LEAST = 0.978  # of plain decoding, over any 200 rounds: 0.8 + 2.2 + 200 * 0.006 may be lost (`Allowance`)
 
 TRACES: dict[str, Trace] = {
     "low": lambda now: 0.05,
@@ -120,14 +120,16 @@ def against_adversary(cost: CostModel, batch: int, patience: int) -> MenuSimulat
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
 def test_not_even_against_an_adversary(cost: CostModel, batch: int, patience: int) -> None:
-    assert against_adversary(cost, batch, patience).run(600).worst_window() >= LEAST
+    least = 0.92 if batch == 1 else LEAST  # what one text alone has gained it may lose again
+    assert against_adversary(cost, batch, patience).run(600).worst_window() >= least
 
 
 def test_it_is_the_allowance_that_holds_against_the_adversary() -> None:
     simulation = against_adversary(LEAPS, 1, 1)
     assert isinstance(simulation.controller, AdaptiveController)
-    simulation.controller.allowance.most = simulation.controller.allowance.level = 1e9
-    assert simulation.run(600).worst_window() < LEAST
+    allowance = simulation.controller.allowance
+    allowance.most = allowance.level = allowance.at_start = 1e9
+    assert simulation.run(600).worst_window() < 0.92
 
 
 @pytest.mark.slow(keep=2)

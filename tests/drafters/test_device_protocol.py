@@ -18,7 +18,9 @@ from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.model import ModelDraft
 from forerun.drafters.device.plan import DraftMenu
 from forerun.drafters.device.protocol import DeviceDrafter, DeviceMenu
+from forerun.drafters.device.sparse import SparseDraft
 from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.models.attention import SparseContext
 from forerun.testing import FakeSeq
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import VOCAB, make_target
@@ -29,7 +31,7 @@ FOLDER = ROOT / "drafters" / "device"
 MEMBERS = {"needs", "menu", "is_ready", "launch", "observe", "rest", "rehearse", "forget"}
 MENU = {"forms", "seconds", "rows", "expected", "switches", "complete_to", "fitting", "holds", "knows", "drafting"}
 # what other folders may import: the protocol, what builds a drafter, and what heads share that the host cuts trees for
-DOORS = {("protocol", "*"), ("eagle", "on_device"), ("model", "on_device"), ("growth", "*")}
+DOORS = {("protocol", "*"), ("eagle", "on_device"), ("model", "on_device"), ("sparse", "on_device"), ("growth", "*")}
 
 
 def public(cls: type, methods_only: bool = False) -> set[str]:
@@ -43,7 +45,7 @@ def test_the_protocol_has_eight_members() -> None:
     assert all(inspect.getdoc(getattr(DeviceDrafter, name)) for name in MEMBERS), "each states its contract"
 
 
-@pytest.mark.parametrize("cls", [HeadDraft, ModelDraft])
+@pytest.mark.parametrize("cls", [HeadDraft, ModelDraft, SparseDraft])
 def test_a_drafter_on_a_device_has_this_protocol_and_no_other_method(cls: type) -> None:
     assert public(cls, methods_only=True) | {"needs", "menu"} == MEMBERS
     assert "__init__" in vars(cls), "which sets the menu"
@@ -54,9 +56,10 @@ def test_a_drafter_on_a_device_has_this_protocol_and_no_other_method(cls: type) 
 
 def test_every_menu_is_the_same_class() -> None:
     target = make_target("llama", "cpu")
-    drafts = both_drafters(target)[0].draft, ModelDraft(make_target("llama", "cpu"), VOCAB, target.grown.last)
+    draft_model = ModelDraft(make_target("llama", "cpu"), VOCAB, target.grown.last)
+    drafts = both_drafters(target)[0].draft, draft_model, SparseDraft(target, SparseContext(1024))
     assert {type(draft.menu) for draft in drafts} == {DraftMenu}
-    assert [draft.menu.switches for draft in drafts] == [True, False]
+    assert [draft.menu.switches for draft in drafts] == [True, False, True]
     assert MENU - {"forms", "switches", "complete_to"} <= public(DraftMenu)
     assert {*public(SimulatedHead), *vars(SimulatedHead(_NoGPU(), 0.5))} >= MEMBERS  # type: ignore[arg-type]
 
@@ -156,4 +159,4 @@ def test_graphs_of_drafts_are_captured_in_one_place() -> None:
 
 
 def test_the_folder_stays_small() -> None:
-    assert len([*FOLDER.glob("*.py")]) <= 12
+    assert len([*FOLDER.glob("*.py")]) <= 13

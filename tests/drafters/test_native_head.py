@@ -34,6 +34,10 @@ KINDS = [
     ("eagle3", {"fc_norm": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
     ("eagle3", {"depth": 3, "fc_norm": True, "norm_output": True}),
+    ("eagle", {"window": 2, "windowed": (True,)}),
+    ("eagle3", {"depth": 2, "window": 4, "windowed": (True, False)}),
+    ("eagle3", {"max_length": 5}),
+    ("eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
 ]
 
 
@@ -64,7 +68,7 @@ def said(drafter: EagleDrafter, seqs: list[FakeSeq]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_small_heads_say_the_same(kind: Kind, more: dict[str, int]) -> None:
+def test_small_heads_say_the_same(kind: Kind, more: dict[str, Any]) -> None:
     config = eagle_config(kind, VOCAB, **more)
     drafters = both(config, eagle_weights(config, seed=3))
     seqs = [FakeSeq(0, [1, 2, 3, 4, 5, 6, 7]), FakeSeq(1, [9, 8, 7])]
@@ -110,7 +114,7 @@ def test_large_heads_are_rounded_and_choose_the_same(kind: Kind, bits: Bits, apa
 @pytest.mark.parametrize("budget", [Budget(4, 4), Budget(9, 3, 3), Budget(6, 4, 3, price=(1.0,) * 4 + (2.0,) * 3)])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, layers: int) -> None:
-    config = eagle_config("eagle3", VOCAB, draft_vocab=9, depth=layers)
+    config = eagle_config("eagle3", VOCAB, draft_vocab=9, depth=layers, window=3, windowed=(layers > 1, True)[-layers:])
     config = replace(config, calibration=Calibration(1.2, 0.8))
     drafters = both(config, eagle_weights(config, seed=8))
     sampling = SamplingParams(temperature=float(params.get("temperature", 0.0)))
@@ -127,9 +131,11 @@ def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, lay
     assert claims[1] == pytest.approx(claims[0], rel=1e-3)
 
 
-def test_a_row_has_its_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, beside others, with other threads, read at once or in pieces."""
+@pytest.mark.parametrize("longest", [2048, 13, 6])
+def test_a_row_has_its_own_bits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside others, with other threads, read at once or in pieces; longer texts than it was trained for."""
     config = replace(eagle_config("eagle3", 64, width=64), heads=4, kv_heads=2, head_dim=16, inner=1024)
+    config = replace(config, max_length=longest)
     head = NativeHead(config, eagle_weights(config), None)
     torch.manual_seed(2)
     seqs = [FakeSeq(i, torch.randint(64, (20 + i,)).tolist()) for i in range(3)]

@@ -11,7 +11,7 @@ import pytest
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Request
-from forerun.drafters.lookup.alignment import Alignment, counts_of
+from forerun.drafters.lookup.alignment import NEAR, Alignment, counts_of
 from forerun.drafters.lookup.prediction import ASLEEP, AWAKE, PATIENCE, PredictionDrafter
 from forerun.engine.engine import Engine
 from forerun.testing import FakeSeq
@@ -62,6 +62,47 @@ def test_another_text_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= len(looked) <= 4
     assert counts_of(CODE, []) == (0, 200)
     assert counts_of([], CODE) == (0, 0)
+
+
+def test_behind_single_tokens_that_were_replaced_the_next_is_guessed_for_a_while() -> None:
+    alignment = Alignment(CODE)
+    for token in (*CODE[:50], 2001):
+        alignment.add(token)
+    assert (alignment.guesses, alignment.at) == (True, 51)
+    alignment.add(2002)
+    assert (alignment.guesses, alignment.at) == (True, 52)
+    alignment.add(2003)
+    assert not alignment.guesses, "so many are no replaced tokens"
+
+
+def test_tokens_that_were_found_again_count_once_the_next_one_agrees() -> None:
+    assert counts_of(CODE, [2001, *CODE[60:63]]) == (3, 197)
+    assert counts_of(CODE, [2001, CODE[60]]) == (0, 200), "one token may stand there by chance"
+
+
+def test_a_single_token_is_looked_for_nearby_alone() -> None:
+    prediction = range(300)
+    for found, token in ((True, 20 + NEAR), (False, 100)):
+        alignment = Alignment(prediction)
+        for written in (*range(20), 2001, token):
+            alignment.add(written)
+        assert (alignment.at == token + 1) is found
+
+
+def test_what_stands_there_twice_is_found_behind_the_last_certain_place() -> None:
+    words = [[*range(i, i + 10), 500, 501, *range(i + 10, i + 20)] for i in (100, 200)]
+    alignment = Alignment([*words[0], *words[1]])
+    for token in (*words[0], *words[1][:10], 2001, 500, 501):
+        alignment.add(token)
+    assert alignment.tokens[alignment.at] == 210
+
+
+def test_only_the_output_is_aligned_and_nothing_is_kept_of_a_sequence_that_ended() -> None:
+    drafter, seq = PredictionDrafter(), FakeSeq(0, [*CODE[:9]], prediction=CODE)
+    assert drafter.propose([seq], [Budget(1, 1)]).tokens.tolist()[1:] == CODE[:1]
+    assert drafter.needs is AWAKE
+    drafter.forget(seq)
+    assert (drafter.needs, drafter._sequences) == (ASLEEP, {})
 
 
 def drafted(drafter: PredictionDrafter, seq: FakeSeq, text: Sequence[int], nodes: int = 8) -> tuple[int, int]:

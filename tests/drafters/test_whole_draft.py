@@ -34,7 +34,8 @@ class ByLevels(NativeRunner):
 
 def drafters_of(calibration: Calibration, draft_vocab: int | None) -> list[EagleDrafter]:
     depth = 1 if draft_vocab is None else 2
-    config = eagle_config("eagle3", VOCAB, draft_vocab=draft_vocab, depth=depth)
+    window = {"window": 4, "windowed": (True, False)} if depth > 1 else {}
+    config = eagle_config("eagle3", VOCAB, draft_vocab=draft_vocab, depth=depth, **window)
     config = replace(config, calibration=calibration)
     heads = [NativeHead(config, eagle_weights(config, seed=8), None) for _ in range(2)]
     whole, stepwise = (Eagle3Drafter(head) for head in heads)

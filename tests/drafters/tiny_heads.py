@@ -22,7 +22,7 @@ from forerun.drafters.heads.medusa import Family, HeadsConfig, write_heads
 
 # of decoders
 HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source)
-DEEP = "eagle3 of three layers"  # beside the drafters' own names
+DEEP = "eagle3 of three layers, two with windows"  # beside the drafters' own names
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash 2": {
         "kind": "dflash", "taps": 2, "group": 4, "markov": "selector", "markov_rank": 3, "candidates": 3,
@@ -34,8 +34,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def eagle_config(kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: int) -> EagleConfig:
-    return EagleConfig(
+def eagle_config(kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: Any) -> EagleConfig:
+    config = EagleConfig(
         kind=kind,
         width=width,
         inner=2 * width,
@@ -47,8 +47,8 @@ def eagle_config(kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None
         layers=(1, 2, 3) if kind == "eagle3" else (-1,),
         target_width=width,
         max_length=1 << 20,
-        **more,  # type: ignore[arg-type]
     )
+    return replace(config, **more)
 
 
 def eagle_weights(config: EagleConfig, seed: int = 0, borrows: bool = False) -> dict[str, Tensor]:
@@ -151,7 +151,8 @@ def save_head(drafter: str, folder: Path, vocab: int) -> Path:
         mtp.write_mtp(folder, layer, mtp_weights(layer, seed))
     else:
         kind: Kind = "eagle3" if drafter in ("eagle3", DEEP) else "eagle"
-        few, depth = vocab - 2 if kind == "eagle3" else None, 3 if drafter == DEEP else 1
-        config = eagle_config(kind, vocab, draft_vocab=few, depth=depth)
+        few = vocab - 2 if kind == "eagle3" else None
+        deep = {"depth": 3, "window": 6, "windowed": (True, False, True)} if drafter == DEEP else {}
+        config = eagle_config(kind, vocab, draft_vocab=few, **deep)
         write_head(folder, config, eagle_weights(config, seed))
     return folder

@@ -17,10 +17,12 @@ from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
 from forerun.models.native.target import NativeDecoder
 from forerun.models.slots import SlotTarget
 from forerun.testing import FakeSeq
+from forerun.verify.greedy import device_walk
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, reference_logits, save
 from tests.native.blocks import needs_native
 
@@ -29,7 +31,7 @@ RNG = random.Random(12)
 # within the short half, across the switch (a plain text, one that repeats itself), at its edges, beyond it
 PROMPTS = [RNG.choices(range(VOCAB), k=n) for n in (3, 9, 23, 24, 25, 40)] + [[4, 7, 9, 5] * 4]
 NEW = (12, 40, 9, 9, 9, 20, 46)
-KINDS = [pytest.param("native", marks=needs_native), "torch"]
+KINDS = [pytest.param("native", marks=needs_native), "torch", "cuda"]  # the last: the GPU decoder, on a CPU
 
 
 class Made:
@@ -43,6 +45,12 @@ class Made:
         if kind == "torch":
             return make_decoder(self.config, self.weights)
         config = DecoderConfig.from_hf(self.config)
+        if kind == "cuda":
+            walk = device_walk(torch.device("cpu"))
+            slots = kv_slots or 4096
+            return CudaDecoder(
+                config, self.weights, dtype=torch.float32, device="cpu", kv_slots=slots, greedy_walk=walk
+            )
         return NativeDecoder(config, self.weights, mode="float32", kv_slots=kv_slots)
 
     def written(self, prompt: list[int], new: int) -> list[int]:
@@ -50,6 +58,12 @@ class Made:
         settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = self.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
         return [int(token) for token in out[0, len(prompt) :]]
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU decoder's steps in torch take heads that its kernels do not."""
+    monkeypatch.setattr("forerun.models.cuda.network.check_supported", lambda config: None)
 
 
 @pytest.fixture(scope="module")

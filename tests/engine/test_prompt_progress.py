@@ -30,13 +30,13 @@ def test_progress_grows_with_every_pass(kind: str, tmp_path: Path, monkeypatch: 
     run_pass = getattr(target, name)
 
     def watched(*given: Any, **more: Any) -> Any:
-        seen.append(engine.prefill_progress())
+        seen.append(engine.scheduler.prefill_progress())
         return run_pass(*given, **more)
 
     monkeypatch.setattr(target, name, watched)
-    assert engine.prefill_progress() == (0, 0)
+    assert engine.scheduler.prefill_progress() == (0, 0)
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2)))
     for _ in range(3):  # a pass a step; the last one comes with the first round
         engine.step()
     assert seen == [(0, 19), (8, 19), (16, 19), (19, 19)]  # before each of three passes, and before the round
-    assert engine.prefill_progress() == (0, 0)  # nothing is being read any more
+    assert engine.scheduler.prefill_progress() == (0, 0)  # nothing is being read any more

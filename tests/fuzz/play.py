@@ -13,6 +13,7 @@ import torch
 
 from forerun.core.types import Event, Request
 from forerun.drafters.compose import HybridDrafter
+from forerun.drafters.device.sparse import SparseDraft
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
@@ -184,7 +185,10 @@ class Player:
     def check_drafters(self) -> None:
         """Nothing of sequences that have ended stays with those who drafted for them."""
         for draft in self.world.device_drafts():
-            left = draft.rows._states if "rows" in vars(draft) else draft.views._views
+            if isinstance(draft, SparseDraft):
+                left = draft.context._chosen
+            else:
+                left = draft.rows._states if "rows" in vars(draft) else draft.views._views
             if left:
                 raise Wrong(f"a drafter keeps {left}")
         for drafter in self.world.drafters.values():

@@ -20,6 +20,7 @@ PAGE = 64
 
 FOLLOW = ("eagle3", "narrow", "eagle", "ngram+eagle3", "ngram+narrow")  # drafts start before a round was read
 DEVICE = (*FOLLOW, "draft_model", "ngram+draft_model")  # grow their trees there
+SPARSE = ("sparse_kv", "ngram+sparse_kv")  # there too, if asked for: most texts are too short to leave much out
 OTHERS = ("ngram", "suffix", "medusa", "hydra", "dflash", "dspark", "plain-eagle3", "recycling", "none")
 DRAFTERS = (*DEVICE, *OTHERS)
 SHAPES = ("llama", "qwen2", "qwen2", "mistral")
@@ -100,7 +101,7 @@ class Allowed:
 def make_scenario(seed: int, drafters: Sequence[str] = DRAFTERS, target: str | None = None) -> Scenario:
     """Any scenario, always the same for a seed; in most of them rounds can follow each other unread."""
     rng = random.Random(f"forerun {seed}")
-    follow = [name for name in drafters if name in FOLLOW] or [name for name in drafters if name in DEVICE]
+    follow = [name for name in drafters if name in FOLLOW] or [name for name in drafters if name in (*DEVICE, *SPARSE)]
     if follow and target != "native" and rng.random() < 0.75:
         setting = replace(_setting(rng, seed, follow[:1], "twin"), drafters=(rng.choice(follow),), is_even=True)
     else:
@@ -240,7 +241,7 @@ class _Texts:
     def _verifier(self, drafter: str) -> str:
         """What the host drafts with a draft model is drawn from it, so that only shared noise fixes the text."""
         verifier = self.rng.choice(("coupled", "coupled", "exact", "auto"))
-        return "coupled" if "draft_model" in drafter else verifier
+        return "coupled" if "draft_model" in drafter or "sparse_kv" in drafter else verifier
 
     def _budget(self) -> Budget | None:
         rng = self.rng

@@ -28,6 +28,7 @@ from forerun.drafters.device.growth import _same_of_levels
 from forerun.drafters.device.head import make_net
 from forerun.drafters.device.model import ModelDraft, over_model
 from forerun.drafters.device.plan import DraftJob, DraftMenu, bucket_of
+from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, MtpDrafter, MtpHead
@@ -36,9 +37,11 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
+from forerun.drafters.model.sparse_kv import SparseKvDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
-from forerun.models.base import ON_CPU
+from forerun.models.attention import SparseContext
+from forerun.models.base import ON_CPU, LayerSubset
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import graphs, plan
 from forerun.models.cuda.target import CudaDecoder
@@ -131,6 +134,10 @@ def make_drafter(name: str, target: Any, setting: Setting) -> Drafter:
     if name == "draft_model":
         model = make_target(setting, draft=True)
         return over_model(ModelDraft(model, VOCAB, target.grown.last), lambda: ModelDrafter(model, VOCAB))
+    if name == "sparse_kv":
+        context, layers = SparseContext(3 * PAGE), LayerSubset(target.config.layers)
+        part = shared.partial(layers, context=context)
+        return SparseOnDevice(SparseDraft(target, context), lambda: SparseKvDrafter(part, VOCAB, context), 100)
     return _eagle(name, target, shared, dtype, on_device=setting.target == "twin" and name != "plain-eagle3")
 
 

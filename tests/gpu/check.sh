@@ -33,15 +33,16 @@ if [ "$what" = tests ]; then
     check packed tests/gpu/test_packed.py tests/gpu/test_quantized_files.py -m gpu -k "not kernels_agree" &
     check int8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and int8" &
     check fp8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and fp8" &
-    check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py -m gpu &
+    check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py tests/gpu/test_sparse_draft.py -m gpu &
     check layers tests/gpu/test_layer_skip.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py tests/gpu/test_last_layer.py -m gpu &
     check bits tests/gpu/test_bits.py tests/gpu/test_library_products.py -k "smollm2 or qwen3 or large or odd or xl or tiled or library" &
     check block tests/gpu/test_block.py tests/gpu/test_other_heads.py -m gpu &
-    check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
+    check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py \
+        tests/gpu/test_guests.py -m gpu &
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_walked_groups.py tests/gpu/test_draft_batch.py \
         tests/gpu/test_linear_tiles.py tests/gpu/test_recurrent_kernels.py -m gpu &
-    check experts tests/gpu/test_moe.py -m gpu &
+    check experts tests/gpu/test_moe.py tests/gpu/test_latent_attention.py -m gpu &
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &

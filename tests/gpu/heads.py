@@ -22,6 +22,7 @@ from tests.drafters.tiny_heads import eagle_config, eagle_weights, mtp_weights
 
 _NORM_OF_HEADS = re.compile(r"self_attn\.[qk]_norm")
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"draft_vocab": 130},
@@ -32,6 +33,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"depth": 3, "draft_vocab": 130},
     {"eagle": "mtp"},
     {"eagle": "mtp", "norm_output": True, "qk_norm": True, "draft_vocab": 130},
+    {"window": 3, "windowed": (True,)},
+    {"depth": 2, "window": 70, "windowed": (False, True), "longest": 150, "rope_scaling": LLAMA3},
 ]
 
 
@@ -42,13 +45,14 @@ def make_head(
     draft_vocab: int | None = None,
     borrows: bool = False,
     qk_norm: bool = False,
-    **more: int,
+    longest: int = 2048,
+    **more: Any,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     config = eagle_config(eagle, target.vocab_size, target.config.width, draft_vocab, **more)
     shape = target.config
     config = replace(
         config, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, inner=shape.inner,
-        max_length=2048, layers=(0, 1, 2) if eagle == "eagle3" else (-1,),
+        max_length=longest, layers=(0, 1, 2) if eagle == "eagle3" else (-1,),
     )  # fmt: skip
     if eagle == "mtp":
         weights = mtp_weights(config, seed=5, borrows=borrows)

@@ -1,4 +1,7 @@
-"""Plain decoding beside sparse_kv, several long texts at once: tokens per second, tokens per round, and equal texts.
+"""Plain decoding beside sparse_kv, several long texts at once: tokens per second, rounds by part, and equal texts.
+
+Parts of a round are the engine's (engine/stats.py): draft and pass by the clock of the device, verdict what was waited
+beyond these, host what no device worked beside.
 
 With `--model` a real model goes on with sources of Python's library: real acceptance. With `--shape` weights are random
 and `--attention` scales what attention adds to them: what drafts leave out then matters as little as that, so that the
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -52,24 +56,48 @@ def main() -> None:
     add("--batch", type=int, default=8, help="texts at once; default: %(default)s")
     add("--max-tokens", type=int, default=192)
     add("--context", type=int, default=1024, help="draft_context; default: %(default)s")
-    add("--drafts", default="none,adaptive,3,5,none", help="tokens a round, none or adaptive; default: %(default)s")
+    add("--drafts", default="none,2,3,5,adaptive,none", help="tokens a round, none or adaptive; default: %(default)s")
     add("--device", default="cuda")
     given = parser.parse_args()
+    started = perf_counter()
     engine, prompts = _real(given) if given.model else _random(given)
     _write(engine, prompts, "none", 8)  # reads the prompts, once
+    print(f"loaded, and read the prompts, in {perf_counter() - started:.0f} s", flush=True)
+    started = perf_counter()
+    engine.captures.before(1)
+    engine.captures.before(given.batch)
     _write(engine, prompts, "4", 16)
-    plain: list[list[int]] = []
+    _write(engine, prompts, "adaptive", 32)
+    print(f"captured drafts in {perf_counter() - started:.0f} s", flush=True)
+    plain = Written()
     for name in given.drafts.split(","):
-        before = engine.stats.drafted, engine.stats.accepted
-        rate, texts = _write(engine, prompts, name, given.max_tokens)
-        drafted, accepted = engine.stats.drafted - before[0], engine.stats.accepted - before[1]
-        plain = plain or texts
-        differ = sum(a != b for a, b in zip(plain, texts, strict=True))
-        share = accepted / max(1, drafted)
-        print(
-            f"{name:>8}: {rate:8.1f} tokens/s, drafted {drafted}, accepted {share:.3f} of them, "
-            f"{differ} of {len(texts)} texts differ from plain",
-            flush=True,
+        found = _write(engine, prompts, name, given.max_tokens)
+        plain = found if not plain.texts else plain
+        print(f"{name:>8}: {found.row(plain)}", flush=True)
+
+
+@dataclass
+class Written:
+    """Texts, and what writing them took once all had begun."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def row(self, plain: Written) -> str:
+        """Of a table; `plain`: without drafts."""
+        rate, usual = self.tokens / self.seconds, plain.tokens / plain.seconds
+        each = 1e3 / max(1, self.rounds)
+        parts = ", ".join(f"{part} {each * spent:.2f}" for part, spent in self.parts.items() if each * spent >= 0.005)
+        differ = sum(a != b for a, b in zip(plain.texts, self.texts, strict=True))
+        return (
+            f"{rate:7.0f} tokens/s, {rate / usual:5.3f} x plain; {self.rounds} rounds of {each * self.seconds:.2f} ms "
+            f"({parts}), {self.tokens / max(1, self.rounds):.1f} tokens each; accepted "
+            f"{self.accepted / max(1, self.drafted):.3f} of {self.drafted}; {differ} of {len(self.texts)} texts differ"
         )
 
 
@@ -118,23 +146,33 @@ def _random(given: argparse.Namespace) -> tuple[Engine, Prompts]:
     return make_engine(target, frozenset(), speculative, config, Letters()), [tuple(one) for one in prompts]
 
 
-def _write(engine: Engine, prompts: Prompts, name: str, tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens per second once all texts have begun, and the texts."""
+def _write(engine: Engine, prompts: Prompts, name: str, tokens: int) -> Written:
+    """Write all texts at once."""
     params, budget = (
         SamplingParams(max_tokens=tokens, ignore_eos=True),
         Budget(int(name), int(name)) if name.isdigit() else None,
     )
-    drafter = "none" if name == "none" else "sparse_kv"
+    drafter, stats = "none" if name == "none" else "sparse_kv", engine.stats
     ids = [engine.submit(Request(one, params, drafter=drafter, budget=budget)) for one in prompts]
     texts: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
-    started, begun = 0.0, 0
+    started, begun, counts, parts = 0.0, 0, (0, 0, 0), dict[str, float]()
     while engine.busy:
         for event in engine.step():
             texts[event.seq_id] += event.tokens
         if not started and all(texts.values()):
             started, begun = perf_counter(), sum(map(len, texts.values()))
+            counts, parts = (stats.rounds, stats.drafted, stats.accepted), dict(stats.seconds)
     spent = perf_counter() - started
-    return (sum(map(len, texts.values())) - begun) / spent, [texts[seq_id] for seq_id in ids]
+    rounds, drafted, accepted = counts
+    return Written(
+        texts=[texts[seq_id] for seq_id in ids],
+        seconds=spent,
+        tokens=sum(map(len, texts.values())) - begun,
+        rounds=stats.rounds - rounds,
+        drafted=stats.drafted - drafted,
+        accepted=stats.accepted - accepted,
+        parts={part: stats.seconds[part] - before for part, before in parts.items()},
+    )
 
 
 if __name__ == "__main__":

@@ -98,6 +98,22 @@ def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: 
     must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 512])
+def test_heads_that_lie_side_by_side_in_a_slot_find_the_same(dim: int) -> None:
+    """In slots that are wider than they are, and of layers whose heads are as wide as two of another layer."""
+    plan, exact = lone_nodes((255, 447), 9, reach=5)
+    queries, kv = random_numbers(dim)
+    slots = torch.full((2, kv.shape[2], KV_HEADS + 1, dim), math.nan, dtype=kv.dtype, device=kv.device)
+    slots[:, :, :KV_HEADS] = kv.transpose(1, 2)
+    how, beside = Sharing(3, walked=0, stages=1, warps=4 if dim < 512 else 8), slots[:, :, :KV_HEADS].transpose(1, 2)
+    wanted = attend(plan, queries, kv, 0, how)[: plan.rows]
+    for size in (None, exact):
+        must_agree(attend(plan, queries, beside, 0, how, size)[: plan.rows], wanted)
+    other = attend(plan, queries, beside.flip(1).flip(1)[:, [1, 0]], 0, how)[: plan.rows]
+    assert not torch.equal(other, wanted), "it does not matter which head is read"
+
+
 TREES = [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015), (64, 4095)]
 # paths cross from one block, tile or split to the next, or begin with one
 SMALL = Sharing(3, walked=0, stages=1, rows=16)

@@ -16,6 +16,7 @@ from tests.gpu.tiny import VOCAB, make_target, need_cuda
 pytestmark = pytest.mark.gpu
 IN_BYTES = ("smollm2+int8", "large+fp8", "wide-qwen3+int8", "with-large-gemma3+fp8")  # keys and values
 GEMMA = ("with-gemma2", "with-gemma3", "with-large-gemma2", "with-large-gemma3")
+SIZED = ("zz-gemma4", "zz-gemma4-equal", "zz-large-gemma4")  # layers of different sizes
 OTHERS = ("z-olmo2", "z-olmo3", "z-granite", "z-large-olmo2", "z-large-granite")
 
 
@@ -33,7 +34,8 @@ USUAL, LONG = [2, 129, 700, 1500, 60], [5000, 37, 1022, 4090, 4160]
 @pytest.mark.parametrize(
     ("name", "lengths", "short"),
     [
-        *((name, USUAL, 32) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd", *GEMMA, *OTHERS)),
+        *((name, USUAL, 32) for name in ("smollm2", "wide-heads", "mistral", "qwen3", "large", "odd")),
+        *((name, USUAL, 32) for name in (*GEMMA, *OTHERS, *SIZED)),
         ("xl-context", LONG, 32),
         ("large+int8", USUAL, 32),
         ("with-large-gemma3+fp8", USUAL, 32),
@@ -107,7 +109,8 @@ WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224,
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA, *OTHERS, *IN_BYTES]
+    "name",
+    ["smollm2", "qwen3", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3", *GEMMA, *OTHERS, *SIZED, *IN_BYTES],
 )
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
@@ -186,7 +189,7 @@ def _nothing(trees: TreeBatch, bonus: int) -> Verdict:
     return Verdict.of([[]], [bonus], trees.tokens.device)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3", "large", *GEMMA, *OTHERS])
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3", "large", *GEMMA, *OTHERS, *SIZED])
 def test_kernels_agree_with_plain_torch_on_random_trees(name: str) -> None:
     need_cuda()
     rng = random.Random(11)

@@ -16,9 +16,9 @@ DEPTH, VOCAB = 4, 50
 CPU = torch.device("cpu")
 
 
-def _completed(lanes: list[Lane], last: LastRound) -> tuple[Tensor, Tensor]:
+def _completed(lanes: list[Lane], last: LastRound, unread: int = 2) -> tuple[Tensor, Tensor]:
     """The roots, and all integers that passes read."""
-    form, sent = plan_chain([*lanes, PADDING], DEPTH, farthest=300)
+    form, sent = plan_chain([*lanes, PADDING], DEPTH, 300, unread)
     ints = torch.full((MAX_ROWS + form.sent_at + len(sent),), -9, dtype=torch.int32)
     ints[MAX_ROWS + form.sent_at :] = torch.from_numpy(sent)
     roots = complete(ints, form, last, VOCAB)
@@ -26,20 +26,21 @@ def _completed(lanes: list[Lane], last: LastRound) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("accepted", [[0, 2, 3], [DEPTH, 1, DEPTH]])
-def test_the_device_knows_what_the_host_would_have_read(accepted: list[int]) -> None:
+@pytest.mark.parametrize("unread", [1, 2])
+def test_the_device_knows_what_the_host_would_have_read(unread: int, accepted: list[int]) -> None:
     rng, last = random.Random(sum(accepted)), LastRound(CPU)
-    unread, read = list[Lane](), list[Lane]()
+    behind, read = list[Lane](), list[Lane]()
     for b, count in enumerate(accepted):
         tree = len(accepted) - 1 - b  # the order changed since
         path = [rng.randrange(VOCAB) for _ in range(count + 1)]  # and the bonus
         last.accepted[tree] = count
         last.tokens[tree, : count + 1] = torch.tensor(path)
         root_at, pages = 61 + b, [7 + b, 3, 12]  # the next page starts at 64
-        unread.append(Lane((5,), pages, root_at, tree, DEPTH))
-        fresh = path[-2:] if count == DEPTH else path[-1:]
+        behind.append(Lane((5,), pages, root_at, tree, DEPTH))
+        fresh = path[-2:] if count == DEPTH and unread == 2 else path[-1:]
         read.append(Lane(fresh, pages, root_at + count + 2 - len(fresh)))
-    roots, found = _completed(unread, last)
-    wanted_roots, wanted = _completed(read, last)
+    roots, found = _completed(behind, last, unread)
+    wanted_roots, wanted = _completed(read, last, unread)
     assert roots.tolist() == wanted_roots.tolist()
     assert torch.equal(found, wanted)
 

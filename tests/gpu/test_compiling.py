@@ -24,10 +24,13 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.models.cuda.network import one_of_each_kind
+from forerun.models.cuda.network import Run, one_of_each_kind
+from forerun.models.cuda.plan import Size
+from forerun.models.cuda.special import store_of
 from forerun.models.cuda.steps import compiling
 from forerun.models.cuda.steps.compile_worker import Job
 from forerun.models.cuda.steps.compiling import begin_compiling, compile_together
+from forerun.models.cuda.steps.tiles import shared_out
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
 
@@ -314,12 +317,37 @@ def test_walks_of_forms_of_about_one_size_are_one_kernel(offline: Offline, monke
     assert offline.launched == [1, 1, 2, 2]
 
 
+@pytest.mark.slow
+def test_attention_of_the_widest_heads_fits_a_multiprocessor(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's heads of 512, where they branch and where not: 227 KiB of shared memory are all there is."""
+    from forerun.models.cuda.kernels.attention import attend
+    from forerun.models.cuda.steps.attention import Attention
+
+    monkeypatch.setattr(attend, "device_caches", defaultdict(attend.create_binder))
+    target = make_target("zz-large-gemma4", "cpu", torch.bfloat16, kv_slots=64)
+    config, buffers, layer = target.config, target.buffers, 1
+    attention, kv = Attention(config, 512, target.device, 0, pdl=False), store_of(target.kv.data, config, layer)
+    assert kv.shape[3] == 512
+
+    def work() -> None:
+        for size in (Size(16, 16, 8), Size(16, 18, 8, lone=16)):
+            run, how = Run.of(size, buffers.ints), shared_out(size, kv.shape[1], kv.shape[3], 132)
+            attention.attend(run, buffers.queries, kv, buffers.found, 0, how=how)
+
+    begun = begin_compiling(work)
+    assert begun is not None
+    shared = [kernel.result().metadata.shared for kernel in begun.mode.future_kernels.values()]
+    assert 128 << 10 < max(shared) <= 227 << 10
+    assert offline.launched == []
+
+
 def test_layers_of_each_kind_are_compiled_and_the_last() -> None:
     def kinds(name: str) -> list[int]:
         return one_of_each_kind(make_target(name, "cpu").model.layers)
 
     assert kinds("llama") == [0, 2]
     assert kinds("smollm3") == [0, 1, 2]  # every second has no positions
+    assert kinds("zz-gemma4") == [0, 1, 3, 4, 5]  # two sizes, with keys of their own and without
 
 
 @pytest.mark.gpu

@@ -136,9 +136,12 @@ def test_trees_of_a_large_batch_fit_into_one_pass() -> None:
     assert set(sizes) == {MAX_ROWS // bucket_of(20)}
 
 
-def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
+def test_a_head_is_drafted_with_beyond_the_length_that_it_was_trained_for() -> None:
+    """It sees as far back as it knows; a target's longest text is the end."""
     target = make_target("llama", "cpu")
-    device, _ = both_drafters(target)
+    device, _ = both_drafters(target, longest=6)
+    assert [layer.window for layer in device.draft.net.model.layers] == [6]
+    assert device.draft.net.model.max_length == target.max_length
     device.draft.net.model.max_length = 6
     seq = FakeSeq(0, [1, 2, 3, 4, 5, 6, 7])
     trees, scores = target.prefill([seq], device.needs)
@@ -158,6 +161,8 @@ def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
         ("smollm2", "plain", {"depth": 2}),
         ("large", "int8", {}),
         ("large", "int8", {"depth": 3}),
+        ("smollm2", "plain", {"window": 64, "windowed": (True,)}),
+        ("large", "int8", {"depth": 2, "window": 100, "windowed": (False, True), "longest": 150}),
     ],
 )
 def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str, more: dict[str, Any]) -> None:

@@ -268,6 +268,8 @@ def test_hidden_rows_are_kept_at_their_slots() -> None:
         {"depth": 2, "fc_norm": True, "norm_output": True},
         {"eagle": "mtp"},
         {"eagle": "mtp", "norm_output": True, "qk_norm": True},
+        {"window": 5, "windowed": (True,)},
+        {"depth": 2, "window": 66, "windowed": (True, False), "longest": 69},
     ],
 )
 def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +340,7 @@ def test_keys_and_values_without_queries_are_those_beside_queries(
         net.buffers.queries.fill_(9.0)
         net.steps.enter(run, fusion.fuse(features))
         (net.steps.keys_and_values if alone else net.steps.qkv)(run, last)
-        assert bool((net.buffers.queries[:count] == 9.0).all()) == (alone and net.steps.wide is None)
+        assert bool((net.buffers.queries[:count] == 9.0).all()) == (alone and getattr(net.steps, "wide", None) is None)
         found.append(net.kv[last, :, :, 70 : 70 + count].clone())
     assert torch.equal(*found)
     if not last:

@@ -28,7 +28,7 @@ from forerun.models.layers import clamped_gate, route
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run
-from tests.gpu.tiny import need_cuda, weights_of
+from tests.gpu.tiny import fused_on_a_cpu, need_cuda, weights_of
 
 VOCAB = 200
 
@@ -39,6 +39,11 @@ _BASE: dict[str, Any] = {
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 _MANY = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+_LATENT = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4,
+    "n_routed_experts": 24, "num_experts_per_tok": 4, "n_shared_experts": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
@@ -58,13 +63,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "use_qk_norm": True,
         "attention_bias": True, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
     },
+    "zz-deepseek2": {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
+    "zz-deepseek3": {  # queries of a short row, groups of experts, scores that yarn scales
+        "model_type": "deepseek_v3", "q_lora_rank": 48, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale": 1.0,
+            "mscale_all_dim": 0.7, "rope_theta": 10_000.0,
+        }, **_LATENT,
+    },
+    "zz-glm4_moe_lite": {  # heads in two programs, three quarters of whose rows are queries; as wide as in real models
+        "model_type": "glm4_moe_lite", "hidden_size": 256, "num_attention_heads": 96, "q_lora_rank": 64,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        **_LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 96,
+    },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,
         "intermediate_size": 4352, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
         "num_hidden_layers": 2,
     },
 }  # fmt: skip
-SMALL = [name for name in SHAPES if name != "large"]
+SMALL = [name for name in SHAPES if name not in ("large", "zz-glm4_moe_lite")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
@@ -125,13 +143,21 @@ def test_kernels_have_the_logits_of_transformers(name: str) -> None:
     _compare(make_reference(name), make_target(name, "cuda", torch.bfloat16, "triton"), 0.15)
 
 
-def _compare(model: Any, target: CudaDecoder, most: float) -> None:
-    tokens = torch.randint(VOCAB, (1, 150), generator=torch.Generator().manual_seed(1))
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["zz-deepseek2", "zz-deepseek3"])
+def test_kernels_in_the_interpreter_have_the_logits_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if _where().type == "cuda":
+        pytest.skip("the test above does this on a GPU, in 16 bits")
+    _compare(make_reference(name), fused_on_a_cpu(make_target(name, "cpu"), monkeypatch), 1e-4, 30)
+
+
+def _compare(model: Any, target: CudaDecoder, most: float, length: int = 150) -> None:
+    tokens = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        wanted = model(tokens, use_cache=False).logits[0, 139:]
-    seq = FakeSeq(1, tokens[0, :140].tolist())
+        wanted = model(tokens, use_cache=False).logits[0, length - 11 :]
+    seq = FakeSeq(1, tokens[0, : length - 10].tolist())
     target.prefill([seq], Needs())
-    got = target.score([seq], TreeBatch.chains([tokens[0, 139:].tolist()]), Needs()).required_logits.cpu()
+    got = target.score([seq], TreeBatch.chains([tokens[0, length - 11 :].tolist()]), Needs()).required_logits.cpu()
     off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert float(off.median()) < most  # in 16 bits, a near-tie of the router may fall otherwise
 
@@ -243,12 +269,17 @@ def _where() -> torch.device:
     return torch.device("cuda")
 
 
-@pytest.mark.parametrize(("experts", "each", "rows"), [(5, 2, 1), (24, 4, 7), (24, 4, 33), (3, 3, 70)])
+@pytest.mark.parametrize(
+    ("experts", "each", "rows", "groups"),
+    [(5, 2, 1, (1, 1)), (24, 4, 7, (1, 1)), (24, 4, 33, (4, 2)), (24, 3, 9, (8, 1)), (3, 3, 70, (1, 1))],
+)
 @pytest.mark.parametrize(
     ("renormalise", "biased", "sigmoid"),
     [(True, False, False), (False, False, False), (True, True, False), (True, False, True), (False, False, True)],
 )
-def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, biased: bool, sigmoid: bool) -> None:
+def test_routing_kernels(
+    experts: int, each: int, rows: int, groups: tuple[int, int], renormalise: bool, biased: bool, sigmoid: bool
+) -> None:
     device, width = _where(), 48
     from forerun.models.cuda.kernels import experts as kernels
 
@@ -271,11 +302,12 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool, 
     kernels.pick[(rows,)](
         logits, slots, correction, picked, weights, gates, scale, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
         EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SIGMOID=sigmoid, SHARED=True,
+        GROUPS=groups[0], KEPT=groups[1],
     )  # fmt: skip
     kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
     wanted = torch.nn.functional.rms_norm(x + before if biased else x, (width,), norm, 1e-5)
     torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
-    moe = MoeConfig(experts, each, 1, renormalise, None, sigmoid=sigmoid, scale=scale)
+    moe = MoeConfig(experts, each, 1, renormalise, None, sigmoid=sigmoid, scale=scale, groups=groups)
     own = bias[:experts] if biased else None
     law, chosen = route(wanted, router[:experts], moe, own, correction if sigmoid else None)
     for m in range(rows):
@@ -386,7 +418,7 @@ def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "z-glm4_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "z-glm4_moe", "zz-deepseek3"])
 def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     """All launches of a layer with experts, padding included."""
     device = _where()

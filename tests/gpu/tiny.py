@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES
@@ -108,6 +109,55 @@ SHAPES["z-granite"] = {
 }
 SHAPES["z-large-olmo2"] = {**SHAPES["large"], "model_type": "olmo2", "num_key_value_heads": 12}
 SHAPES["z-large-granite"] = {**SHAPES["large"], **SHAPES["z-granite"]}
+# layers of two sizes that share keys and values, with inputs; values that are keys
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+SHAPES["zz-gemma4"] = {
+    **_GEMMA4,
+    "hidden_size_per_layer_input": 48,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 5.0,
+}
+SHAPES["zz-gemma4-equal"] = {
+    **_GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 1,
+}
+SHAPES["zz-large-gemma4"] = {
+    **SHAPES["large"],
+    **SHAPES["zz-gemma4"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "tie_word_embeddings": False,
+}
+# other rotations for texts of more than 20 tokens
+SHAPES["zz-longrope"] = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 20,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 1.3, 2.0, 2.5, 3.0, 4.0, 6.0, 9.0],
+        "rope_theta": 10_000.0,
+    },
+}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = (
     "xl-context",
@@ -121,6 +171,7 @@ WIDE = (
     "with-large-gemma3",
     "z-large-olmo2",
     "z-large-granite",
+    "zz-large-gemma4",
 )
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
@@ -143,12 +194,10 @@ def where_kernels_run() -> torch.device:
 
 def fused_on_a_cpu(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> CudaDecoder:
     """A target on a CPU whose passes run the kernels, in Triton's interpreter."""
-    from forerun.models.cuda.steps.fused import FusedSteps
-
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data, target.kv.scales)
+    target.passes.steps = make_steps("triton", target.model, target.buffers, target.kv.data, target.kv.scales)
     return target
 
 
@@ -163,6 +212,9 @@ def make_reference(name: str, seed: int | None = None) -> Any:
             weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.2)
             if "norm" in key and not FAMILIES[config.model_type].norm_offset:
                 weight.add_(1.0)
+        for key, buffer in model.named_buffers():
+            if "layer_scalar" in key:
+                buffer.uniform_(0.7, 1.3)
     return model
 
 

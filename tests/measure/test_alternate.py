@@ -21,7 +21,7 @@ from forerun.measure.bench.alternate import (
     group,
     warm_up,
 )
-from forerun.measure.bench.figures import Figures, summarise
+from forerun.measure.bench.figures import Figures, acceptance_by_context, summarise
 
 PROMPTS = [Group.of([Prompt("a", "qa", (1,))]), Group.of([Prompt("b", "rag", (2, 2))])]
 
@@ -74,6 +74,28 @@ def test_a_group_has_several_texts_per_place_and_repeats_prompts_only_where_it_m
     assert again.prompts[13:] == again.prompts[:3]
     with pytest.raises(InvalidInput, match="batches=14 needs as many prompts and there are 13"):
         group(prompts, 14)
+
+
+def test_acceptance_by_context_counts_rounds_where_they_began() -> None:
+    rounds = ((3, 3, 2), (0, 0, 0), (3, 1, 0))  # begin 0, 3 and 4 tokens behind the prompt
+    assert acceptance_by_context([(2045, rounds), (40_000, rounds[:1])]) == {
+        "<2k": {"tokens_per_round": 3.0, "accepted_counts": [1, 1]},
+        "2-8k": {"tokens_per_round": 1.0, "accepted_counts": [0, 1]},
+        ">32k": {"tokens_per_round": 3.0, "accepted_counts": [1, 1]},
+    }
+    assert acceptance_by_context([(2044, rounds[:2]), (9, rounds)]) == {}, "all of them below 2,048"
+    assert list(acceptance_by_context([(8192, rounds)])) == []
+    assert list(acceptance_by_context([(8189, rounds[:2]), (32768, rounds)])) == ["2-8k", "8-32k", ">32k"]
+
+
+def test_texts_of_a_group_are_found_by_their_own_prompts() -> None:
+    one = Group.of([Prompt("a", "qa", (1,) * 3000), Prompt("b", "qa", (1,) * 9)])
+    run = Run("d", one.id, "qa", 0, ((5,), (5, 6)), 1.0, drafts=(((1, 1, 0),), ((1, 1, 1),)))
+    assert Figures([run], [one]).by_context("d") == {
+        "<2k": {"tokens_per_round": 2.0, "accepted_counts": [1, 1]},
+        "2-8k": {"tokens_per_round": 1.0, "accepted_counts": [0, 1]},
+    }
+    assert Figures([run]).by_context("d") == {}
 
 
 def test_what_is_left_over_is_shared_out() -> None:
@@ -132,6 +154,7 @@ def test_figures_follow_from_the_runs() -> None:
         "tokens_per_round": 1.5,
         "accepted_per_position": [],
         "accepted_counts": [],
+        "by_context": {},
         "seconds": None,
     }
     assert result["by_task"]["quick"]["rag"] == {

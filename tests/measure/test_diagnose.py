@@ -115,6 +115,24 @@ def test_acceptance_that_falls_with_the_context_is_noticed() -> None:
     assert far == 0.0
 
 
+@pytest.mark.parametrize(("long", "verdict"), [(40, "fine"), (3000, "look")])
+def test_lengths_that_differ_much_are_told_apart(long: int, verdict: str) -> None:
+    """A drafter that is right in short texts only, whichever come first."""
+    llm = table_llm()
+
+    def short_sighted(seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        law = llm.engine.target.law(seq.tokens)  # type: ignore[attr-defined]
+        return [seq.tokens[-1], int(law.argmax() if len(seq.tokens) < 2048 else law.argmin())], [-1, 0]
+
+    llm.engine.drafters._made["short"] = ScriptedDrafter(short_sighted)
+    prompts = [Prompt("long", "qa", tuple(2 + i % 40 for i in range(long))), *PROMPTS]
+    found = found_by(llm, DrafterSetup("short", "short", 1), prompts=prompts)
+    assert verdicts(found)["context"] == verdict
+    (said,) = [one["found"] for one in found["findings"] if one["about"] == "context"]
+    assert ("1.00 in <2k tokens, 0.00 in 2-8k tokens" in said) == (long > 2048)
+    assert (found["by_context"] == {}) == (long < 2048)
+
+
 def test_of_a_few_trees_nothing_is_said_by_context() -> None:
     """One prompt and a few look-ups: the second half of them may well have been rejected."""
     llm, calls = table_llm(), [0]

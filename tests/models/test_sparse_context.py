@@ -67,8 +67,8 @@ def test_pages_behind_the_longest_matches_are_found_first() -> None:
     tokens[30 * PAGE + 3] = 4
     tokens[-4:] = [1, 2, 3, 4]
     text = Text()
-    text.read(tokens[:-300])
-    text.read(tokens)
+    text.read(tokens, len(tokens) - 300)
+    text.read(tokens, len(tokens))
     assert text.pages_alike(1, 35, 3) == [7, 20, 30]
     assert text.pages_alike(1, 35, 5) == [7, 20, 30, 34, 33]
     assert text.pages_alike(8, 35, 1) == [20]

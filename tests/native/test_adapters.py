@@ -26,7 +26,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
-from forerun.models.adapters import AdapterPool
+from forerun.models.adapters import AdapterPool, is_another_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.adapter import _DOWN, _UP, Adapter
@@ -318,6 +318,46 @@ def test_what_lies_beside_an_adapter_and_how_it_began_do_not_matter(tiny: Tiny, 
     pool = AdapterPool(tiny.native())
     pool.add("one", str(file.parent))
     assert pool.loaded == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("said", "served", "another"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", "/m/Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf", True),
+        ("meta-llama/Meta-Llama-3-8B", "/hub/models--meta-llama--Llama-3.1-8B/snapshots/1b7c0f3b", True),
+        ("meta-llama/Llama-3.1-8B", "/hub/models--unsloth--Meta-Llama-3.1-8B-bnb-4bit/snapshots/9b5a7c", False),
+        ("HuggingFaceTB/SmolLM2-135M", "C:\\m\\SmolLM2-135M-Instruct.Q4_1.gguf", False),
+        ("SmolLM2-135M", "SmolLM2-360M", True),
+        ("/home/me/checkpoint-500", "/m/SmolLM2-135M", False),  # such a name says nothing
+        ("Qwen/Qwen2.5-1.5B", "/m/final", False),
+        ("Qwen/Qwen2.5-1.5B", "", False),
+    ],
+)
+def test_only_names_that_cannot_be_of_one_model_tell_models_apart(said: str, served: str, another: bool) -> None:
+    assert is_another_model(said, served) == is_another_model(served, said) == another
+
+
+def test_an_adapter_that_names_another_base_is_told_about_once(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path(copytree(tiny.written(1), tiny.folder / "names"))
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    for base, lines in (("Qwen/Qwen3-0.6B", 0), ("Qwen/Qwen3-Coder-0.6B", 1)):
+        (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": base}))
+        pool = AdapterPool(tiny.native(), limit=1, base="/models/Qwen3-0.6B-Instruct")
+        caplog.clear()
+        for name, where in (("one", str(folder)), ("other", tiny.written(2))):
+            pool.add(name, where)
+        assert pool.loaded == ["other"]
+        pool.get("one")  # is read again
+        assert [record.getMessage().count(base) for record in caplog.records] == [1] * lines
+
+
+def test_the_scale_is_alpha_over_the_rank_or_over_its_root(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.adapter(1, rank=4).write(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"lora_alpha": 6}
+    for rooted, scale in ((False, 1.5), (True, 3.0)):
+        file.write_text(json.dumps(settings | {"use_rslora": rooted}))
+        assert Adapter.read(tmp_path).scale == scale
 
 
 def test_an_evicted_adapter_whose_folder_has_gone_is_named(tiny: Tiny, tmp_path: Path) -> None:

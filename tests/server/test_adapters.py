@@ -173,6 +173,9 @@ def test_who_may_change_adapters_and_what_cannot_be_loaded(administered: Running
         ({**body, "lora_name": "one"}, "served already"),
         ({**body, "lora_name": "smollm2"}, "served already"),
         ({"lora_name": "x"}, "lora_path"),
+        ({**body, "lora_name": ""}, "lora_name"),
+        ({**body, "load_inplace": True}, "load_inplace='True' is not supported"),
+        ({**body, "load_inplace": False, "lora_int_id": None}, "holds no adapter"),  # what vLLM's clients send
     ):
         refused = admin(administered, "load", wrong)
         assert refused.status_code == 400

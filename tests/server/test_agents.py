@@ -21,6 +21,13 @@ ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "strict":
 SHORT = {"type": "object", "properties": {"sum": {"enum": [3, 4]}}, "required": ["sum"], "additionalProperties": False}
 
 
+# what else vLLM's own parameters hold
+DEFAULTS = {
+    "regex": None, "disable_fallback": False, "disable_any_whitespace": True, "disable_additional_properties": False,
+    "whitespace_pattern": None, "structural_tag": None,
+}  # fmt: skip
+
+
 def client_of(served: Running) -> Any:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
 
@@ -34,12 +41,18 @@ def test_thinking_is_told_apart_ends_in_time_and_comes_before_the_schema(thinkin
             "extra_body": {"max_thinking_tokens": 12, "speculative": speculative},
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SHORT}},
         }  # fmt: skip
-        answer = client.chat.completions.create(**asked).choices[0]
+        whole = client.chat.completions.create(**asked)
+        answer = whole.choices[0]
         assert json.loads(answer.message.content)["sum"] in (3, 4)
         thought = answer.message.model_extra["reasoning_content"]
         assert 0 < len(thinking.llm.tokenizer.encode(thought, add_special=False)) <= 13
         assert "think>" not in thought + answer.message.content
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len(
+            thinking.llm.tokenizer.encode(thought, add_special=False)
+        )
+        *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        assert last.usage == whole.usage.model_copy(update={"prompt_tokens_details": last.usage.prompt_tokens_details})
+        deltas = [chunk.choices[0].delta for chunk in chunks]
         parts = ["".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas),
                  "".join(delta.content or "" for delta in deltas)]  # fmt: skip
         assert parts == [thought, answer.message.content]
@@ -61,7 +74,9 @@ def test_a_model_that_does_not_think_says_so(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={**body, "max_thinking_tokens": 5})
     assert answer.status_code == 400
     assert "models that think" in answer.json()["error"]["message"]
-    assert http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"}).status_code == 200
+    taken = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
+    assert taken.status_code == 200
+    assert taken.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
     assert http.post("/v1/chat/completions", json={**body, "reasoning_effort": "much"}).status_code == 400
     assert http.post("/v1/chat/completions", json={**body, "max_thinking_tokens": -1}).status_code == 400
 
@@ -102,7 +117,8 @@ def test_text_beside_tools_is_streamed_as_it_comes(served: Running) -> None:
         ({"structured_outputs": {"regex": "[a-c]{3}[0-9]"}}, "[a-c]{3}[0-9]"),
         ({"guided_choice": ["three", "four"]}, "three|four"),
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "x" [0-9] [0-9]'}}, "x[0-9]{2}"),
-        ({"guided_json": SHORT}, r'\{"sum": ?[34]\}'),
+        ({"guided_json": SHORT, "guided_decoding_backend": "auto"}, r'\{"sum": ?[34]\}'),
+        ({"structured_outputs": {"json": SHORT, **DEFAULTS}}, r'\{"sum": ?[34]\}'),
     ],
 )
 def test_structures(http: httpx.Client, body: dict[str, Any], pattern: str) -> None:
@@ -118,6 +134,7 @@ def test_structures(http: httpx.Client, body: dict[str, Any], pattern: str) -> N
     [
         {"guided_regex": "(a"}, {"guided_choice": []}, {"guided_grammar": "start: x"}, {"guided_json": "{"},
         {"response_format": {"type": "structural_tag"}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"json": SHORT, "disable_additional_properties": True}},
     ],
 )  # fmt: skip
 def test_a_structure_that_cannot_be_is_a_400(http: httpx.Client, body: dict[str, Any]) -> None:

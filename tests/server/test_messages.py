@@ -191,6 +191,7 @@ def test_thinking_is_a_block_of_its_own_within_its_budget(thinking: Running, spe
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "new"}}, "thread="),  # what the client's tool runner asks for unless it is told not to
         ({"mcp_servers": []}, "mcp_servers"),
         ({"n": 2}, "n"),
     ],

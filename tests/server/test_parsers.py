@@ -50,6 +50,9 @@ TRANSCRIPTS: dict[str, tuple[str, str | None, list[tuple[str, Any]]]] = {
     "glm, a text that looks like a number": (
         "<tool_call>get_weather<arg_key>zip</arg_key><arg_value>01234</arg_value></tool_call>", None,
         [("get_weather", {"zip": "01234"})]),
+    "glm, null": (
+        "<tool_call>get_weather<arg_key>days</arg_key><arg_value> null</arg_value></tool_call>", None,
+        [("get_weather", {"days": None})]),
     "glm, nothing given": ("<tool_call>add</tool_call>", None, [("add", {})]),
     "qwen coder": (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -89,6 +92,9 @@ HARMONIES: dict[str, tuple[str, str | None, list[tuple[str, Any]], str | None]] 
     "calls by the role": (
         "<|channel|>commentary<|message|>A moment.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
         'json<|message|>{"a": 1, "b": 2}<|call|>', "A moment.", BOTH[1:], None),
+    "calls what is not there": (
+        "<|channel|>commentary to=functions.rm<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>No.",
+        "No.", [], "{}"),
     "answers at once": ("<|channel|>final<|message|>Yes.<|return|>", "Yes.", [], None),
     "two calls": (
         '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Paris", "days": 3}<|end|><|start|>assistant'
@@ -163,6 +169,7 @@ def test_thinking(start: Start, text: str, said: str, thought: str | None) -> No
         "no call", "{broken", '{"name": "rm"}', '<tool_call>{"name": 5}</tool_call>', "[]", "a <tool", "1 < 2 [TOOL",
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call> done', '{"a": 1}', "[1, 2]",
         "<tool_call>rm</tool_call>",
+        '<tool_call>[{"arguments": {}, "name": "add"}, {"arguments": {}, "name": "rm"}]</tool_call>',
     ],
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str) -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.request import Request
+from forerun.server.doors.messages import MessagesRequest
 from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT = ChatRequest.model_json_schema()["properties"]
@@ -64,3 +65,26 @@ def test_a_truth_value_is_no_token(prompt: list[Any]) -> None:
 def test_token_ids_are_prompts() -> None:
     for prompt in ([1, 2], [[1], [2]], "a", ["a", "b"]):
         assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
+
+
+def test_tools_that_are_allowed_are_the_tools() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tools[2], tools[0], tools[2]]}}
+    asked = ChatRequest.model_validate({**HELLO, "tools": tools, "tool_choice": choice})
+    assert [tool.function.name for tool in asked.tools or ()] == ["c", "a"]
+    assert asked.tool_choice == "required"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "most"),
+    [
+        ({"type": "disabled"}, "none", None),
+        ({"type": "enabled", "budget_tokens": 2048}, "low", 2048),
+        ({"type": "adaptive"}, "low", None),
+        (None, "low", None),
+    ],
+)
+def test_thinking_of_the_messages_api_as_a_chat(thinking: Any, effort: str, most: int | None) -> None:
+    body = {**HELLO, "max_tokens": 1, "thinking": thinking, "output_config": {"effort": "low"}}
+    chat = MessagesRequest.model_validate(body).as_chat()
+    assert (chat.reasoning_effort, chat.max_thinking_tokens) == (effort, most)

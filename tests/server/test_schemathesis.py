@@ -70,9 +70,9 @@ def ask(served: Running, method: str, path: str, mode: GenerationMode, count: in
 
 
 def short(body: dict[str, Any], most: str) -> dict[str, Any]:
-    """The same body, asking for a few tokens where it may ask for any number of them."""
+    """The same body, asking for a few tokens where it may ask for any number of them; 618.0 is a whole number too."""
     few = {name: min(body[name], LONGEST) for name in (most, "max_completion_tokens", "min_tokens")
-           if isinstance(body.get(name), int) and not isinstance(body[name], bool)}  # fmt: skip
+           if isinstance(body.get(name), int | float) and not isinstance(body[name], bool)}  # fmt: skip
     return {**body, **few} if body.get(most) is not None else {**body, **few, most: LONGEST}
 
 

@@ -96,7 +96,7 @@ def test_thinking_chooses_what_its_law_leaves(kind: str, budget: int | None) -> 
                 token = law.choice(prefix, top)
                 assert token in (None, argmax_rows(masked(law, prefix, peak)[None])[0]), (own.decode(output), top)
                 known += token is not None
-            state = law._states.state(prefix.output)
+            state = law._states.state(prefix)
             assert isinstance(state, _State)
             thinks = state.mode == "thinking"
             output += end if step == 8 and thinks and not budget else [wanted]

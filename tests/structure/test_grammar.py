@@ -233,12 +233,48 @@ def test_a_grammar_that_fails_later_is_never_taken_for_done(grammars: Grammars, 
     assert allowed(law_of(grammars, FAILS_LATER), before), "and so do other texts"
 
 
-@pytest.mark.slow
-def test_what_drafts_have_built_does_not_end_a_text(
-    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+def test_texts_of_one_structure_share_what_is_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_KEPT", 2)
+    own, schemas = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids), [{"enum": [i]} for i in range(3)]
+    first = law_of(own, schemas[0])
+    assert law_of(own, schemas[0])._start is first._start
+    assert law_of(own, schemas[0], disable_any_whitespace=True)._start is not first._start
+    for schema in schemas[1:]:
+        law_of(own, schema)
+    assert len(own._compiled) == 2
+    assert law_of(own, schemas[0])._start is not first._start, "the two that were used last are kept"
+
+
+def test_a_text_that_uses_up_the_shared_lexer_ends_no_other(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(compiled._LIMITS, "max_lexer_states", 1500)
+    own, schema = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids), {"type": "string", "pattern": HARD}
+    output = tokenizer.encode('"a mat', add_special=False)
+    expected = fresh_mask(own, schema, output)
+    before, greedy = law_of(own, schema), law_of(own, schema)
+    shared, copy = greedy._start, greedy._start.deep_copy()
+    assert before._start is shared
+    for numbers in map(random.Random, range(100)):
+        path: tuple[int, ...] = ()
+        for _ in range(6):
+            path += (numbers.choice(allowed(greedy, output, path)),)
+        if greedy._start is not shared:
+            break
+    copy.consume_tokens(output)
+    copy.compute_bitmask()
+    assert copy.is_error(), "negative control: the limit was reached"
+    behind = law_of(own, schema)
+    assert behind._start is not shared
+    assert allowed(before, output) == allowed(behind, output) == expected
+    assert law_of(own, schema)._start is behind._start, "a text that met the limit takes no good one away"
+
+
+@pytest.mark.slow
+def test_what_drafts_have_built_does_not_end_a_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lexer of a matcher may build so many states; drafts beside the text use them up, time and again."""
     monkeypatch.setitem(compiled._LIMITS, "max_lexer_states", 3000)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     schema = {"type": "string", "pattern": HARD}
     output, numbers = tokenizer.encode('"the cat sat on a mat', add_special=False), random.Random(0)
     law, made = law_of(grammars, schema), 0

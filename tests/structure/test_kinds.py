@@ -27,6 +27,10 @@ TAGS = {
                    {"begin": "<f=b>", "schema": {"const": 7}, "end": "."}],
     "triggers": ["<f="],
 }  # fmt: skip
+NEWER = {"type": "triggered_tags", "triggers": TAGS["triggers"], "tags": [
+    {"begin": one["begin"], "content": {"type": "json_schema", "json_schema": one["schema"]}, "end": one["end"]}
+    for one in TAGS["structures"]
+]}  # fmt: skip
 SUM = r"x\d{1,3}(\+\d{1,3}){1,3}"
 KINDS: dict[str, tuple[dict[str, Any], str]] = {  # and what all of a text matches
     "regex": ({"regex": r"[a-c]{2,4}-[0-9]+x"}, r"[a-c]{2,4}-[0-9]+x"),
@@ -96,6 +100,7 @@ def test_tags_hold_structured_parts_of_a_free_text() -> None:
         ({"response_format": {"type": "choice", "choice": ["a"]}}, "choice"),
         ({"response_format": {"type": "grammar", "grammar": EBNF}}, "grammar"),
         ({"response_format": {"type": "structural_tag", **TAGS}}, "structural_tag"),
+        ({"response_format": {"type": "structural_tag", "format": NEWER}}, "structural_tag"),
     ],
 )
 def test_the_names_of_others(values: dict[str, Any], kind: str) -> None:
@@ -104,6 +109,16 @@ def test_the_names_of_others(values: dict[str, Any], kind: str) -> None:
     assert structure.kind == kind
     own = tokenizer("plain")
     Grammars(own, own.vocab_size, own.eos_ids).compile(Request((1,), SamplingParams.from_dict(values)))
+
+
+def test_the_newer_form_of_tags_says_the_same() -> None:
+    older = SamplingParams(structured_outputs={"structural_tag": TAGS}).structure
+    given = json.dumps({"type": "structural_tag", "format": NEWER})
+    assert SamplingParams(structured_outputs={"structural_tag": given}).structure == older
+    for wrong in ({**NEWER, "at_least_one": True}, {**NEWER, "type": "sequence"}, {**NEWER, "tags": [{"begin": "<f="}]},
+                  {**NEWER, "triggers": None}, {**NEWER, "tags": []}, "x"):  # fmt: skip
+        with pytest.raises(InvalidInput, match="structural_tag"):
+            _ = SamplingParams(structured_outputs={"structural_tag": {"format": wrong}}).structure
 
 
 @pytest.mark.parametrize(

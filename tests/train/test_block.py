@@ -273,7 +273,6 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
         ("projector_type", "domino", "head of the type 'domino'"),
         ("attention_mode", "mla", "attention of the type 'mla'"),
         ("attention_sink_bias", True, "attention sinks"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rotary positions of the type 'yarn'"),
         ("fc_norm", True, "norms on every feature"),
         ("mask_token_id", 99999, "mask_token_id"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,24 @@ def test_an_epoch_shows_every_text_once_and_the_next_in_another_order(folder: Pa
     assert orders[0] != orders[1]
     again = Batches(corpus, corpus.training, batch_tokens=256, seed=4)
     assert all(torch.equal(again.at(i).tokens, batches.at(i).tokens) for i in (0, 3, 11))
+
+
+def test_packed_rows_hold_every_text_once_and_learn_answers_alone(folder: Path) -> None:
+    corpus = Corpus(folder, max_length=100, holdout=0.1)
+    batches = Batches(corpus, corpus.training, batch_tokens=256, seed=4, packed=True)
+    seen, full = list[list[int]](), list[int]()
+    for i in range(len(batches)):
+        batch = batches.at(i)
+        assert batch.tokens.shape[1] <= 100
+        for row, learnt in zip(batch.tokens.tolist(), batch.learnt.tolist(), strict=True):
+            ends = [at for at in range(1, len(row)) if learnt[at - 1] and not learnt[at]] + [len(row)] * learnt[-1]
+            firsts = [0, *ends]
+            seen += [row[a:b] for a, b in pairwise(firsts) if any(learnt[a:b])]
+            full.append(ends[-1] if ends else 0)
+            assert all(learnt[a:b] == [False] * 3 + [True] * (b - a - 3) for a, b in pairwise(firsts))
+    wanted = [corpus.tokens[first:end].tolist() for first, end, _ in corpus.training]
+    assert sorted(seen) == sorted(wanted)
+    assert sum(full) / len(full) > 70, "rows are nearly full"
 
 
 def test_texts_are_held_back_by_their_prompt(folder: Path) -> None:

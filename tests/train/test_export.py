@@ -96,12 +96,14 @@ def test_sglang_counts_layers_by_their_outputs(tmp_path: Path) -> None:
     assert read_head(tmp_path / "d")[0].layers == (0, 1, 2)
 
 
-@pytest.mark.parametrize("setting", ["norm_output", "norm_before_residual"])
+@pytest.mark.parametrize("setting", ["norm_output", "norm_before_residual", "window"])
 def test_what_an_engine_ignores_is_refused(setting: str, tmp_path: Path) -> None:
-    head = borrowing_head(tmp_path / "a", **{setting: True})
+    more = {"window": 8, "windowed": (True,)} if setting == "window" else {setting: True}
+    head = borrowing_head(tmp_path / "a", **more)
     with pytest.raises(InvalidInput, match=setting):
         export_head(head, tmp_path / "b", "sglang", rows)
     export_head(head, tmp_path / "c", "vllm", rows)
+    assert read_head(tmp_path / "c")[0].window_of(0) == more.get("window", 0)
 
 
 def boxed_head() -> Path:

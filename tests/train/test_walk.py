@@ -83,7 +83,7 @@ def test_what_is_walked_is_what_decoding_counts(
     _, sizes = decoded(tiny, fixed)
     corpus, all_rounds = Corpus(others, max_length=64, holdout=1.0), 0
     for (first, end, answer), steps in zip(corpus.held_back, sizes, strict=True):
-        batch = corpus.rectangle([(first, end, answer)], 1, end - first)
+        batch = corpus.rectangle([[(first, end, answer)]], 1, end - first)
         walked = walk(recipe, [batch], torch.device("cpu"))
         assert walked is not None
         tokens, rounds = walked

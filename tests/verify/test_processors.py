@@ -14,6 +14,7 @@ from forerun.core.errors import CannotSample
 from forerun.core.params import Prefix, SamplingParams
 from forerun.core.types import Request, TreeBatch
 from forerun.testing import FakeSeq
+from forerun.verify import processors
 from forerun.verify.processors import Allow, AllowByState, keep_allowed
 from forerun.verify.warp import warp
 from tests.exactness.harness import DRAFTERS, engine_for, run
@@ -166,9 +167,51 @@ def test_states_are_shared_along_a_tree() -> None:
 
 def test_old_states_are_dropped_and_made_again() -> None:
     grammar = AllowByState(Brackets(), keep=2)
-    assert grammar.state((1, 1, 2, 2)).allowed() == [1, 3]
+    assert grammar.state(Prefix((1, 1, 2, 2), 0)).allowed() == [1, 3]
     assert len(grammar._states) == 2
-    assert grammar.state((1,)).allowed() == [1, 2]
+    assert grammar.state(Prefix((1,), 0)).allowed() == [1, 2]
+
+
+class Read(tuple[int, ...]):
+    """A grammar whose state is all that it has read; anything may follow."""
+
+    made = 0
+
+    def allowed(self) -> None:
+        return None
+
+    def after(self, token: int) -> Read:
+        Read.made += 1
+        return Read((*self, token))
+
+
+def test_states_of_long_outputs_are_those_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over texts that grow by rounds, lose their last rounds again, or are replaced; drafts come behind them."""
+    monkeypatch.setattr(processors, "LAG", 6)
+    numbers, grammar, committed = random.Random(0), AllowByState(Read(), keep=40), [7, 7, 7]
+    for _ in range(400):
+        for _ in range(3):
+            path = tuple(numbers.choices((1, 2), k=numbers.randrange(4)))
+            assert grammar.state(Prefix(committed, 3, path)) == (*committed[3:], *path)
+        if numbers.random() < 0.1:  # rounds are undone, in place
+            del committed[max(3, len(committed) - numbers.randrange(1, 20)) :]
+        elif numbers.random() < 0.02:  # another text
+            committed = [7, 7, 7, *numbers.choices((1, 2), k=numbers.randrange(60))]
+        committed += numbers.choices((1, 2), k=numbers.randrange(1, 4))
+
+
+def test_a_token_of_a_long_output_costs_what_one_of_a_short_one_does() -> None:
+    """A thought may have tens of thousands of tokens, and a state is asked for at every node."""
+    Read.made, committed, grammar = 0, [9], AllowByState(Read())
+    for i in range(2000):
+        committed.append(i % 5)
+        grammar.state(Prefix(committed, 1, (1, 2)))
+    assert Read.made < 6 * 2000
+    assert max(map(len, grammar._states)) <= 2 * processors.LAG + 2
+    Read.made = 0
+    assert len(grammar.state(Prefix([9, *range(5000)], 1))) == 5000  # type: ignore[arg-type]
+    assert Read.made == 5000
+    assert max(map(len, grammar._states)) <= 2 * processors.LAG, "nor does one that is read at once"
 
 
 @pytest.mark.parametrize("size", [23, 32, 33, 70])

@@ -63,15 +63,15 @@ def make_engine(
     cost_file: Path | None = None,
     more_drafts: tuple[Target, ...] = (),
     costs: Callable[[], CostModel] | None = None,
+    loaded_from: str = "",
 ) -> Engine:
     """An engine around a target that is already in memory; `costs` are measured by the first who asks."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
-    max_batch = config.max_batch
-    if max_batch is None:
-        max_batch, why = default_batch(target)
+    max_batch, why = (config.max_batch, "") if config.max_batch is not None else default_batch(target)
+    if why:
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
-    adapters = make_adapters(target, config)  # first: where they are, passes with them are captured beside the others
+    adapters = make_adapters(target, config, loaded_from)  # first: passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
     parts = Parts(target, draft_target, speculative, max_batch, config.max_length, more_drafts)
     parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
@@ -115,10 +115,10 @@ def make_engine(
     )
 
 
-def make_adapters(target: Target, config: EngineConfig) -> AdapterPool:
+def make_adapters(target: Target, config: EngineConfig, loaded_from: str = "") -> AdapterPool:
     """The adapters that are served beside this target from the start."""
     share = as_memory("adapter_memory", config.adapter_memory)
-    pool = AdapterPool(target, None if share is None else allowed_bytes(share, target.device))
+    pool = AdapterPool(target, None if share is None else allowed_bytes(share, target.device), loaded_from)
     for name, folder in config.adapters.items():
         pool.add(name, folder)
     return pool
@@ -337,8 +337,10 @@ def _refuse_kv_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch
                 lacking = f"a CPU or a CUDA device, and this is {device.type!r}"
             elif config.dtype != "gguf" and _dtype(config.dtype, device) == torch.float32:
                 lacking = f"the GPU's kernels, and dtype={config.dtype!r} runs in torch"
-            elif why_not := against_kernels(DecoderConfig.from_hf(checkpoint.config)):
+            elif why_not := against_kernels(family := DecoderConfig.from_hf(checkpoint.config)):
                 lacking = f"the GPU's kernels, and {why_not}"
+            elif family.special is not None:
+                lacking = f"ordinary attention on a GPU, and {family.family} has {family.special}"
         if lacking:
             reason = f"kv_dtype={config.kv_dtype!r} needs {lacking}; use kv_dtype='auto'"
     if reason is not None:

@@ -113,7 +113,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     alone = replace(settings, tensor_parallel_size=1)  # a draft model is small: rank 0 runs it
     drafts = [drafting(load_target(small, alone), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
-    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
+    around = partial(make_engine, loaded_from=str(checkpoint.path))
+    engine = around(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
     if engine.max_length < (wanted := min(target.max_length, settings.max_length or target.max_length)):
         log.warning(
             "the KV cache holds %d tokens: prompt and output together are limited to that, not to %d; raise kv_memory "

@@ -343,7 +343,7 @@ def _progress(llm: LLM, written: Written, limit: int) -> str:
     if written.rounds:
         return f"{written.tokens} of at most {limit} tokens written"
 
-    done, total = llm.engine.prefill_progress()
+    done, total = llm.engine.scheduler.prefill_progress()
     return f"reading the prompt: {done} of {total} tokens" if total else "reading the prompt"
 
 

@@ -81,10 +81,10 @@ class AdaptiveController:
         self.gate = LookupGate(cost, self.planner.free_chains)
         self.overlap = Overlap(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
-        self._lookups: dict[int, bool] = {}  # by sequence
         self._idles = 0  # rounds so far of one sequence for which nothing could be drafted
         self._ahead: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
+        self._alone: int | None = None  # the sequence that was last alone in its round
         self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
         self._planned = Planned()  # the round under way
         self._next: Planned | None = None  # the round behind it, where that was planned before this one is read
@@ -130,13 +130,7 @@ class AdaptiveController:
         return [self.planner.resting(seqs[0])] if alone and budgets[0] is NOTHING else budgets
 
     def _all_look_up(self, seqs: Sequence[Seq]) -> bool:
-        known = self._lookups
-        for seq in seqs:
-            if (found := known.get(seq.id)) is None:
-                found = known[seq.id] = self.looks_up(seq)
-            if not found:
-                return False
-        return True
+        return all(map(self.looks_up, seqs))
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         if len(seqs) == 1:
@@ -305,6 +299,9 @@ class AdaptiveController:
             self.gate.observe(outcome, planned.searched)
             if planned.searched < batch:
                 return
+        if batch > 1 or self._alone != outcome.seqs[0].id:
+            self._alone = outcome.seqs[0].id
+            self.allowance.begin()
         for decision in planned.decisions:
             observe_menu(decision, outcome, self.overlap)
         self.planner.observe(outcome)
@@ -319,7 +316,6 @@ class AdaptiveController:
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)
         self.gate.forget(seq.id)
-        self._lookups.pop(seq.id, None)
         for chooser in self._choosers.values():
             chooser.forget(seq.id)
 

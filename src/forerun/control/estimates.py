@@ -231,17 +231,17 @@ class RoundOverhead:
         self._avoided: dict[int, int] = {}  # rounds that were not read first for them, since the last
         self._beside: dict[int, float] = {}  # of drafted rounds that followed, without their drafts
 
-    def seconds(self, form: Form, batch: int, drafting: float, follows: bool = False) -> float:
+    def seconds(self, form: Form, batch: int, drafting: float) -> float:
         """What rounds took, else what drafting is said to take on top of a plain round.
 
-        `follows`: on top of a drafted round that followed, if there were any.
+        Plain rounds that were all read first would follow now, if rounds with drafts do: then they take no more.
         """
         group = batch.bit_length()
         known = self._seconds.get((form, group))
-        if known is None:
-            plain = self._seconds.get((PLAIN, group), 0.0)
-            known = drafting + (self._beside.get(group, plain) if form.nodes and follows else plain)
-        return known
+        if form == PLAIN:
+            known = known or 0.0
+            return known if (PLAIN, group) in self._follow else min(known, self._beside.get(group, known))
+        return drafting + self.seconds(PLAIN, batch, 0.0) if known is None else known
 
     def gap(self, batch: int, presumed: float | None = None) -> float:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""

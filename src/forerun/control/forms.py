@@ -221,15 +221,10 @@ class FormChooser:
         return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + self._overhead(form, drafting, batch))
 
     def _overhead(self, form: Form, drafting: int, batch: int) -> float:
-        return self.overhead.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
+        return self.overhead.seconds(form, batch, self._said(form, drafting))
 
     def _knows_plain(self, batch: int) -> bool:
         return self.overhead.knows_plain(batch, COLD_SHARE * self.cost.pass_seconds(batch, batch))
-
-    def _was_cold(self, batch: int) -> bool:
-        """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
-        slow = self.overhead.seconds(PLAIN, batch, 0.0) > COLD_SHARE * self.cost.pass_seconds(batch, batch)
-        return slow and self.last.nodes > 0
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
         """Rows of a pass in which `drafting` sequences of a batch get a draft of the menu."""

@@ -10,10 +10,14 @@ in plain rounds. Every round adds a little, drafts take what they lost, gains fi
 `most`. A draft runs only if its worst case, nothing accepted, leaves the allowance above -`floor`; a trial only if the
 allowance covers it whole. So over any stretch of n rounds the loss is at most
 
-    most + n * earned + floor                        for a batch's forms and n = 200: 3 rounds, 1.5%
+    most + n * earned + floor
 
-whatever is accepted; and since the allowance is never below -`floor`, drafting returns after a bounded number of
-rounds. Where gains may fill it beyond what rounds alone add (`earned_up_to`), the loss is at most
+whatever is accepted, and within a text that is written alone and has gained nothing
+
+    at_start + n * earned + floor
+
+Since the allowance is never below -`floor`, drafting returns after a bounded number of rounds. Where gains may fill it
+beyond what rounds alone add (`earned_up_to`), the loss is at most
 
     earned_up_to + n * earned + floor                and what was gained just before, up to `most`
 """
@@ -278,6 +282,7 @@ class MeanNodes:
         self._usual.pop(seq_id, None)
 
 
+MOST_SAVED = 8.0  # plain rounds
 STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 
 
@@ -285,10 +290,12 @@ STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the w
 class Allowance:
     """What may still be lost, in plain rounds."""
 
-    most: float = 0.5
+    most: float = 8.0
     earned: float = 0.006  # by a round
-    floor: float = 1.3
-    level: float = 0.5
+    floor: float = 2.2
+    level: float = 0.8
+    at_start: float = 0.8  # of a text that is written alone: what others gained beyond that is saved for later ones
+    saved: float = 0.0
     earned_up_to: float = inf  # beyond that, gains alone fill it up
     usual: float = 0.0  # what drafts cost of late, whatever was accepted: the worst case where forms vary
 
@@ -296,6 +303,11 @@ class Allowance:
         """A round has lost so much against plain decoding; a negative loss is a gain."""
         earned = min(self.earned, max(0.0, self.earned_up_to - self.level))
         self.level = max(min(self.level + earned - loss, self.most), -self.floor)
+
+    def begin(self) -> None:
+        """A text begins that is written alone: it may lose what any text may, while those before have gained that."""
+        saved = min(self.saved + self.level - self.at_start, MOST_SAVED)
+        self.level, self.saved = min(self.at_start, self.at_start + saved), max(0.0, saved)
 
     def rest(self, rounds: int) -> None:
         """So many rounds have lost nothing."""

@@ -457,7 +457,7 @@ def _asked_by_format(response_format: Any) -> tuple[StructureKind, str] | None:
             raise InvalidInput("response_format of type json_schema needs a json_schema with a schema")
         return _checked("json", named["schema"])
     if kind == "structural_tag":
-        return _checked(kind, {key: response_format.get(key) for key in ("structures", "triggers")})
+        return _checked(kind, {key: response_format.get(key) for key in ("structures", "triggers", "format")})
     if response_format.get(kind) is None:
         raise InvalidInput(f"response_format of type {kind} needs a field {kind!r}: what to match")
     return _checked(kind, response_format[kind])
@@ -498,11 +498,13 @@ def _checked(name: str, value: Any) -> tuple[StructureKind, str]:
 
 
 def _tags(value: Any) -> str:
-    """Free text in which tags hold structured parts: vLLM's `structures` and `triggers`."""
+    """Free text in which tags hold structured parts: vLLM's `structures` and `triggers`, or its newer `format`."""
     limit = (
         "{'structures': [{'begin': '<f>', 'schema': {...}, 'end': '</f>'}], 'triggers': ['<f']}, "
         "where a trigger is how a begin begins"
     )
+    if isinstance(value, Mapping) and value.get("format") is not None:
+        value = _triggered(value["format"])
     structures, triggers = (
         value.get(key) if isinstance(value, Mapping) else None for key in ("structures", "triggers")
     )
@@ -516,6 +518,24 @@ def _tags(value: Any) -> str:
             raise refuse("structural_tag", one, limit)
         tags.append({"trigger": trigger, "begin": begin, "schema": one.get("schema", {}), "end": end})
     return _not_too_long("structural_tag", _as_json("structural_tag", tags))
+
+
+def _triggered(form: Any) -> dict[str, Any]:
+    """The same in vLLM's older form, where the newer one says no more than that."""
+    limit = (
+        "{'type': 'triggered_tags', 'triggers': ['<f'], 'tags': [{'begin': '<f>', 'content': "
+        "{'type': 'json_schema', 'json_schema': {...}}, 'end': '</f>'}]}"
+    )
+    fits = isinstance(form, Mapping) and form.get("type") == "triggered_tags" and isinstance(form.get("tags"), list)
+    if not fits or any(form.get(name) for name in ("at_least_one", "stop_after_first")):
+        raise refuse("structural_tag.format", form, limit)
+    structures = list[dict[str, Any]]()
+    for tag in form["tags"]:
+        content = tag.get("content") if isinstance(tag, Mapping) else None
+        if not isinstance(content, Mapping) or content.get("type") != "json_schema" or "json_schema" not in content:
+            raise refuse("structural_tag.format", tag, limit)
+        structures.append({"begin": tag.get("begin"), "schema": content["json_schema"], "end": tag.get("end")})
+    return {"structures": structures, "triggers": form.get("triggers")}
 
 
 def _not_too_long(name: str, text: str) -> str:

@@ -164,6 +164,7 @@ class Engine:
         """Plan, propose and score."""
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
         self.timeline.open(seqs)
+        self.drafters.gather(seqs)
         rows = self._prefill_share(len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs), self.target.reaches(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
@@ -171,7 +172,7 @@ class Engine:
         readers = scheduler.next_readers(rows) if rows else []
         if readers or seqs is not whole:
             self.timeline.open([*seqs, *readers])
-            scheduler.begin(readers)
+            self._begin(readers, seqs)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         seqs, trees = self._with_starters(seqs, trees, readers, rows)
@@ -228,8 +229,7 @@ class Engine:
             self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         for advance in advances:
-            adapter = advance.seq.adapter
-            if adapter is not None and advance.counts is not None and adapter.name in (self.adapters or ()):
+            if (adapter := advance.seq.adapter) and advance.counts and adapter.name in (self.adapters or ()):
                 self.stats.count_adapter(adapter.name, advance.counts)
         if line.second is not None:
             dropped = line.close(self.stats.clock(behind=clock))
@@ -303,7 +303,7 @@ class Engine:
         if trees is None:
             return None
         self.timeline.open([*both, *readers])
-        scheduler.begin(readers)
+        self._begin(readers, seqs)
         scheduler.start(starters)
         seqs = [*seqs, *starters]
         scores = self._score(seqs, trees, readers, share)
@@ -406,7 +406,7 @@ class Engine:
 
     def _device_decides(self, seqs: Sequence[SequenceState], sampled: bool) -> bool:
         """Does the device decide about all of these (`sampled`: it samples), and does one drafter serve them?"""
-        if len({seq.drafting for seq in seqs}) > 1:
+        if len({seq.drafting for seq in seqs}) > 1 or not self.drafters.are_gathered(seqs):
             return False
         traits = traits_of(seqs)
         if not all(self.verifiers.is_exact(one.verifier) for one in traits):
@@ -427,7 +427,7 @@ class Engine:
             return
         clock = self.stats.clock()
         self.timeline.open(seqs)
-        scheduler.begin(seqs)
+        self._begin(seqs)
         starters, roots = self._with_starters([], TreeBatch.chains([]), seqs, rows)
         if starters:  # no drafter has seen them yet: the controller is not asked, and plans no trial in vain
             self._launch(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
@@ -463,6 +463,11 @@ class Engine:
             seq.note_prompt_logprobs(self._scored.pop(seq.id))
         self.timeline.change = None
 
+    def _begin(self, readers: Sequence[SequenceState], beside: Sequence[SequenceState] = ()) -> None:
+        """The coming pass reads parts of these prompts."""
+        self.drafters.gather(readers, beside)
+        self.scheduler.begin(readers)
+
     def _prefill_share(self, running: int) -> int:
         """Rows of prompts in the coming round. The controller is told how many wait for prefill."""
         rows, waiting = 0, NONE_WAIT
@@ -492,12 +497,6 @@ class Engine:
                 stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
             seq.note_prompt(started, seconds)
         return chains.nodes - found
-
-    def prefill_progress(self) -> tuple[int, int]:
-        """Of the prompts being prefilled now: cached tokens, and tokens to cache in all. Any thread may ask."""
-        reading = [*self.reading, *(seq for seq in self.running.copy() if not seq.rounds)]
-        cached = sum(self.target.cached_tokens(seq) for seq in reading)
-        return cached, sum(len(seq.tokens) - 1 for seq in reading)
 
     # ---- requests
 

@@ -5,11 +5,16 @@ and puts the results back in order; a batch with one drafter is passed on whole.
 are malformed, is switched off for its sequences, which are then decoded plainly: kernels would read past the end of a
 malformed tree, and a wrong root would change the output silently. Trees that a device has grown (`TreeBatch.form`) come
 from our own code: only their sizes are checked, since reading them would make the host wait.
+
+Trees from the host and from a device in one pass would make every round wait for the last one. So where drafts are
+captured, a head that drafts for one sequence drafts for all that run beside it (`gather`): for those too that ask for
+look-ups or for nothing. What drafts changes no text.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -151,6 +156,7 @@ class DrafterPool:
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
         self._own: dict[str, tuple[str, str]] = {}  # by adapter: the drafter with a head of its own, and its folder
         self._retired: dict[str, set[int]] = {}  # drafters with a former head, and the sequences that have them
+        self._guests: dict[int, SequenceState] = {}  # for which another drafter drafts than they ask for
 
     def has(self, name: str) -> bool:
         return name in self._made
@@ -269,16 +275,66 @@ class DrafterPool:
             except Exception as error:
                 self._switch_off(name, some, error)
 
+    def gather(self, seqs: Sequence[SequenceState], beside: Sequence[SequenceState] = ()) -> None:
+        """Let a head that drafts for some of these draft for all, as far as that can be.
+
+        No round of `seqs` is unread. Those `beside` share the coming pass, and keep the drafter that they have.
+        """
+        together = [*beside, *seqs]
+        if not seqs or self.are_gathered(together):
+            return
+        names = Counter([seq.drafting for seq in together if seq.id not in self._guests])
+        lead = max(filter(self._leads, names), key=lambda name: names[name], default=None)
+        for seq in seqs:
+            if seq.drafting != lead:
+                self._dismiss(seq)
+            if lead is not None and seq.drafting != lead and self._may_join(seq, lead):
+                self._guests[seq.id] = seq
+                seq.draft_with(lead)
+
+    def are_gathered(self, seqs: Sequence[SequenceState]) -> bool:
+        """Does one drafter draft for all of these, that one of them asked for? Else the host may not plan ahead."""
+        if not self._captures or not seqs:
+            return True
+        return _shared_drafter(seqs) is not None and any([seq.id not in self._guests for seq in seqs])  # noqa: C419
+
+    def _leads(self, name: str) -> bool:
+        """Does this drafter grow trees on the device, behind any unread round?"""
+        device = device_of(self._made[name], ())
+        return device is not None and device.menu.switches
+
+    def _may_join(self, seq: SequenceState, lead: str) -> bool:
+        """Can the other drafter draft for this sequence, and would its own make look-ups or nothing?"""
+        request, own, device = seq.request, self._made[seq.drafting], device_of(self._made[lead], ())
+        if seq.drafting in (SWITCHED_OFF, POOLING) or request.budget is not None or request.prediction:
+            return False
+        offered = self._made[lead].offer(seq).menu
+        return isinstance(own, LookupDrafter | NoDrafter) and device is not None and offered is device.menu
+
+    def _dismiss(self, seq: SequenceState) -> None:
+        """Its own drafter drafts for a guest again."""
+        if self._guests.pop(seq.id, None) is not None:
+            self._leave(seq)
+
+    def _leave(self, seq: SequenceState) -> None:
+        """What drafts for a sequence forgets it; from now on it has the drafter that it asked for."""
+        name = seq.drafting
+        if name in self._made:
+            self._forget(name, seq)
+        if name in self._retired:
+            self._retired[name].discard(seq.id)
+            self._free(name)
+        seq.draft_with(seq.drafter if seq.drafter in self._made else SWITCHED_OFF)
+
     def forget(self, seq: SequenceState) -> None:
         """Free what its drafter holds, and what one that was switched off may still hold."""
-        for name in {seq.drafting, seq.drafter}:
-            if name in self._made:
-                self._forget(name, seq)
+        self._dismiss(seq)
+        if seq.drafter != seq.drafting and seq.drafter in self._made:
+            self._forget(seq.drafter, seq)
         if seq.drafting in self._retired:
-            self._retired[seq.drafting].discard(seq.id)
-            self._free(seq.drafting)
-            # if it is read again, the new one sees all of it
-            seq.draft_with(seq.drafter if seq.drafter in self._made else SWITCHED_OFF)
+            self._leave(seq)  # if it is read again, the new one sees all of it
+        elif seq.drafting in self._made:
+            self._forget(seq.drafting, seq)
 
     def never_draft(self, seqs: Sequence[SequenceState]) -> bool:
         """Has none of these sequences a drafter, whatever the controller plans?"""

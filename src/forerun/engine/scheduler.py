@@ -187,6 +187,12 @@ class Scheduler:
                 self.aged += 1
             self.passes = 0
 
+    def prefill_progress(self) -> tuple[int, int]:
+        """Of the prompts being prefilled now: cached tokens, and tokens to cache in all. Any thread may ask."""
+        reading = [*self.reading, *(seq for seq in self.running.copy() if not seq.rounds)]
+        cached = sum(self.target.cached_tokens(seq) for seq in reading)
+        return cached, sum(len(seq.tokens) - 1 for seq in reading)
+
     def start_those_read(self) -> None:
         """Sequences whose prompts are cached run from now on, as far as there are places."""
         if self.reading:

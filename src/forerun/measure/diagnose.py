@@ -71,7 +71,7 @@ def diagnose(llm: LLM, prompts: Sequence[Prompt], settings: Settings, asked: Ask
     cell = Cell(asked.verifier, asked.temperature)
     groups = [Group.of([prompt]) for prompt in prompts]
     pair = [own_contender(llm, settings, cell, setup) for setup in (asked.against, asked.setup)]
-    figures = Figures(list(alternate(pair, groups, settings.max_tokens, 1)))
+    figures = Figures(list(alternate(pair, groups, settings.max_tokens, 1)), groups)
     partings = find_partings(llm, figures, asked, prompts)
     findings = [
         *_texts(llm, partings, cell, len(prompts)),
@@ -88,6 +88,7 @@ def diagnose(llm: LLM, prompts: Sequence[Prompt], settings: Settings, asked: Ask
         "findings": [asdict(finding) for finding in findings],
         "partings": [asdict(parting) for parting in partings],
         "accepted_per_position": [round(share, 4) for share in figures.acceptance(asked.setup.name)],
+        "by_context": figures.by_context(asked.setup.name),
         "tokens_per_round": figures.tokens_per_round(asked.setup.name),
         "ok": all(finding.verdict != "bad" for finding in findings),
     }
@@ -226,10 +227,19 @@ def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Aske
     if _trees(figures, asked.setup.name) < ENOUGH:
         yield Finding("context", "fine", f"up to {longest} tokens; too few trees to compare short and long ones")
         return
-    near, far = _by_context(figures.of(asked.setup.name), ids)
-    words = f"up to {longest} tokens; acceptance {near:.2f} in the shorter half, {far:.2f} in the longer"
+    shares = {
+        f"{name} tokens": cell["accepted_counts"][0] / max(1, cell["accepted_counts"][1])
+        for name, cell in figures.by_context(asked.setup.name).items()
+        if cell["accepted_counts"][1] >= ENOUGH
+    }
+    if len(shares) < 2:  # all contexts are alike, more or less
+        shares = dict(
+            zip(("the shorter half", "the longer"), _by_context(figures.of(asked.setup.name), ids), strict=True)
+        )
+    words = f"up to {longest} tokens; acceptance " + ", ".join(f"{one:.2f} in {name}" for name, one in shares.items())
+    near, *_, far = shares.values()
     if far < 0.5 * near:
-        step = "the drafter may not be trained for such lengths: try n-gram there, or train on longer texts"
+        step = "the drafter may not be trained for such lengths: try n-gram, or train on longer texts with a window"
         yield Finding("context", "look", words, step)
     else:
         yield Finding("context", "fine", words)

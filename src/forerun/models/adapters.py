@@ -7,6 +7,7 @@ while it writes serves it to its end.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,8 +27,10 @@ from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.load.adapter import Adapter
 
+log = logging.getLogger(__name__)
 MOST_RANK = 256
 _WEIGHT = re.compile(r"(?:.*\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(\w+)_proj\.weight")
+_SIZED = re.compile(r".*?(?<![a-z0-9])\d+(?:\.\d+)?[bm](?![a-z0-9])")  # a model's name, up to its size
 _KEYS = count(1)  # of adapters as they are loaded: one that is loaded again shares no cached prompts with the first
 
 
@@ -35,6 +38,21 @@ def own_head(given: str) -> tuple[str, str | None]:
     """The folders of an adapter and of a head of its own, from FOLDER or FOLDER,head=FOLDER."""
     folder, mark, head = given.partition(",head=")
     return folder, head if mark else None
+
+
+def is_another_model(one: str, other: str) -> bool:
+    """Do two paths or hub ids name models of which one cannot be the other? Only names that say a size tell that."""
+    found = [_name_in(path) for path in (one, other)]
+    if None in found:
+        return False
+    first, second = (re.sub(r"[^a-z0-9]", "", name or "") for name in found)
+    return first not in second and second not in first
+
+
+def _name_in(path: str) -> str | None:
+    """Up to the size, of the last part that has one: what comes behind it is how a model was trained or packed."""
+    parts = re.split(r"[/\\]|--", path.lower())
+    return next((found[0] for part in reversed(parts) if (found := _SIZED.match(part)) is not None), None)
 
 
 class Part(NamedTuple):
@@ -97,9 +115,12 @@ def _shapes(config: DecoderConfig) -> dict[str, tuple[dict[str, int], int]]:
 class AdapterPool:
     """Adapters by name, read from their folders; those used last stay in memory, up to a limit."""
 
-    def __init__(self, target: Target, limit: int | None = None) -> None:
-        """`limit`: bytes of adapters in memory, beside those that sequences hold; None = no limit."""
-        self._target, self._limit = target, limit
+    def __init__(self, target: Target, limit: int | None = None, base: str = "") -> None:
+        """`limit`: bytes of adapters in memory, beside those that sequences hold; None = no limit.
+
+        `base`: what the target was loaded from, where that is known.
+        """
+        self._target, self._limit, self._base = target, limit, base
         self._folders: dict[str, Path] = {}
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used last is last
         # those that sequences hold, evicted or not
@@ -121,7 +142,7 @@ class AdapterPool:
         """Serve the adapter in this folder under a name; it is read now, so that damage is reported now."""
         where = Path(expanduser(own_head(folder)[0]))
         self._refuse_taken(name)  # before it is read, and again: another thread may have been faster
-        loaded = self._read(name, where)
+        loaded = self._read(name, where, is_new=True)
         with self._lock:
             self._refuse_taken(name)
             self._folders[name] = where
@@ -165,12 +186,19 @@ class AdapterPool:
                 break
             self._loaded.popitem(last=False)
 
-    def _read(self, name: str, folder: Path) -> LoadedAdapter:
+    def _read(self, name: str, folder: Path, is_new: bool = False) -> LoadedAdapter:
         if not isinstance(self._target, TakesAdapters):
             raise UnsupportedModel(
                 "adapters beside a base run on our own CPU and GPU decoders only; load the adapter's folder as a model"
             )
-        return self._target.load_adapter(name, next(_KEYS), Adapter.read(folder))
+        adapter = Adapter.read(folder)
+        loaded = self._target.load_adapter(name, next(_KEYS), adapter)
+        if is_new and is_another_model(adapter.base, self._base):  # of the same shapes, or it would have been refused
+            log.warning(
+                "the adapter %r says that its base is %.200r, and this model is %r: beside another base its texts mean "
+                "nothing", name, adapter.base, self._base
+            )  # fmt: skip
+        return loaded
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._folders:

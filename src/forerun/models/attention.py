@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 SINKS = 1  # pages at the start of the text, of a sparse context
 FOUND = 1 / 2  # of its other pages: those that are looked up
 LONGEST = 8  # tokens of a match
+LATEST = 128  # matches of one length that count: the others are further back
+RENEWED = 16  # committed tokens, after which pages are looked up again
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ class SparseContext:
     It keeps the start of the text (attention sinks), its end (a window), and pages between them that say something
     about what comes next: those in which the last tokens stood before. Keys in the cache are rotated already, so a page
     table with fewer pages is all that a pass needs, and the number of positions that were left out, which rotations
-    count. A context that has no more is read whole.
+    count. A context that has no more is read whole. All of a text is searched, so not for every draft: pages stay for
+    some tokens, while the window grows.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -191,21 +194,30 @@ class SparseContext:
         return SINKS + self.found + self.window
 
     @property
+    def tokens(self) -> int:
+        """On these pages."""
+        return PAGE * self.pages
+
+    @property
     def farthest(self) -> int:
         """Positions that a draft pass reaches at most."""
         return (self.pages + 1) * PAGE + TREE_MARGIN
 
     def narrow(self, seq: Seq, committed: int, span: Span) -> Span:
         """The same nodes over fewer pages; what is read stays the same until others than `committed` positions are."""
-        known = self._chosen.get(seq.id)
-        if known is None or known[0] != committed:
-            known = self._chosen[seq.id] = committed, *self._choose(seq, committed)
-        _, before, low = known
-        skipped = PAGE * (low - len(before))
+        pages, skipped = self.pages_of(seq, committed, span.pages, len(span.pages))
         if not skipped:
             return span
-        pages = [*(span.pages[i] for i in before), *span.pages[low:]]
         return replace(span, pages=pages, length=span.length - skipped, skipped=skipped)
+
+    def pages_of(self, seq: Seq, committed: int, pages: Sequence[int], end: int) -> tuple[Sequence[int], int]:
+        """Of a sequence's pages up to `end`, those that are read; and how many positions that leaves out."""
+        known = self._chosen.get(seq.id)
+        if known is None or not 0 <= committed - known[0] < RENEWED:
+            known = self._chosen[seq.id] = committed, *self._choose(seq, committed)
+        _, before, low = known
+        some = pages[low:end]
+        return ([*(pages[i] for i in before), *some] if before else some), PAGE * (low - len(before))
 
     def forget(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)
@@ -217,7 +229,7 @@ class SparseContext:
         if low <= SINKS + self.found:
             return [], 0
         text = self._texts.setdefault(seq.id, Text())
-        text.read(seq.tokens[: committed + 1])
+        text.read(seq.tokens, committed + 1)
         return [*range(SINKS), *sorted(text.pages_alike(SINKS, low, self.found))], low
 
 
@@ -228,16 +240,18 @@ class Text:
         self._tokens: Ints = np.zeros(4 * PAGE, dtype=np.int32)
         self._count = 0
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """All of them; those that were read before are not read again."""
-        count = len(tokens)
+    def read(self, tokens: Sequence[int], count: int) -> None:
+        """The first `count` of them; those that were read before are not read again."""
         if count > len(self._tokens):
             self._tokens = np.concatenate((self._tokens[: self._count], np.zeros(2 * count, dtype=np.int32)))
-        self._tokens[self._count : count] = tokens[self._count :]
+        self._tokens[self._count : count] = tokens[self._count : count]
         self._count = count
 
     def pages_alike(self, first: int, end: int, count: int) -> list[int]:
-        """`count` of the pages `first` to `end`: those behind the longest matches first, then the latest."""
+        """`count` of the pages `first` to `end`: those behind the longest matches first, then the latest.
+
+        What is written before pages are looked up again may lie on the next page.
+        """
         tokens, last, low = self._tokens, self._count - 1, first * PAGE - 1
         alike = np.flatnonzero(tokens[low : end * PAGE - 1] == tokens[last]) + low
         found: dict[int, None] = {}
@@ -249,8 +263,11 @@ class Text:
                 break
             matches.append(alike)
         for some in reversed(matches):
-            for page in dict.fromkeys(((some[::-1] + 1) // PAGE).tolist()):
-                found.setdefault(page)
+            near = (some[: -LATEST - 1 : -1, None] + np.array((1, 1 + RENEWED))) // PAGE
+            for page in dict.fromkeys(near.ravel().tolist()):
+                if page < end:
+                    found.setdefault(page)
                 if len(found) == count:
                     return [*found]
-        return [*dict.fromkeys((*found, *range(end - 1, first - 1, -1)))][:count]
+        latest = (page for page in range(end - 1, first - 1, -1) if page not in found)
+        return [*found, *islice(latest, count - len(found))]

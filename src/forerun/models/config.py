@@ -203,7 +203,7 @@ class DecoderConfig:
             "layers without a norm before attention": norms.before_attention is None,
             "norms over all heads of queries and keys": self.qk_norm == "all",
             "several ropes": len(self.ropes) > 1,
-            "ropes that depend on the length of the text": any(rope.has_regimes for rope in self.ropes),
+            "ropes that change with every token": any(rope.kind == "dynamic" for rope in self.ropes),
             "rotations of neighbours": self.rope_pairs == "neighbours",
             "layers without positions": None in self.layer_ropes,
             "sliding windows": any(self.windows),

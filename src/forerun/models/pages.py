@@ -12,7 +12,7 @@ and is derived anew after an interrupt: no page is lost, and none has two owners
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -76,6 +76,7 @@ class PagePool:
         self.contents: dict[int, Content] = {}  # page -> what is in it, if it is named
         self._cached: dict[int, None] = {}  # named pages that nobody holds, least recently held first
         self._is_sound = False
+        self.taken: Callable[[int, Sequence[int]], None] | None = None  # told of pages that an owner gets to write
         self._derive()
 
     @property
@@ -120,6 +121,8 @@ class PagePool:
                 pages.append(page)
                 self.held[owner] = tuple(pages)
                 self._holders[page] = 1
+        if self.taken is not None:
+            self.taken(owner, pages[len(pages) - count :])
         return True
 
     def share(self, owner: int, pages: Sequence[int]) -> None:
@@ -142,6 +145,8 @@ class PagePool:
             self.held[owner] = tuple(pages)
             self._holders[new] = 1
             self._let_go(old)
+        if self.taken is not None:
+            self.taken(owner, (new,))
         return old, new
 
     def release(self, owner: int) -> None:

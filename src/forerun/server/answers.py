@@ -47,6 +47,7 @@ class Answer:
     echoed: Sequence[tuple[int, ...]] = ()  # prompts that are repeated before their texts
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
     _aligned: dict[int, Alignment] = field(default_factory=dict)  # with their prediction, by choice
+    _thoughts: dict[int, list[str]] = field(default_factory=dict)  # pieces of what was thought, by choice
     _written: int = 0  # tokens so far, of all choices
     _only_text: bool = False  # does nothing but the text differ between the pieces of a choice?
     _lines: dict[int, TextLine] = field(default_factory=dict)  # then: by choice
@@ -102,7 +103,7 @@ class Answer:
         return {
             **self._head(self.kind), "choices": choices,
             **(self._prompt_place if self.kind == "chat.completion" else {}),
-            "usage": usage_of(done, self.prompts), "metrics": metrics,
+            "usage": self._used(done, [each.reasoning or "" for each in found]), "metrics": metrics,
         }  # fmt: skip
 
     def at_once(self, max_batch: int) -> int:
@@ -169,6 +170,7 @@ class Answer:
     def parsed(self, index: int, pieces: Sequence[Piece], event: Event | None = None) -> list[bytes]:
         """The messages of what a parser has found in what one round added; the first has the round's figures."""
         chunks = [self._delta(index, _delta_of(piece)) for piece in pieces]
+        self._thoughts.setdefault(index, []).extend(piece.text for piece in pieces if piece.kind == "reasoning")
         if event is not None:
             self._written += len(event.tokens)
             if not chunks and (self.has_logprobs or self.says_speculation):
@@ -191,10 +193,19 @@ class Answer:
         options = self.body.stream_options
         if not (self.says_speculation or (options is not None and options.include_usage)):
             return []
-        chunk = {**self._chunk([]), "usage": usage_of(done, self.prompts)}
+        thoughts = ["".join(pieces) for pieces in self._thoughts.values()]
+        chunk = {**self._chunk([]), "usage": self._used(done, thoughts)}
         if self.says_speculation:
             chunk["metrics"] = {"speculative_decoding": speculation_of(done)}
         return [as_line(chunk)]
+
+    def _used(self, done: Sequence[Completion], thoughts: Sequence[str]) -> dict[str, Any]:
+        thought = self.thinking_tokens(thoughts) if self.kind == "chat.completion" else None
+        return usage_of(done, self.prompts, thought)
+
+    def thinking_tokens(self, thoughts: Sequence[str]) -> int:
+        """Of what was thought, as its texts are tokenised."""
+        return sum(len(self.tokenizer.encode(each, add_special=False)) for each in thoughts if each)
 
     def _branch(self, branch: Branch) -> dict[str, Any]:
         spelt = [self.tokenizer.token_text(token) for token in branch.tokens]

@@ -209,13 +209,14 @@ async def write_all(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
-    """Tokens read and written; a prompt that several choices share counts once."""
+def usage_of(done: Sequence[Completion], prompts: int, thought: int | None = None) -> dict[str, Any]:
+    """Tokens read and written, and those of thinking; a prompt that several choices share counts once."""
     own, first = sum(each.tokens for each in done), done[:: max(1, len(done) // max(1, prompts))]
     read = sum(each.prompt_tokens for each in first)
     details = {"cached_tokens": sum(each.cached_tokens for each in first)}
     tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
-    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": _details_of(done)}
+    known = {} if thought is None else {"reasoning_tokens": thought}
+    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": known | _details_of(done)}
 
 
 def _details_of(done: Sequence[Completion]) -> dict[str, int]:

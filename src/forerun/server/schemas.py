@@ -19,13 +19,13 @@ from forerun.core.request import MOST_URGENT
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key",
             "prompt_cache_retention", "safety_identifier", "verbosity",
-            "include_obfuscation", "request_id")  # fmt: skip
+            "include_obfuscation", "request_id", "guided_decoding_backend")  # fmt: skip
 # fields of other servers that clients send with the value that changes nothing: only that value is taken
 _NEUTRAL: dict[str, Any] = {
     "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
-    "modalities": ["text"],
+    "modalities": ["text"], "guided_whitespace_pattern": None,
 }  # fmt: skip
 
 
@@ -154,11 +154,15 @@ class ResponseFormat(Body):
     grammar: str | None = Field(None, description="in Lark's form, or in llama.cpp's EBNF")
     structures: list[TagStructure] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = Field(None, description="of a structural tag: `triggered_tags` of JSON schemas")
 
 
 class StructuredOutputs(Body):
     """vLLM's field: one of what an answer must match, and how."""
 
+    neutral: ClassVar[dict[str, Any]] = {
+        "disable_fallback": False, "disable_additional_properties": False, "whitespace_pattern": None,
+    }  # fmt: skip
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None

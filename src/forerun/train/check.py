@@ -15,9 +15,10 @@ from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.drafters.heads.block_config import NAMES as BLOCKS
+from forerun.drafters.heads.block_config import BlockConfig
 from forerun.drafters.heads.block_head import read_block
 from forerun.drafters.heads.eagle import read_mtp
-from forerun.drafters.heads.eagle_head import NAMES, read_head
+from forerun.drafters.heads.eagle_head import NAMES, EagleConfig, read_head
 from forerun.drafters.heads.medusa import read_heads
 from forerun.drafters.heads.specdec import read_specdec
 from forerun.engine.driver import Driver
@@ -82,7 +83,8 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
         _check_vocabulary(block.vocab_size, target, block.target)
         _check_layers(block.layers, target, block.target)
         layers = f"{block.depth} layers of width {block.width}, {block.levels} tokens a pass"
-        return f"{BLOCKS[kind]}, {layers}, reads layers {', '.join(map(str, block.layers))}", block.target
+        about = f"{BLOCKS[kind]}, {layers}, reads layers {', '.join(map(str, block.layers))}, {_sees(block)}"
+        return about, block.target
     if kind == "specdec":
         found, _, _ = read_specdec(folder)
         _check_vocabulary(found.vocab_size, target, found.target)
@@ -94,7 +96,12 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
     layers = "the last row" if kind != "eagle3" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
     depth = f"{config.depth} layers, " if config.depth > 1 else ""
     size = f"{depth}{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
-    return f"{NAMES[config.kind]}, {size}, reads {layers}", config.target
+    return f"{NAMES[config.kind]}, {size}, reads {layers}, {_sees(config)}", config.target
+
+
+def _sees(config: EagleConfig | BlockConfig) -> str:
+    reaches = sorted({config.reach(i) for i in range(config.depth)})
+    return f"sees {' or '.join(map(str, reaches))} positions"
 
 
 def _check_layers(layers: Sequence[int], target: Target, trained_for: str) -> None:

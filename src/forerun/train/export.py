@@ -68,7 +68,7 @@ READERS = {
         layer_shift=-1,
         layers=3,
         deep=False,
-        lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
+        lacks=("window", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     ),
     "speculators": Reader("speculators", 'speculators.SpeculatorModel.from_pretrained("{folder}")', kinds=("eagle3",)),
     "eagle": Reader(
@@ -171,6 +171,12 @@ def _shift_layers(config: EagleConfig, by: int) -> EagleConfig:
 
 
 def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
+    ignored = [setting for setting in reader.lacks if getattr(config, setting)]
+    if ignored:
+        raise InvalidInput(
+            f"{name} ignores {', '.join(ignored)}, which this head was trained with, and would accept almost "
+            f"nothing of its drafts; train one without (forerun train {config.kind}), or export it to vllm"
+        )
     if config.kind != "eagle3":
         return
     if config.width != config.target_width and not reader.narrow:
@@ -180,12 +186,6 @@ def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
         )
     if config.depth > 1 and not reader.deep:
         raise InvalidInput(f"{name} reads heads of one layer and this one has {config.depth}; export it to vllm")
-    ignored = [setting for setting in reader.lacks if getattr(config, setting)]
-    if ignored:
-        raise InvalidInput(
-            f"{name} ignores {', '.join(ignored)}, which this head was trained with, and would accept almost "
-            f"nothing of its drafts; train one without (forerun train eagle3), or export it to vllm"
-        )
     if reader.layers is not None and len(config.layers) not in (0, reader.layers):
         raise InvalidInput(
             f"{name} reads {reader.layers} hidden layers and this head reads {len(config.layers)}; export it to vllm"
@@ -221,8 +221,9 @@ def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> No
     found, tensors = read_head(out)
     same = {name for name, weight in weights.items() if name in tensors and torch.equal(weight.cpu(), tensors[name])}
     wrong = sorted((weights.keys() | tensors.keys()) - same)
-    left_out = {"calibration": config.calibration, "rates": config.rates, "target": config.target}
-    if wrong or replace(found, **left_out) != config:  # type: ignore[arg-type]
+    kept = ("calibration", "rates", "target", "trained")
+    left_out = {name: getattr(config, name) for name in kept}
+    if wrong or replace(found, **left_out) != config:
         what = ", ".join(wrong) or json.dumps([str(found), str(config)])
         raise DamagedFile(f"{out} was written, but reads back otherwise ({what}); is the disk full?")
 

@@ -233,8 +233,9 @@ class Trainer:
     ) -> None:
         self.options, self.recipe, self.folder, self.accelerator = options, recipe, folder, accelerator
         self.device = recipe.truth_head().device
-        self.batches = Batches(corpus, corpus.training, options.batch_tokens, options.seed)
-        self.tests = Batches(corpus, corpus.held_back, options.batch_tokens, options.seed + 1)
+        tokens, packed = options.batch_tokens, options.packed
+        self.batches = Batches(corpus, corpus.training, tokens, options.seed, packed=packed)
+        self.tests = Batches(corpus, corpus.held_back, tokens, options.seed + 1, packed=packed)
         self.walked_texts = _other_texts(options, corpus, recipe.vocabulary.vocab_size)
         self.named = {n: p for n, p in recipe.module().named_parameters() if p.requires_grad}
         self.optimizer = self._make_optimizer()

@@ -15,6 +15,7 @@ Method = Literal[
     "draft-model", "early-exit",
 ]  # fmt: skip
 METHODS: tuple[Method, ...] = get_args(Method)
+EAGLES: tuple[Method, ...] = ("eagle", "eagle3", "hass", "mtp")
 BLOCKS: tuple[Method, ...] = ("dflash", "dflash2", "dspark", "peagle")  # block drafters
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
@@ -91,6 +92,9 @@ class TrainOptions:
     steps: int = told(2000, "Optimiser steps in all.")
     batch_tokens: int = told(16384, "Tokens per step.")
     max_length: int = told(512, "Longer sequences are cut.")
+    packed: bool = told(
+        False, "Fill rows of --max-length with several texts, end to end: long contexts out of short texts."
+    )
     lr: float | None = told(None, "Highest learning rate; default: the recipe's.")
     optimizer: Literal["adamw", "muon"] | None = told(None, "adamw or muon; default: muon for block drafters.")
     warmup: float = told(0.04, "Share of the steps over which the rate rises.")
@@ -125,7 +129,9 @@ class TrainOptions:
         "survival", "How a block's positions weigh: by how far its draft gets, or by --decay."
     )
     causal: bool = told(False, "A block's rows see only the rows before them, as in JetSpec.")
-    window: int = told(0, "Positions that all layers of a block drafter but the last see; 0 is all positions.")
+    window: int = told(
+        0, "Positions that the layers of an EAGLE or MTP head, or all but a block drafter's last, see; 0 is all."
+    )
     anchors: float = told(0.5, "Share of the answers' tokens at which blocks start, per step.")
     stored: Literal["bfloat16", "int8"] = told("bfloat16", "How a block drafter's matrices are written.")
     holdout: float = told(0.02, "Share of the prompts that are held back, one at least.")
@@ -153,9 +159,10 @@ class TrainOptions:
         _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
         fresh = self.method in ("draft-model", "early-exit", "specdec")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
-        for name in ("causal", "window"):
-            given = getattr(self, name)
-            _check(not given or self.method in BLOCKS, name, given, f"only for {', '.join(BLOCKS)}")
+        _check(not self.causal or self.method in BLOCKS, "causal", self.causal, f"only for {', '.join(BLOCKS)}")
+        windowed = (*EAGLES, *BLOCKS)
+        _check(not self.window or self.method in windowed, "window", self.window, f"only for {', '.join(windowed)}")
+        _check(not self.packed or self.method != "specdec", "packed", self.packed, "not for specdec")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")

@@ -216,7 +216,7 @@ def _accelerator() -> Any:
 
 _FREE = (
     "inner", "depth", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov", "markov_rank",
-    "confidence",
+    "confidence", "window", "windowed", "trained",
 )  # fmt: skip
 _HEADS = ("markov_head.", "candidate_selector.", "confidence_head.")  # beside the layers
 _BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # entries of a head's file that are not trained

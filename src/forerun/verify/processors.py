@@ -25,6 +25,7 @@ from forerun.core.types import Seq
 # token ids; or a mask [V] of booleans; or one bit per token, 32 to an int32, lowest first; None = everything
 Allowed = Sequence[int] | Tensor | None
 IMPOSSIBLE = -math.inf
+LAG = 256  # committed tokens of which AllowByState keeps the states: more than a round that is undone
 
 
 def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> dict[int, CannotSample]:
@@ -108,29 +109,52 @@ class AllowByState(Masks):
 
     The state after a prefix comes from that of the prefix without its last token, which is nearly always cached: a
     node's parent was seen just before, and a round starts where the last one ended. The latest `keep` are held.
+    Of a long output only the last tokens are looked at: one state stands for all before them.
     """
 
     def __init__(self, start: State, keep: int = 1024) -> None:
         self.keep = keep
-        self._start = start
-        self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
+        self._start = self._first = start  # of the output, and behind the trunk
+        self._trunk: Sequence[int] = ()  # the beginning of the output, read for good
+        self._compared: tuple[Sequence[int] | None, int] = None, 0  # whose beginning it is, and how long that was
+        self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()  # by the tokens behind the trunk
 
     def allowed(self, prefix: Prefix) -> Allowed:
-        return self.state(prefix.output).allowed()
+        return self.state(prefix).allowed()
 
-    def state(self, output: tuple[int, ...]) -> State:
-        """The state after an output."""
-        known = len(output)
-        while known and output[:known] not in self._states:
-            known -= 1
-        state = self._states[output[:known]] if known else self._start
-        for end in range(known + 1, len(output) + 1):
-            state = self._states[output[:end]] = state.after(output[end - 1])
-        if output:
-            self._states.move_to_end(output)
+    def state(self, prefix: Prefix) -> State:
+        """The state after a prefix."""
+        behind = self._behind_trunk(prefix)
+        known = next((size for size in range(len(behind), 0, -1) if behind[:size] in self._states), 0)
+        state = self._states[behind[:known]] if known else self._first
+        for end in range(known + 1, len(behind) + 1):
+            state = self._states[behind[:end]] = state.after(behind[end - 1])
+        if behind:
+            self._states.move_to_end(behind)
         while len(self._states) > self.keep:
             self._states.popitem(last=False)
         return state
+
+    def _behind_trunk(self, prefix: Prefix) -> tuple[int, ...]:
+        """The output behind the trunk. Once a round the trunk is compared, and grows; `LAG` tokens may be undone."""
+        committed, start = prefix.committed, prefix.prompt_length
+        if self._compared[0] is not committed or self._compared[1] != len(committed):
+            if self._trunk and committed[start : start + len(self._trunk)] != self._trunk:
+                self._trunk, self._first = (), self._start
+                self._states.clear()
+            if len(committed) - start - len(self._trunk) > 2 * LAG:
+                self._grow(tuple(committed[start + len(self._trunk) : -LAG]))
+                self._trunk = committed[start:-LAG]
+            self._compared = committed, len(committed)
+        return (*committed[start + len(self._trunk) :], *prefix.path)
+
+    def _grow(self, more: tuple[int, ...]) -> None:
+        """The trunk goes on with these tokens; what is known behind them stays known."""
+        for token in more:
+            self._first = self._first.after(token)
+        size = len(more)
+        left = ((key[size:], each) for key, each in self._states.items() if len(key) > size and key[:size] == more)
+        self._states = OrderedDict(left)
 
 
 def keep_allowed(logits: Tensor, allowed: Allowed) -> Tensor:

@@ -53,6 +53,17 @@ def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
     json.dumps(found)
 
 
+def test_lengths_that_differ_much_are_told_apart() -> None:
+    long = replace(COPYING, prompt=COPYING.prompt * 300)
+    found = document(evidence(FLAT, COPYING, long), SETUP, TableLM(8))
+    assert list(found["by_context"]["ngram"]) == ["<2k", "2-8k"]
+    (said,) = [line for line in in_words(found) if line.startswith("Tokens per round of ngram by tokens of context: ")]
+    assert "at <2k, " in said
+    short = document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8))
+    assert short["by_context"]["ngram"] == {}
+    assert not [line for line in in_words(short) if "by tokens of context" in line]
+
+
 def test_fresh_texts_are_not_and_it_says_so() -> None:
     found = document(evidence(STEEP, FRESH, FRESH), SETUP, TableLM(8))
     assert not found["pays"]

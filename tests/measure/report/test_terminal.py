@@ -51,6 +51,21 @@ def test_two_repeats_of_one_prompt_make_no_bracket(capsys: pytest.CaptureFixture
     assert "3.00 (" not in text
 
 
+def test_contexts_have_a_table_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    result = clear_gain()
+    assert "tokens of context" not in printed(capsys, result)
+    result["contenders"]["auto"]["by_context"] = {
+        "<2k": {"tokens_per_round": 2.5, "accepted_counts": [3, 4]},
+        "8-32k": {"tokens_per_round": 1.0, "accepted_counts": [0, 0]},
+    }
+    text = printed(capsys, result)
+    heads = text[text.index("By tokens of context") :].splitlines()[2].split()
+    assert heads == ["<2k", "8-32k"]
+    cells = row(text, "By tokens of context", "auto")
+    assert "2.50  0.75 (3 of 4)" in cells
+    assert "1.00  nothing drafted" in cells
+
+
 def test_the_warning_is_printed_before_and_after_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, clear_gain(busy=True, load_before=1.9))
     before, after = text.split("All tasks")

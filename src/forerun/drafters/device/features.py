@@ -55,11 +55,16 @@ NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class RowState:
-    """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
+    """What is known of one sequence's rows. Row t belongs to token `base` + t, and comes with the token after it.
+
+    Rows begin at the first token, unless the head has begun to draft for a text that another drafter had: then it knows
+    nothing of what comes before.
+    """
 
     seq_id: int
     place: int  # which ROOM rows it owns
     pages: Ints  # of its slots, by position
+    base: int = 0
     noise: Settings | None = None  # that its drafts share with the verifier
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
     read: int = 0  # rows whose keys and values are in the head's slots, were sent there, or are put off
@@ -277,7 +282,7 @@ class FeatureRows:
         With `least` 0 it may have no rows yet, as its prompt had one token. `coming`: tokens that it will get now.
         """
         state = self._states.get(seq.id) if least else self._with_room(seq, 0)
-        if state is None or not least <= len(state.after) == len(seq.tokens) + coming - 1:
+        if state is None or not least <= len(state.after) == len(seq.tokens) + coming - 1 - state.base:
             return None
         return state if len(state.after) <= self._model.max_length - DEEPEST else None
 
@@ -334,10 +339,12 @@ class FeatureRows:
         if any([one is not None and one.kept is not None for one in known]):  # noqa: C419 - quicker
             self._note_kept(seqs, committed_tokens(trees, verdict))
             return
+        tokens = trees.to_host()[0]
+        self._begin_late(seqs, [tokens[first] for first in trees.starts[:-1] if first < len(tokens)])
         if trees.form is None and trees.is_plain():
             self._observe_plain(seqs, scores, verdict)
             return
-        tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
+        paths, bonus = verdict.to_host()
         fresh, owners = list[Fresh](), dict[int, RowState]()
         places = range(len(seqs)) if verdict.outcome is None else verdict.outcome.trees
         spans = zip(trees.starts, trees.starts[1:], strict=False)
@@ -367,6 +374,17 @@ class FeatureRows:
             if state is not None and state.kept is not None:
                 state.after += tokens
                 state.read, state.kept = len(state.after) if state.kept else state.read, None
+
+    def _begin_late(self, seqs: Sequence[Seq], roots: Sequence[int]) -> None:
+        """Sequences that write, and of which rows are missing: theirs begin with this round."""
+        for seq, root in zip(seqs, roots, strict=False):
+            state, length = self._states.get(seq.id), len(seq.tokens)
+            if state is not None and state.base + len(state.after) == length - 1:
+                continue  # the usual case
+            if length > seq.prompt_length and root == seq.tokens[-1]:  # else a part of its prompt
+                self.forget(seq.id)
+                if (state := self._admit(seq, 0)) is not None:
+                    state.base = length - 1
 
     def _with_room(self, seq: Seq, rows: int) -> RowState | None:
         """A sequence with places and pages for so many more rows."""
@@ -449,7 +467,7 @@ class FeatureRows:
         """A sequence with places and pages for so many more rows; None where there are none, until it is forgotten."""
         state = self._states.get(seq.id)
         if state is None and self._free and seq.id not in self._left_out:
-            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES, settings_of(seq))
+            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES, noise=settings_of(seq))
         if state is not None and not self.has_room(state, state.seen + rows):
             self.forget(seq.id)
             state = None

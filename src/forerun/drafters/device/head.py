@@ -112,14 +112,14 @@ class HeadModel(Model):
             self.head = self._packed(weights.head)
             self.entry = None if weights.entry is None else self._packed(weights.entry)
             rope = self._rope(0)
-            self.layers = [self._layer_of(part, rope) for part in weights.layers]
+            self.layers = [self._layer_of(i, part, rope) for i, part in enumerate(weights.layers)]
             if self.whole:
                 self._lift(weights)
 
     def next_norm(self, layer: int) -> Tensor:
         return self._head_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
 
-    def _layer_of(self, weights: LayerWeights, rope: Tensor) -> Layer:
+    def _layer_of(self, index: int, weights: LayerWeights, rope: Tensor) -> Layer:
         return Layer(
             attention_norm=weights.input_norm.to(self.device, self.dtype),
             qkv=self._packed(weights.qkv),
@@ -130,7 +130,7 @@ class HeadModel(Model):
             gate_up=self._packed(weights.gate_up),
             down=self._packed(weights.down),
             rope=rope,
-            window=0,
+            window=self.config.windows[index] or 0,
         )
 
     def mixed(self, tokens: Tensor, carried: Tensor) -> Tensor:
@@ -490,12 +490,11 @@ def _head_weights(
     mixes, unused = config.kind == "eagle", torch.ones(config.width)
     norms = ("enorm", "hnorm") if config.kind == "mtp" else ("midlayer.input_layernorm", "midlayer.hidden_norm")
     token_norm, feature_norm = (weights.get(f"{name}.weight", unused) for name in norms)
-    prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
     return HeadWeights(
         embedding=target.model.embedding if own is None else own,
         token_norm=token_norm,
         feature_norm=feature_norm,
-        layers=[_layer_weights(config, weights, prefix, unused) for prefix in prefixes],
+        layers=[_layer_weights(config, weights, prefix, unused) for prefix in config.prefixes],
         norm=weights.get("norm.weight"),
         head=target.shared().head_rows(vocabulary.ids) if head is None else head,
         mix=weights["fc.weight"] if mixes else None,
@@ -525,8 +524,9 @@ def _layer_weights(config: EagleConfig, weights: Mapping[str, Tensor], at: str, 
 
 
 def _decoder_config(config: EagleConfig, longest: int, rows: int, qk_norm: bool) -> DecoderConfig:
-    """The head as a model whose vocabulary is the draft's."""
-    return DecoderConfig.from_hf(
+    """The head as a model whose vocabulary is the draft's, and which reads texts as long as the target does."""
+    reaches = [config.reach(i) for i in range(config.depth)]
+    found = DecoderConfig.from_hf(
         {
             "model_type": "qwen3" if qk_norm else "llama",
             "vocab_size": rows,
@@ -536,9 +536,11 @@ def _decoder_config(config: EagleConfig, longest: int, rows: int, qk_norm: bool)
             "num_attention_heads": config.heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,
-            "max_position_embeddings": min(config.max_length, longest),
+            "max_position_embeddings": longest,
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
             "tie_word_embeddings": False,
         }
     )
+    windows = tuple(None if reach >= longest else reach for reach in reaches)
+    return replace(found, windows=windows, ropes=(config.rope,))

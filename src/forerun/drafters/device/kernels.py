@@ -345,7 +345,8 @@ def _place(ints, at, start, real):
 
 
 @triton.jit(do_not_specialize=["sent", "rows", "groups_at", "B", "STEPS", "vocab", "MOST"])
-def begin(ints, accepted, path, roots, lanes, tokens_at, sent, rows, groups_at, B, STEPS, vocab, MOST):
+def begin(ints, accepted, path, roots, lanes, tokens_at, sent, rows, groups_at, B, STEPS, vocab, MOST,
+          UNREAD: tl.constexpr):  # fmt: skip
     """One sequence: the rows of its root and of the token before that, if it was not read; where the chain goes."""
     b = tl.program_id(0)
     known = ints + sent + b
@@ -358,7 +359,7 @@ def begin(ints, accepted, path, roots, lanes, tokens_at, sent, rows, groups_at, 
         before = tl.where(count == deep, end, -1)
         root_at += count + 1
     tl.store(roots + b, root.to(tl.int64))
-    for i in tl.static_range(2):
+    for i in tl.static_range(UNREAD):
         token = root if i == 0 else before
         real = ((start > 0) & ((i == 0) | (token >= 0))).to(tl.int32)
         at, row = (root_at - i) * real, i * B + b
@@ -370,6 +371,7 @@ def begin(ints, accepted, path, roots, lanes, tokens_at, sent, rows, groups_at, 
     tl.store(lanes + b, root_at * (start > 0).to(tl.int32))
     tl.store(lanes + MOST + b, start)
     tl.store(lanes + 2 * MOST + b, 0)
+    tl.store(lanes + 3 * MOST + b, tl.load(known + 6 * B))
 
 
 @triton.jit(do_not_specialize=["stride", "vocab", "MOST"])
@@ -381,8 +383,8 @@ def look(logits, lanes, noise, highs, spots, stride, vocab, MOST, CHUNK: tl.cons
     if NOISE:  # noqa: SIM102  (it is known when this is compiled)
         if tl.load(noise + 2 * MOST + b) > 0:
             factor = tl.load(noise + MOST + b).to(tl.float64, bitcast=True).to(tl.float32)
-            at = (tl.load(lanes + b) + 1 + tl.load(lanes + 2 * MOST + b)).to(tl.int64)
-            values = values * factor - log_exponential(tl.load(noise + b), at, n)
+            at = tl.load(lanes + b) + 1 + tl.load(lanes + 2 * MOST + b) + tl.load(lanes + 3 * MOST + b)
+            values = values * factor - log_exponential(tl.load(noise + b), at.to(tl.int64), n)
     best = tl.max(values, 0)
     tl.store(highs + b * tl.num_programs(1) + c, best)
     tl.store(spots + b * tl.num_programs(1) + c, tl.min(tl.where(values == best, n, vocab - 1), 0))

@@ -8,19 +8,18 @@ has read of each sequence; model_graphs.py the passes of a draft.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forerun.core.noise import mixed_seed
 from forerun.core.offer import Form
+from forerun.core.tree import Seconds
 from forerun.core.types import Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, committed_tokens
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
-from forerun.drafters.device.growth import Settings
-from forerun.drafters.device.model_graphs import PADDING, UNREAD, ChainGraphs, Lane
+from forerun.drafters.device.model_graphs import UNREAD, ChainGraphs, Lane
 from forerun.drafters.device.plan import DEEPEST, DraftMenu, trees_of
 from forerun.drafters.device.protocol import Seats, Unread
-from forerun.drafters.model.draft_law import has_noise
 from forerun.models.base import Target
 from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.target import CudaDecoder
@@ -29,6 +28,7 @@ from forerun.verify.warp import adjusts
 NEEDS = Needs()
 # sequences in a row that were read and never drafted for, after which prompts are not read at once
 IN_VAIN = 2
+UNTIMED = 8  # drafts whose seconds are not known yet, at most
 
 
 @dataclass(slots=True, eq=False)
@@ -165,16 +165,46 @@ class ModelViews:
             self.model.kv.extent(view.id).length = view.read
 
 
-class ModelDraft(DeviceDraft):
-    """Implements forerun.drafters.device.protocol.DeviceDrafter."""
+class ChainDraft(DeviceDraft):
+    """What drafts of ChainGraphs have in common: what each takes is timed on the device, and noted once it is known."""
 
     needs = NEEDS
 
+    def __init__(self, graphs: ChainGraphs, menu: DraftMenu) -> None:
+        super().__init__(menu, graphs.replays, graphs.trees)
+        self.graphs = graphs
+        self._timed = deque[tuple[int, Form, Seconds]](maxlen=UNTIMED)
+
+    def _draft_lanes(self, seqs: Sequence[Seq], lanes: Sequence[Lane], form: Form, farthest: int = 0) -> None:
+        """Draft for these lanes, one for each sequence."""
+        self._note_times()
+        bucket = self.menu.bucket(form, len(lanes))
+        self.graphs.draft_for(seqs, lanes, bucket, form.depth, farthest)
+        self._timed.append((bucket, form, self.graphs.clock.taken()))
+
+    def _note_times(self) -> None:
+        while self._timed:
+            bucket, form, seconds = self._timed[0]
+            if (taken := seconds()) is None:  # it is under way
+                return
+            self.menu.correct(bucket, form, taken)
+            del self._timed[0]
+
+    def _time(self, bucket: int, farthest: int = 0) -> None:
+        """Of all chains for a batch size, unless that was done; over padding."""
+        if self.replays.capture and not self.menu.is_timed(bucket, Form(1, 1, 1)):
+            first, further = self.graphs.time(bucket, farthest)
+            for depth in range(1, DEEPEST + 1):
+                self.menu.note(bucket, Form(depth, depth, 1), first + (depth - 1) * further)
+
+
+class ModelDraft(ChainDraft):
+    """Implements forerun.drafters.device.protocol.DeviceDrafter."""
+
     def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound | None = None) -> None:
         """`last` is the target's record of its last round; without it, every round is read before the next draft."""
-        self.graphs = ChainGraphs(model, vocab_size, last or LastRound(model.device))
-        replays = self.graphs.replays
-        super().__init__(DraftMenu(chains=True, graphs=replays), replays, self.graphs.trees)
+        graphs = ChainGraphs(model, vocab_size, last or LastRound(model.device))
+        super().__init__(graphs, DraftMenu(chains=True, graphs=graphs.replays))
         self.model, self.views, self._follows = model, ModelViews(model), last is not None
 
     def is_ready(self, seq: Seq) -> bool:
@@ -236,9 +266,7 @@ class ModelDraft(DeviceDraft):
 
     def _draft(self, seqs: Sequence[Seq], lanes: list[Lane], form: Form) -> frozenset[int]:
         """Draft for these lanes, one for each sequence; which of them are not padding."""
-        noise = [_noise_of(seq) if lane.pages else None for seq, lane in zip(seqs, lanes, strict=True)]
-        padding = [PADDING] * (self.menu.bucket(form, len(lanes)) - len(lanes))
-        self.graphs.draft([*lanes, *padding], form.depth, noise)
+        self._draft_lanes(seqs, lanes, form)
         real = [(seq, lane) for seq, lane in zip(seqs, lanes, strict=True) if lane.pages]
         for seq, lane in real:
             self.views.note_draft(seq, lane)
@@ -251,17 +279,9 @@ class ModelDraft(DeviceDraft):
 
     def _capture(self, target: CudaDecoder | None, bucket: int, form: Form, farthest: int) -> None:
         self.graphs.rehearse(bucket, form.depth, farthest)
-        if self.replays.capture and not self.menu.is_timed(bucket, form):  # in a short context
-            first, further = self.graphs.time(bucket)
-            for depth in range(1, DEEPEST + 1):
-                self.menu.note(bucket, Form(depth, depth, 1), first + (depth - 1) * further)
+        self._time(bucket)
         if target is not None:
             target.rehearse(trees_of(form, bucket), NEEDS, farthest)
-
-
-def _noise_of(seq: Seq) -> Settings | None:
-    """By what its tokens are drawn, where its verifier couples by noise; None = the likeliest are drafted."""
-    return (mixed_seed(seq.seed), 1.0 / seq.params.temperature) if has_noise(seq) else None
 
 
 def over_model(draft: ModelDraft, make_plain: Callable[[], Drafter]) -> OnDevice[ModelDraft]:

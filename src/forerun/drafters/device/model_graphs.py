@@ -13,22 +13,29 @@ A chain of k tokens is k passes and nothing that waits: the host sends a few int
 launches the first pass, which ends with the choice of a token, and such a pass again for every further token. All
 further passes of a batch size are replays of one graph, which counts for itself how far the draft is. What lies between
 passes is kernels on a GPU (kernels.py), and the same in torch elsewhere, step by step where nothing is captured.
+
+Where the target itself drafts (sparse.py), over some pages of its own cache, one token is unread, the root: its pass
+over the last draft has read all others. Positions are then those among the pages that a lane names, and rotations
+count the positions that were left out before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.noise import mixed_seed
+from forerun.core.types import Seq
 from forerun.drafters.device.growth import DraftNoise, Settings
 from forerun.drafters.device.plan import DEEPEST, MOST, aligned
+from forerun.drafters.model.draft_law import has_noise
 from forerun.models.cuda.device_trees import STEPS, LastRound
-from forerun.models.cuda.graphs import Replays, seconds_of
+from forerun.models.cuda.graphs import PassClock, Replays, seconds_of
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, splits_at, splits_to
 from forerun.models.cuda.target import CudaDecoder
@@ -36,7 +43,7 @@ from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 
 UNREAD = 2  # tokens per sequence that the first pass reads, at most
-KNOWN = 6  # integers of a sequence that the host sends, beside its pages
+KNOWN = 7  # integers of a sequence that the host sends, beside its pages
 
 
 class Lane(NamedTuple):
@@ -44,9 +51,10 @@ class Lane(NamedTuple):
 
     tokens: Sequence[int]  # not read yet, the root last; of no account where it follows an unread round
     pages: Sequence[int]  # of the draft model's slots, with room for the draft; none = nothing is drafted
-    first: int  # position of the first of these tokens
+    first: int  # position of the first of these tokens, among these pages
     follows: int = -1  # its tree in the last round, which was not read: `tokens` was that tree's root
     deep: int = 0  # tokens that were drafted in that round
+    skipped: int = 0  # positions that the pages leave out, all of them before the root
 
     @property
     def root_at(self) -> int:
@@ -65,11 +73,12 @@ class ChainForm:
 
     sequences: int  # B, a bucket
     splits: int  # of the context
+    unread: int = UNREAD
 
     @property
     def first(self) -> Size:
         """The roots, then what comes before each of them."""
-        return Size(UNREAD * self.sequences, UNREAD * self.sequences, self.splits)
+        return Size(self.unread * self.sequences, self.unread * self.sequences, self.splits)
 
     @property
     def further(self) -> Size:
@@ -97,19 +106,19 @@ class ChainForm:
         return self.passes_at + (DEEPEST - 1) * self.extent
 
 
-def plan_chain(lanes: Sequence[Lane], depth: int, farthest: int = 0) -> tuple[ChainForm, Ints]:
+def plan_chain(lanes: Sequence[Lane], depth: int, farthest: int = 0, unread: int = UNREAD) -> tuple[ChainForm, Ints]:
     """What is sent for a draft so deep, for as many lanes as a bucket has.
 
     `farthest` asks for as many splits as a context that long needs.
     """
     count, real = len(lanes), [lane for lane in lanes if lane.pages]
-    form = ChainForm(count, splits_to(max(farthest, 0, *(lane.farthest for lane in real)) + depth))
+    form = ChainForm(count, splits_to(max(farthest, 0, *(lane.farthest for lane in real)) + depth), unread)
     ints = np.zeros(KNOWN * count + sum(len(lane.pages) for lane in real), dtype=np.int32)
     table, at = ints[: KNOWN * count].reshape(KNOWN, count), KNOWN * count
     for b, lane in enumerate(lanes):
         before = lane.tokens[0] if len(lane.tokens) > 1 else -1  # unread beside the root
         start = MAX_ROWS + form.sent_at + at if lane.pages else 0
-        table[:, b] = lane.root_at, lane.tokens[-1], before, start, lane.follows, lane.deep
+        table[:, b] = lane.root_at, lane.tokens[-1], before, start, lane.follows, lane.deep, lane.skipped
         ints[at : at + len(lane.pages)] = lane.pages
         at += len(lane.pages)
     return form, ints
@@ -122,7 +131,7 @@ def complete(ints: Tensor, form: ChainForm, last: LastRound, vocab_size: int) ->
     it reads the round, and does not draft for that sequence from then on.
     """
     count, at = form.sequences, MAX_ROWS + form.sent_at
-    root_at, root, before, starts, follows, deep = ints[at : at + KNOWN * count].view(KNOWN, count)
+    root_at, root, before, starts, follows, deep, _ = ints[at : at + KNOWN * count].view(KNOWN, count)
     decided, trees = follows >= 0, follows.clamp(min=0).long()
     accepted, path = last.accepted[trees], last.tokens[trees]  # [B], and [B, STEPS] the path, then the bonus
     places = torch.stack((accepted, (accepted - 1).clamp_(min=0)), 1)
@@ -130,7 +139,7 @@ def complete(ints: Tensor, form: ChainForm, last: LastRound, vocab_size: int) ->
     whole = torch.where(accepted == deep, end, -1)  # accepted whole: its last token was never an input
     tokens = torch.stack((torch.where(decided, bonus, root), torch.where(decided, whole, before)))  # [2, B]
     first = torch.where(decided, root_at + accepted.int() + 1, root_at)
-    _write(ints, form, tokens.clamp(max=vocab_size - 1), first, starts)
+    _write(ints, form, tokens[: form.unread].clamp(max=vocab_size - 1), first, starts)
     return tokens[0]
 
 
@@ -139,40 +148,51 @@ def _write(ints: Tensor, form: ChainForm, tokens: Tensor, root_at: Tensor, start
 
     A row attends alone, to all before it and to itself. Rows that are not there attend to nothing.
     """
-    count, device = form.sequences, ints.device
-    steps = torch.arange(-2, DEEPEST, dtype=torch.int32, device=device)
-    steps = torch.cat((steps[2:3], steps[1:2], steps[3:]))[:, None]  # 0, -1, 1, 2, ...
+    count, unread, device = form.sequences, form.unread, ints.device
+    steps = torch.arange(-1, DEEPEST, dtype=torch.int32, device=device)
+    steps = torch.cat((steps[1:2], steps[2 - unread : 1], steps[2:]))[:, None]  # 0, -1, 1, 2, ...
     real = (starts > 0).expand(len(steps), count)
-    real = real & torch.cat((real[:1], tokens[1:] >= 0, real[2:]))
-    at = torch.where(real, root_at + steps, 0)  # [1 + DEEPEST, B]
+    real = real & torch.cat((real[:1], tokens[1:] >= 0, real[unread:]))
+    at = torch.where(real, root_at + steps, 0)  # [unread + DEEPEST - 1, B]
     pages = ints[(starts + at // PAGE).clamp_(max=len(ints) - 1)]  # of deeper drafts than this one, any
     slots = torch.where(real, pages * PAGE + at % PAGE, -1)
     lanes = torch.arange(count, dtype=torch.int32, device=device).expand_as(at)
-    lanes = torch.cat((lanes[:1], lanes[1:2] + count, lanes[2:]))  # rows of their passes
+    lanes = torch.cat((lanes[:1], lanes[1:unread] + count, lanes[unread:]))  # rows of their passes
     none, one = torch.zeros_like(at), torch.ones_like(at)
     groups = torch.stack((none, splits_at(at) + 1, lanes, one, none, at, none, starts.expand_as(at)), -1)
     groups = groups * real[..., None]
     own, rows, wide = ints[MAX_ROWS:], aligned(form.first.rows), aligned(count)
-    parts = own[: 3 * rows].view(3, rows)[:, : form.first.rows].view(3, UNREAD, count)
+    parts = own[: 3 * rows].view(3, rows)[:, : form.first.rows].view(3, unread, count)
     parts[0].copy_(tokens.clamp(min=0))
-    parts[1].copy_(at[:UNREAD])
-    parts[2].copy_(slots[:UNREAD])
-    own[3 * rows : form.passes_at].view(UNREAD, count, FIELDS).copy_(groups[:UNREAD])
+    parts[1].copy_(at[:unread])
+    parts[2].copy_(slots[:unread])
+    own[3 * rows : form.passes_at].view(unread, count, FIELDS).copy_(groups[:unread])
     passes = own[form.passes_at : form.sent_at].view(DEEPEST - 1, form.extent)
-    passes[:, :count].copy_(at[UNREAD:])
-    passes[:, wide : wide + count].copy_(slots[UNREAD:])
-    passes[:, 2 * wide :].copy_(groups[UNREAD:].flatten(1))
+    passes[:, :count].copy_(at[unread:])
+    passes[:, wide : wide + count].copy_(slots[unread:])
+    passes[:, 2 * wide :].copy_(groups[unread:].flatten(1))
 
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 PADDING = Lane((0,), (), 0)
 
 
+def noise_of(seq: Seq) -> Settings | None:
+    """By what its tokens are drawn, where its verifier couples by noise; None = the likeliest are drafted."""
+    return (mixed_seed(seq.seed), 1.0 / seq.params.temperature) if has_noise(seq) else None
+
+
 class ChainGraphs:
     """Drafts chains for sequences of one CUDA decoder."""
 
-    def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound, fused: bool | None = None) -> None:
-        """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided."""
+    def __init__(
+        self, model: CudaDecoder, vocab_size: int, last: LastRound, fused: bool | None = None, is_target: bool = False
+    ) -> None:
+        """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided.
+
+        `is_target`: the model is the target itself.
+        """
+        self.is_target, self.clock = is_target, PassClock(model.device)
         self.fused = model.kernels == "triton" if fused is None else fused  # by kernels, or in plain torch
         self.model, self._last, device = model, last, model.device
         self.replays = Replays(device, capture=model.kernels == "triton")
@@ -186,21 +206,32 @@ class ChainGraphs:
             self._tokens = torch.zeros(MOST, dtype=torch.int32, device=device)  # of the next pass
             self._now = torch.zeros(2 * MOST + FIELDS * MOST, dtype=torch.int32, device=device)  # its integers
             self._count = torch.zeros(1, dtype=torch.long, device=device)  # tokens drafted so far
-            # of each sequence, for kernels: the root's position, where its pages start, tokens drafted so far
-            self._lanes = torch.zeros(3, MOST, dtype=torch.int32, device=device)
+            # of each sequence, for kernels: the root's position, where its pages start, tokens drafted so far, and
+            # positions left out
+            self._lanes = torch.zeros(4, MOST, dtype=torch.int32, device=device)
 
     @torch.no_grad()
     def draft(
         self, lanes: Sequence[Lane], depth: int, noise: Sequence[Settings | None] = (), farthest: int = 0
     ) -> None:
         """Leave a chain so deep behind the root of every lane in `trees`; `noise`: by which tokens are drawn."""
-        form, ints = plan_chain(lanes, depth, farthest)
+        form, ints = self._plan(lanes, depth, farthest)
         self.ints.send(ints, form.sent_at)
         self.noise.send(noise)
+        self.clock.start()
         self._do_first(form)
         for _ in range(depth - 1):
             self._do_further(form)
         self._do_layout(len(lanes), depth)
+        self.clock.stop()
+
+    def draft_for(self, seqs: Sequence[Seq], lanes: Sequence[Lane], bucket: int, depth: int, farthest: int = 0) -> None:
+        """For these lanes, one for each sequence, and as much padding as the bucket has room for."""
+        noise = [noise_of(seq) if lane.pages else None for seq, lane in zip(seqs, lanes, strict=True)]
+        self.draft([*lanes, *[PADDING] * (bucket - len(lanes))], depth, noise, farthest)
+
+    def _plan(self, lanes: Sequence[Lane], depth: int, farthest: int) -> tuple[ChainForm, Ints]:
+        return plan_chain(lanes, depth, farthest, 1 if self.is_target else UNREAD)
 
     def rehearse(self, bucket: int, depth: int, farthest: int) -> None:
         """Capture a draft for a batch size, in contexts up to `farthest`; its passes are written nowhere."""
@@ -209,9 +240,9 @@ class ChainGraphs:
         self.noise.rehearse(both)
         self._do_layout(bucket, depth)
 
-    def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
-        """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
-        both = self._padded(bucket, 0)
+    def time(self, bucket: int, farthest: int = 0, repeats: int = 3) -> tuple[float, float]:
+        """Seconds of the first pass and of a further one with its choice, on the device, over padding."""
+        both = self._padded(bucket, farthest)
         both()
         works = (lambda: both(further=False)), both
         one, two = (seconds_of(work, self.model.device, repeats) for work in works)
@@ -219,7 +250,7 @@ class ChainGraphs:
 
     def _padded(self, bucket: int, farthest: int) -> Callable[..., None]:
         """The first two passes of a draft, or the first alone, over padding."""
-        form, ints = plan_chain([PADDING] * bucket, 2, farthest)
+        form, ints = self._plan([PADDING] * bucket, 2, farthest)
         self.ints.send(ints, form.sent_at)
         self.noise.is_on = False
 
@@ -252,7 +283,7 @@ class ChainGraphs:
         parts = ints[MAX_ROWS : MAX_ROWS + 3 * rows].view(3, rows)[:, : size.rows]
         groups = ints[MAX_ROWS + 3 * rows : MAX_ROWS + form.passes_at].view(size.groups, FIELDS)
         tokens, positions, slots = parts.unbind(0)
-        self._run(Run(size, ints, tokens, positions, slots, groups), form.scored)
+        self._run(Run(size, ints, tokens, positions, slots, groups), form, form.scored)
         self._take_tokens(form)
 
     def _further(self, form: ChainForm) -> None:
@@ -265,12 +296,19 @@ class ChainGraphs:
             now.copy_(passes.index_select(0, self._count - 1)[0])
         groups = now[2 * wide :].view(count, FIELDS)
         positions, slots = now[:count], now[wide : wide + count]
-        self._run(Run(size, self.ints.all, self._tokens[:count], positions, slots, groups), count)
+        self._run(Run(size, self.ints.all, self._tokens[:count], positions, slots, groups), form, count)
         self._take_tokens(form)
 
-    def _run(self, run: Run, scored: int) -> None:
-        model = self.model
-        run_pass(model.passes.steps, model.model, model.buffers, run, (), scored)
+    def _run(self, run: Run, form: ChainForm, scored: int) -> None:
+        model, rotated = self.model, None
+        if self.is_target:
+            rotated = replace(run, positions=run.positions + self._skipped(form))
+        run_pass(model.passes.steps, model.model, model.buffers, run, (), scored, rotated=rotated)
+
+    def _skipped(self, form: ChainForm) -> Tensor:
+        """[B] as the host sent it."""
+        at = MAX_ROWS + form.sent_at + (KNOWN - 1) * form.sequences
+        return self.ints.all[at : at + form.sequences]
 
     def _take_tokens(self, form: ChainForm) -> None:
         """The likeliest token behind every row, or the one that the verifier's noise would draw."""
@@ -280,7 +318,7 @@ class ChainGraphs:
             self._choose(form, logits)
             return
         # a root's position; the token drafted first is one behind it, which DraftNoise counts from the row before it
-        before = self.ints.all[first : first + count] - 1 + self._count
+        before = self.ints.all[first : first + count] - 1 + self._count + self._skipped(form)
         chosen = self.noise.of(before, 1)(logits, 0).argmax(-1)
         self._drafted[:, :count].index_copy_(0, self._count, chosen[None])
         self._tokens[:count].copy_(chosen)
@@ -293,7 +331,7 @@ class ChainGraphs:
         kernels.begin[(form.sequences,)](
             self.ints.all, self._last.accepted, self._last.tokens, self._roots, self._lanes, MAX_ROWS,
             MAX_ROWS + form.sent_at, rows, MAX_ROWS + 3 * rows, form.sequences, STEPS, self.model.vocab_size, MOST,
-            num_warps=1,
+            UNREAD=form.unread, num_warps=1,
         )  # fmt: skip
 
     def _choose(self, form: ChainForm, logits: Tensor) -> None:

@@ -234,6 +234,7 @@ FILLED = 0.9  # of a pass, at least, by trees that branch
 UNKNOWN, MODEL_RATES = ((0.6, 0.1, 0.05, 0.03, 0.02),), ((0.75,),)
 # seconds per level before any was timed: about the time to read a head's weights, or a draft model's
 HEAD_LEVEL, MODEL_LEVEL = 2e-4, 1e-3
+NEWEST_DRAFT, LEAST_CHANGE = 0.1, 0.005  # weight of the last draft's seconds, and a change too small to be noted
 PASS, ROW = 2e-3, 1e-5  # seconds of a target's pass, and of a row more: what says which forms are captured first
 UNREAD = 4 * DEEPEST  # tokens that a draft may lie behind those that the host has read, at most
 
@@ -279,13 +280,18 @@ class DraftMenu:
         rates: Sequence[Sequence[float]] = (),
         *,
         chains: bool = False,
+        switches: bool | None = None,
         widest: int = MAX_ROWS,
         graphs: Replays | None = None,
     ) -> None:
-        """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most."""
+        """`rates`: how often tokens of each level and rank are accepted; `widest`: children of a node, at most.
+
+        `switches`: None = as heads do, not draft models.
+        """
         self.forms: tuple[Form, ...] = CHAINS if chains else FORMS
         self.buckets: tuple[int, ...] = CHAIN_BUCKETS if chains else BUCKETS
-        self.switches = not chains  # a draft model has read the roots of its own chains alone
+        # a draft model has read the roots of its own chains alone
+        self.switches = not chains if switches is None else switches
         self.complete_to = 0
         self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
         self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
@@ -371,6 +377,20 @@ class DraftMenu:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
         self._found.clear()
+
+    def correct(self, bucket: int, form: Form, seconds: float) -> None:
+        """A draft in mid-text took so long: all forms for so many sequences are timed behind other contexts than these.
+
+        A pause of the machine counts little.
+        """
+        known = self._seconds.get((bucket, form))
+        if not known:
+            return
+        ratio = 1.0 + NEWEST_DRAFT * (min(seconds / known, 2.0) - 1.0)
+        if abs(ratio - 1.0) >= LEAST_CHANGE:
+            for one in [key for key in self._seconds if key[0] == bucket]:
+                self._seconds[one] *= ratio
+            self._found.clear()
 
     def is_timed(self, bucket: int, form: Form) -> bool:
         return (bucket, form) in self._seconds

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
-from forerun.core.errors import DamagedFile, InvalidInput
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
 from forerun.models.native.pass_rows import HiddenRows, LayerRows
+from forerun.models.rope import RopeConfig
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -95,6 +96,9 @@ class Meter:
 Piece = tuple[Sequence[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
 
 
+SURPLUS = 256  # rows that are worth forgetting
+
+
 class ObservedRows:
     """Hidden rows of one sequence that were observed and that the head has not read yet."""
 
@@ -124,6 +128,19 @@ class ObservedRows:
         whole = [([rows], range(len(rows))) for rows in self._features]
         self.tokens, noted, self.features = [], self._noted, []
         return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
+
+    def keep_last(self, count: int) -> None:
+        """Forget rows that were not read yet, all but about so many, where no draft will depend on them."""
+        surplus = len(self.tokens) - count
+        if surplus < SURPLUS:
+            return
+        tokens, pieces = self.tokens[surplus:], self.take()
+        for layers, rows in pieces:
+            if surplus < len(rows):
+                some = rows[surplus:]
+                self._noted.append((layers, slice(some.start, some.stop) if isinstance(some, range) else list(some)))
+            surplus = max(0, surplus - len(rows))
+        self.tokens = tokens
 
     def note(self, layers: Sequence[Tensor], rows: slice | list[int]) -> None:
         """Add rows of a pass; rows on a device may be overwritten by the next pass and are copied at once."""
@@ -269,7 +286,11 @@ class HeadShape:
     target_width: int
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    max_length: int = 2048
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # as the file has it; empty = none
+    max_length: int = 2048  # positions that its file names
+    trained: int = 0  # tokens of the longest texts that it learnt from; 0 = as many as its file names positions
+    window: int = 0  # positions that a row of a windowed layer sees, its own included
+    windowed: tuple[bool, ...] = ()  # of each layer; () = none
     target: str = ""  # what it was trained for
     calibration: Calibration = field(default_factory=Calibration)
     rates: tuple[tuple[float, ...], ...] = ()  # [levels][ranks] how often right, given that the path was
@@ -277,6 +298,28 @@ class HeadShape:
     @property
     def feature_width(self) -> int:
         return self.target_width * max(1, len(self.layers))
+
+    @property
+    def rope(self) -> RopeConfig:
+        values = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_length}
+        rope = RopeConfig.from_hf(self.rope_scaling, values, self.head_dim)
+        if rope.has_regimes or rope.dims < self.head_dim:
+            raise UnsupportedModel(
+                f"the head's rotary positions are {rope.kind} over {rope.dims} of {self.head_dim} dimensions: only "
+                "whole ones that are the same at every length are run here; use another head"
+            )
+        return rope
+
+    def window_of(self, layer: int) -> int:
+        """Positions that a row of this layer sees, its own included; 0 = the file names no window."""
+        return self.window if self.windowed and self.windowed[layer] else 0
+
+    def reach(self, layer: int) -> int:
+        """The same in any layer. Without a window it is the length that the head was trained for.
+
+        Rotary positions are relative: in a longer text a row then sees no distance that is new to the head.
+        """
+        return self.window_of(layer) or min(self.max_length, self.trained or self.max_length)
 
     def layer_weights(self, into: int) -> Sizes:
         """Of one layer whose attention reads rows of width `into`."""
@@ -294,6 +337,7 @@ class HeadShape:
 
     def check(self, folder: Path, weights: Mapping[str, Tensor], needed: Sizes, optional: Sizes) -> None:
         """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
+        self.rope  # noqa: B018 - raises where it is none of ours
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise DamagedFile(
                 f"config.json of {folder} says {self.heads} heads on {self.kv_heads} of keys, "
@@ -310,7 +354,11 @@ class HeadShape:
             check_weight(folder, weights, name, shape)
 
     def layer_json(self, family: str, depth: int, **more: bool) -> dict[str, Any]:
+        types = [_SLIDING if slides else _WHOLE for slides in self.windowed]
+        spans = {"layer_types": types, "sliding_window": self.window, "use_sliding_window": True}
         return {
+            **(spans if self.window else {}),
+            **({"rope_scaling": dict(self.rope_scaling)} if self.rope_scaling else {}),
             "model_type": family,
             "hidden_size": self.width,
             "intermediate_size": self.inner,
@@ -335,7 +383,8 @@ class HeadShape:
         }
 
     def measured_json(self) -> dict[str, Any]:
-        return {"calibration": asdict(self.calibration), "rates": self.rates}
+        found = {"calibration": asdict(self.calibration), "rates": self.rates}
+        return found | ({"trained_length": self.trained} if self.trained else {})
 
 
 def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,6 +395,8 @@ def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
     shape = {**values, **settings_in(values, "transformer_layer_config")}
     width, heads, vocab = (size_in(shape, n) for n in ("hidden_size", "num_attention_heads", "vocab_size"))
     rope = settings_in(shape, "rope_parameters") or settings_in(shape, "rope_scaling")
+    plain = ("default", "mrope")  # the latter of pictures; of text alone it is a plain one
+    is_scaled = (rope.get("rope_type") or rope.get("type") or "default") not in plain
     ours = settings_in(values, "forerun")
     trained_for = settings_in(settings_in(values, "speculators_config"), "verifier").get("name_or_path")
     return {
@@ -359,11 +410,30 @@ def shape_in(values: Mapping[str, Any]) -> dict[str, Any]:
         "target_width": size_in(values, "target_hidden_size", width),
         "norm_eps": float(shape.get("rms_norm_eps") or 1e-5),
         "rope_theta": float(shape.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if is_scaled else {},
         "max_length": size_in(shape, "max_position_embeddings", 2048),
+        "trained": size_in(ours, "trained_length") if ours.get("trained_length") else 0,
         "target": str(values.get("target_model") or trained_for or ""),
         "calibration": Calibration(**settings_in(ours, "calibration")),
         "rates": rates_in(ours),
     }
+
+
+_SLIDING, _WHOLE = "sliding_attention", "full_attention"
+
+
+def windows_in(own: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """`window` and `windowed` of a head of so many layers, as Hugging Face, speculators and vLLM name them."""
+    types = own.get("layer_types")
+    if types is None and own.get("use_sliding_window"):
+        whole = own.get("max_window_layers", 0)
+        types = [_WHOLE if i < whole else _SLIDING for i in range(depth)]
+    if types is not None and (len(types) != depth or not set(types) <= {_SLIDING, _WHOLE}):
+        raise ValueError(f"layer_types = {types!r:.60}")
+    if _SLIDING not in (types or ()):
+        return {}
+    window = size_in(own, "swa_window_size" if own.get("use_swa") else "sliding_window")
+    return {"window": window, "windowed": tuple(one == _SLIDING for one in types or ())}
 
 
 def vocabulary_of(shape: HeadShape, weights: Mapping[str, Tensor]) -> DraftVocabulary:

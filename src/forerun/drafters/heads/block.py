@@ -40,7 +40,8 @@ from forerun.drafters.heads.base import (
 )
 from forerun.drafters.heads.block_config import BlockKind
 from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
-from forerun.drafters.heads.eagle_head import attend_to, default_layers
+from forerun.drafters.heads.eagle_head import default_layers
+from forerun.drafters.heads.eagle_torch import attend_to
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target
@@ -205,7 +206,7 @@ class BlockRunner:
         rows, slots, features = list[int](), list[int](), list[Tensor]()
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + self.head.config.rows)
-            first = self.cache.lengths[seq.id]
+            first = observed.seen - len(observed.tokens)  # some before these may never be read
             rows += [self.cache.rows[seq.id]] * (observed.seen - first)
             slots += range(first, observed.seen)
             features += observed.features
@@ -274,7 +275,8 @@ class BlockRunner:
         kv = self.cache.view(ids, base + size)
         starts = torch.tensor(lengths, device=head.device)
         masks: Sequence[Tensor | None] = [None] * head.config.depth
-        if len(ids) > 1 or any(any(head.config.span(i)) for i in range(head.config.depth)):
+        nearest = min(map(head.config.reach, range(head.config.depth)))
+        if len(ids) > 1 or base + size > nearest or any(head.config.span(i)[1] for i in range(head.config.depth)):
             # slots between a sequence's length and the longest's hold nothing of its own
             slots, places = torch.arange(base, device=head.device), torch.arange(size, device=head.device)
             places = starts[:, None] + places  # [B, R]
@@ -463,6 +465,7 @@ class BlockDrafter:
     def __init__(self, head: BlockHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
+        self._depends_on = max(map(head.config.reach, range(head.config.depth)))  # rows
         self._sequences: dict[int, ObservedRows] = {}
         self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
         self._pass, self._growth = Meter(clock), Meter(clock)
@@ -509,12 +512,7 @@ class BlockDrafter:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
         rows, laws = [[-1] for _ in seqs], list[Tensor]()
         config = self.head.config
-        live = [
-            b
-            for b, seq in enumerate(seqs)
-            if is_ready(self._sequences.get(seq.id), seq, budgets[b])
-            and len(seq.tokens) + config.rows <= config.max_length
-        ]
+        live = [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
         for drawn in (False, True):
             which = [b for b in live if self._draws(seqs[b]) == drawn]
             if not which:
@@ -542,6 +540,9 @@ class BlockDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
+        if not self.head.config.reads_rows:
+            for seq in seqs:
+                self._sequences[seq.id].keep_last(self._depends_on)
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from forerun.drafters.heads.base import HeadShape, shape_in
+from forerun.drafters.heads.base import HeadShape, shape_in, windows_in
 from forerun.drafters.heads.formats import config_of, settings_in, size_in
 
 BlockKind = Literal["dflash", "dspark", "peagle"]
@@ -22,7 +22,6 @@ NAMES: Mapping[str, str] = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P
 _MODELS = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel", "peagle": "PEagleDraftModel"}
 _BLOCKS = {"dflash": 16, "dspark": 8, "peagle": 8}  # rows of a block where a file does not say
 CANDIDATES = 64  # tokens of a position that a tree is grown from
-_SLIDING, _WHOLE = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +33,6 @@ class BlockConfig(HeadShape):
     rows: int  # of a block: the root and the masks
     mask_token: int
     first: int  # the first row that predicts: 0 = the root's own, 1 = the first mask's
-    window: int = 0  # positions that a row of a windowed layer sees to either side, its own included
-    windowed: tuple[bool, ...] = ()  # of each layer; () = none
     causal: Causal = "none"
     taps: int = 0  # of the convolutions: a row and so many less one before it; 0 = no convolutions
     group: int = 1  # neighbouring columns that share what a row adds to their taps
@@ -58,7 +55,7 @@ class BlockConfig(HeadShape):
 
     def span(self, layer: int) -> tuple[int, bool]:
         """The window of a layer, 0 = all positions; and whether a row sees those after it."""
-        slides = self.window if self.windowed and self.windowed[layer] else 0
+        slides = self.window_of(layer)
         return slides, self.causal == "all" or (self.causal == "windowed" and slides > 0)
 
     @classmethod
@@ -98,9 +95,6 @@ class BlockConfig(HeadShape):
             "sample_from_anchor": not self.first,
             "forerun": {"format": self.kind, **self.measured_json()},
         }
-        if self.window:
-            types = [_SLIDING if slides else _WHOLE for slides in self.windowed]
-            values |= {"layer_types": types, "sliding_window": self.window, "use_sliding_window": True}
         if self.reads_rows:
             residual = {"norm_before_residual": self.norm_before_residual}
             ids = {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
@@ -168,21 +162,12 @@ def _spans_in(own: Mapping[str, Any], depth: int, kind: BlockKind) -> dict[str, 
     vLLM, speculators and SpecForge agree: where a file says nothing, windowed layers are causal inside the block and
     others are not. DeepSpec's windows (`use_swa`) look both ways.
     """
-    types = own.get("layer_types")
-    if types is None and own.get("use_sliding_window"):
-        whole = own.get("max_window_layers", 0)
-        types = [_WHOLE if i < whole else _SLIDING for i in range(depth)]
-    if types is not None and (len(types) != depth or not set(types) <= {_SLIDING, _WHOLE}):
-        raise ValueError(f"layer_types = {types!r:.60}")
-    windowed = tuple(one == _SLIDING for one in types or ())
+    windows = windows_in(own, depth)
     given = (own.get(key) for key in ("causal", "causal_head", "is_causal"))
     says = True if kind == "peagle" else next((one for one in given if one is not None), None)
     both_ways = own.get("use_swa") or own.get("sliding_window_non_causal")
     causal = ("all" if says else "none") if says is not None else "none" if both_ways else "windowed"
-    if not any(windowed):
-        return {"causal": "all" if causal == "all" else "none"}
-    window = size_in(own, "swa_window_size" if own.get("use_swa") else "sliding_window")
-    return {"window": window, "windowed": windowed, "causal": causal}
+    return windows | {"causal": causal if windows or causal == "all" else "none"}
 
 
 def _markov_in(own: Mapping[str, Any]) -> Markov:
@@ -196,8 +181,6 @@ def _markov_in(own: Mapping[str, Any]) -> Markov:
 def _refuse_unknown(own: Mapping[str, Any]) -> None:
     """Variants whose layers compute something else: they would load, and draft what is never accepted."""
     kind, mode, shape = own.get("markov_head_type"), own.get("attention_mode"), own.get("projector_type")
-    rope = settings_in(own, "rope_parameters") or settings_in(own, "rope_scaling")
-    turns = rope.get("rope_type") or rope.get("type")
     for unknown, what in (
         (own.get("fc_layernorm") or own.get("fc_norm"), "norms on every feature"),
         (own.get("norm_before_fc"), "a norm in front of its fc"),
@@ -207,7 +190,6 @@ def _refuse_unknown(own: Mapping[str, Any]) -> None:
         (kind not in (None, "vanilla", "gated"), f"a Markov head of the type {kind!r:.40}"),
         (mode not in (None, "gqa"), f"attention of the type {mode!r:.40}"),
         (shape not in (None, "dflash", "dflash2", "dspark"), f"a head of the type {shape!r:.40}"),
-        (turns not in (None, "default"), f"rotary positions of the type {turns!r:.40}"),
         (own.get("input_embedding_scale") not in (None, 1.0), "scaled embeddings"),
         (own.get("output_multiplier") not in (None, 1.0), "scaled logits"),
         (own.get("final_logit_softcapping"), "capped logits"),

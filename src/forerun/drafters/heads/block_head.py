@@ -39,7 +39,6 @@ from forerun.drafters.heads.formats import Matrix, read_config, read_tensors, re
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
-from forerun.models.rope import RopeConfig
 
 _EMBEDDED = 8192  # tokens whose rows of the Markov head are made at a time
 # layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
@@ -54,10 +53,10 @@ def masks_of(config: BlockConfig, places: Tensor, keys: Tensor, valid: Tensor) -
     ahead = keys[:, None, None] - places[:, None, :, None]  # [B, 1, R, S]
     made: dict[tuple[int, bool], Tensor] = {}
     for i in range(config.depth):
-        window, causal = span = config.span(i)
+        causal, reach = (span := config.span(i))[1], config.reach(i)
         if span not in made:
             seen = valid[:, None, None].expand_as(ahead) if not causal else valid[:, None, None] & (ahead <= 0)
-            made[span] = seen & (ahead.abs() < window) if window else seen
+            made[span] = seen & (ahead.abs() < reach) if keys.shape[1] > reach else seen
     return [made[config.span(i)] for i in range(config.depth)]
 
 
@@ -173,7 +172,7 @@ class BlockHead:
                 head = self._shared.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
             self._lm_head = Matrix(head)
             self._read_markov(maybe, head)
-        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
+        rope = config.rope
         self._rotations = Rotations(rope, self.device)
 
     def _read_markov(self, maybe: Callable[[str], Tensor | None], head: Tensor) -> None:

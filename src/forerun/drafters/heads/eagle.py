@@ -33,17 +33,9 @@ from forerun.drafters.heads.base import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.heads.eagle_head import (
-    Attend,
-    EagleConfig,
-    EagleHead,
-    HeadLayer,
-    Kind,
-    TorchRunner,
-    default_layers,
-    read_head,
-)
+from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, default_layers, read_head
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
+from forerun.drafters.heads.eagle_torch import TorchRunner
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
@@ -97,6 +89,7 @@ class EagleDrafter:
         self.head, self.sampled = head, sampled
         config = head.config
         self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
+        self._depends_on = config.depends_on
         self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
         self._first, self._further = Meter(clock), Meter(clock)  # levels: the first reads new rows too, and costs more
@@ -152,12 +145,7 @@ class EagleDrafter:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
         rows = [[-1] for _ in seqs]
         laws: list[Tensor] = []
-        limit = self.head.config.max_length
-        live = [
-            b
-            for b, seq in enumerate(seqs)
-            if is_ready(self._sequences.get(seq.id), seq, budgets[b]) and len(seq.tokens) + budgets[b].depth <= limit
-        ]
+        live = [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
         chosen = [b for b in live if not self._draws(seqs[b])]
         drawn = [b for b in live if self._draws(seqs[b])]
         if chosen:
@@ -178,7 +166,7 @@ class EagleDrafter:
     def _draft_alone(self, seq: Seq, budget: Budget) -> Tree | None:
         """One sequence's tree of chosen nodes in one go, as in most rounds on a CPU; None where that cannot be."""
         observed = self._sequences.get(seq.id)
-        if not is_ready(observed, seq, budget) or len(seq.tokens) + budget.depth > self.head.config.max_length:
+        if not is_ready(observed, seq, budget):
             return [seq.tokens[-1]], [-1]
         assert observed is not None
         if self._draws(seq) or len(observed.tokens) > PROMPT:
@@ -209,6 +197,8 @@ class EagleDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
+        for seq in seqs:
+            self._sequences[seq.id].keep_last(self._depends_on)
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)
@@ -235,7 +225,8 @@ def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHe
         if shared is None or not shared.layers:
             raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
         config = replace(config, layers=default_layers(len(shared.layers)))
-    if NativeHead.supports(config, target.device):
+    normed = any(name.endswith("q_norm.weight") for name in weights)  # queries and keys, which no kernel of ours does
+    if NativeHead.supports(config, target.device) and not normed:
         return NativeHead(config, weights, shared)
     return EagleHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 

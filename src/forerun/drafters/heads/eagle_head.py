@@ -1,4 +1,4 @@
-"""EagleHead: an EAGLE head's shape, files, weights, and a pass over any rows in torch; TorchRunner drafts with it.
+"""EagleHead: an EAGLE head's shape, files, weights, and a pass over any rows in torch.
 
 Row t of the head is made of the target's feature of token t and the embedding of token t + 1, and predicts token t + 2.
 Steps beyond the committed sequence use the head's own output as the feature. The caller decides what a row attends to.
@@ -11,15 +11,11 @@ forerun.drafters.heads.eagle) reads what EAGLE-1 does, behind norms.
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
 whatever the folder holds; speculators' layout is read too. Layers behind the first are `layers.1.*` and so on.
 Embedding and LM head may be absent: the target shares its own.
-
-`TorchRunner` runs a head in torch, on any device, and is the reference for the native one. Rows that are new since a
-sequence's last draft are run with the target's true features; then one frontier per level is written behind them, each
-node seen by its own descendants only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,17 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.core.types import Budget, Seq
-from forerun.drafters.heads.base import (
-    Calibration,
-    HeadShape,
-    ObservedRows,
-    Sizes,
-    checked_shared,
-    shape_in,
-    vocabulary_of,
-)
+from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
+from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of, windows_in
 from forerun.drafters.heads.formats import (
     Matrix,
     config_of,
@@ -52,12 +39,10 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import LogitRanks
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
-from forerun.models.rope import RopeConfig
 
 # q [N, H, Dh], k and v [N, Hkv, Dh] of a layer, and which layer it is -> [N, H Dh]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -129,15 +114,27 @@ class EagleConfig(HeadShape):
     norm_before_residual: bool = False
     family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.mtp_layer)
 
+    @property
+    def depends_on(self) -> int:
+        """Rows, the last one included, that a draft behind the last row depends on."""
+        return 1 + sum(self.reach(i) - 1 for i in range(self.depth))
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Of the weights of each layer."""
+        return ["midlayer.", *(f"layers.{i}." for i in range(1, self.depth))]
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: Kind) -> EagleConfig:
         """From a config.json in the authors' form, or in that of speculators; layers stay empty if not named."""
         with config_of("an EAGLE head's config"):
             ids = values.get("eagle_aux_hidden_state_layer_ids") or _nested_ids(values) or ()
+            depth = _depth_in(values) if kind == "eagle3" else 1
             return cls(
                 **shape_in(values),
+                **_windows_in(values, kind, depth),
                 kind=kind,
-                depth=_depth_in(values) if kind == "eagle3" else 1,
+                depth=depth,
                 layers=tuple(int(layer) for layer in ids) if kind == "eagle3" else (-1,),
                 fc_norm=bool(values.get("fc_norm")),
                 norm_output=bool(values.get("norm_output")),
@@ -200,6 +197,13 @@ def _depth_in(values: Mapping[str, Any]) -> int:
     return depth
 
 
+def _windows_in(values: Mapping[str, Any], kind: Kind, depth: int) -> dict[str, Any]:
+    own = {**values, **settings_in(values, "transformer_layer_config")}
+    if kind == "mtp" and len(own.get("layer_types") or ()) != depth:
+        return {}  # those of the layers of the target, whose config this is
+    return windows_in(own, depth)
+
+
 def _nested_ids(values: Mapping[str, Any]) -> Any:
     return settings_in(values, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
 
@@ -234,15 +238,12 @@ class EagleHead:
             self._embed_proj = maybe("embed_proj.weight")  # of a head that is narrower than its target
             self._shared = checked_shared(config, weights, shared)
             self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
-        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
-        if config.family is not None:
-            rope = config.family.ropes[0]
-        self._rotations = Rotations(rope, self.device)
+        self._rotations = Rotations(config.rope if config.family is None else config.family.ropes[0], self.device)
         self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
 
     def _read_layers(self, weights: Mapping[str, Tensor]) -> list[HeadLayer]:
-        prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, self.config.depth))]
-        return [HeadLayer(self.config, weights, at, i, self.dtype, self.device) for i, at in enumerate(prefixes)]
+        made = enumerate(self.config.prefixes)
+        return [HeadLayer(self.config, weights, at, i, self.dtype, self.device) for i, at in made]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D], what a row carries of them."""
@@ -310,52 +311,6 @@ class EagleHead:
         return rows if self._embed_proj is None else F.linear(rows, self._embed_proj)
 
 
-class HeadCache:
-    """Keys and values of each layer of many sequences, a row of slots each, of which the first `length` are valid."""
-
-    def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = config.kv_heads, config.head_dim
-        empty = (config.depth, 2, 0, self._shape[0], 0, self._shape[1])  # [L, 2, rows, Hkv, slots, Dh]
-        self.data = torch.zeros(empty, dtype=dtype, device=device)
-        self.rows: dict[int, int] = {}
-        self.lengths: dict[int, int] = {}
-
-    def admit(self, seq_id: int, slots: int) -> None:
-        """A row for a sequence, with room for `slots` slots."""
-        if seq_id not in self.rows:
-            free = set(range(len(self.rows) + 1)) - set(self.rows.values())
-            self.rows[seq_id], self.lengths[seq_id] = min(free), 0
-        depth, _, rows, _, have, _ = self.data.shape
-        need = self.rows[seq_id] + 1
-        if need > rows or slots > have:
-            slots = max(slots + slots // 2, have)
-            data = self.data.new_zeros(depth, 2, max(need, rows), self._shape[0], slots, self._shape[1])
-            data[:, :, :rows, :, :have] = self.data
-            self.data = data
-
-    def release(self, seq_id: int) -> None:
-        self.rows.pop(seq_id, None)
-        self.lengths.pop(seq_id, None)
-
-    def base(self, seq_id: int) -> int:
-        """Where a sequence's slots start, counted in slots of its first key head."""
-        return self.rows[seq_id] * self._shape[0] * self.data.shape[4]
-
-    def write(self, ids: Sequence[int], first: Tensor, keys: Tensor, values: Tensor, layer: int) -> None:
-        """Keys and values [B, R, Hkv, Dh] of a layer into the slots from `first` [B] on."""
-        slots = first[:, None] + torch.arange(keys.shape[1], device=first.device)  # [B, R]
-        rows = torch.tensor([self.rows[i] for i in ids], device=first.device)[:, None].expand_as(slots)
-        self.data[layer, 0][rows, :, slots] = keys
-        self.data[layer, 1][rows, :, slots] = values
-
-    def view(self, ids: Sequence[int], slots: int) -> Tensor:
-        """[L, 2, B, Hkv, slots, Dh]: the sequence's own slots where it is alone, else a copy."""
-        rows = [self.rows[i] for i in ids]
-        if len(rows) == 1:
-            return self.data[:, :, rows[0] : rows[0] + 1, :, :slots]
-        return self.data[:, :, rows, :, :slots]
-
-
 Layout = Literal["eagle", "speculators"]
 
 
@@ -401,7 +356,9 @@ def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Pat
         "embed_proj.weight": (config.width, config.target_width),
         "fc.bias": (config.width,),
         "norm.weight": (config.width,),
-    }
+    } | {f"{at}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk" for at in config.prefixes}
+    if biased := next((name for name in weights if name.endswith("_proj.bias")), None):
+        raise UnsupportedModel(f"the layers of {folder} have biases ({biased!r}), which no EAGLE head of ours has")
     for name in weights:
         layer = name.split(".")[1] if name.startswith("layers.") else ""
         if layer.isdecimal() and int(layer) >= config.depth:
@@ -437,145 +394,3 @@ def _our_name(name: str) -> str:
     """The authors' EAGLE-3 name of a weight, from any of the layouts."""
     name = name.removeprefix("model.").removeprefix("eagle.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-CHUNK = 512  # rows per sequence and pass while a prompt is read
-
-
-class TorchRunner:
-    """Keeps the head's KV cache of each sequence, and starts drafts."""
-
-    def __init__(self, head: EagleHead) -> None:
-        self.head = head
-        self.cache = HeadCache(head.config, head.dtype, head.device)
-        self._last: dict[int, Tensor] = {}  # [D] the output of each sequence's last row
-
-    @torch.no_grad()
-    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> TorchSteps:
-        """Run the observed rows of these sequences; the result drafts for them."""
-        nodes = sum(frontier_sizes(budgets))
-        out = self._catch_up(seqs, sequences, nodes)
-        return TorchSteps(self.head, self.cache, [seq.id for seq in seqs], out, nodes)
-
-    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> None:
-        """There is no such call."""
-
-    def forget(self, seq_id: int) -> None:
-        self._last.pop(seq_id, None)
-        self.cache.release(seq_id)
-
-    def _catch_up(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], extra: int) -> Tensor:
-        """Run the rows that are new since each sequence's last draft; the output of the last one [B, D]."""
-        device, cache = self.head.device, self.cache
-        for seq, observed in zip(seqs, sequences, strict=True):
-            cache.admit(seq.id, observed.seen + extra + CHUNK)
-        features = [torch.cat(observed.features) if observed.features else None for observed in sequences]
-        longest = max(len(observed.tokens) for observed in sequences)
-        for low in range(0, longest, CHUNK):
-            some = [b for b, observed in enumerate(sequences) if len(observed.tokens) > low]
-            counts = [min(CHUNK, len(sequences[b].tokens) - low) for b in some]
-            wide = max(counts)
-            rows, carried = list[list[int]](), list[Tensor]()
-            for b, n in zip(some, counts, strict=True):
-                fresh = features[b]
-                assert fresh is not None
-                rows.append(_padded(sequences[b].tokens[low : low + n], wide))
-                carried.append(F.pad(fresh[low : low + n], (0, 0, 0, wide - n)))
-            ids = [seqs[b].id for b in some]
-            out = self._run_rows(ids, torch.tensor(rows, device=device), torch.stack(carried))
-            for i, (seq_id, n) in enumerate(zip(ids, counts, strict=True)):
-                cache.lengths[seq_id] += n
-                self._last[seq_id] = out[i, n - 1]
-        for observed in sequences:
-            observed.features, observed.tokens = [], []
-        return torch.stack([self._last[seq.id] for seq in seqs])
-
-    def _run_rows(self, ids: Sequence[int], tokens: Tensor, features: Tensor) -> Tensor:
-        """True rows [B, R] behind what each sequence has; pads write slots that nothing will read."""
-        head, cache = self.head, self.cache
-        lengths = torch.tensor([cache.lengths[i] for i in ids], device=head.device)
-        count, wide = tokens.shape
-        positions = lengths[:, None] + torch.arange(wide, device=head.device)  # [B, R]
-        total = max(cache.lengths[i] for i in ids) + wide
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            keys, values = (torch.unflatten(part, 0, (count, wide)) for part in (k, v))
-            cache.write(ids, lengths, keys, values, layer)
-            mask = None
-            if wide > 1 or count > 1:
-                mask = (torch.arange(total, device=head.device) <= positions[:, :, None])[:, None]
-            return attend_to(torch.unflatten(q, 0, (count, wide)), cache.view(ids, total)[layer], mask)
-
-        carried = head.fuse(features.flatten(0, 1))
-        out = head.run(tokens.flatten(), carried, positions.flatten(), attend)
-        return torch.unflatten(out, 0, (count, wide))
-
-
-class TorchSteps:
-    """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
-
-    def __init__(self, head: EagleHead, cache: HeadCache, ids: Sequence[int], out: Tensor, nodes: int) -> None:
-        self.head, self.levels = head, 1
-        lengths = [cache.lengths[i] for i in ids]
-        self._base = max(lengths)  # drafted slots start here, for all sequences
-        self._kv = cache.view(ids, self._base + nodes)
-        self._positions = torch.tensor(lengths, device=head.device)[:, None]  # [B, 1] of the next level
-        self._out = out[:, None]  # [B, W, D] of the last frontier
-        self._used = 0
-        # [B, W, drafted slots]
-        self._seen = torch.zeros(len(ids), 1, 0, dtype=torch.bool, device=head.device)
-        committed = torch.arange(self._base, device=head.device) < self._positions  # [B, base]
-        self._committed = committed[:, None, None]
-
-    def ranks(self, seqs: Sequence[Seq]) -> LogitRanks:
-        return LogitRanks(self, seqs, self.head.vocabulary)
-
-    @torch.no_grad()
-    def first(self) -> Tensor:
-        return self.head.logits(self._out[:, 0])
-
-    @torch.no_grad()
-    def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        count, wide = tokens.shape
-        head, start = self.head, self._base + self._used
-        at = parents[:, :, None]
-        out = self._out.gather(1, at.expand(-1, -1, self._out.shape[-1]))
-        own = torch.eye(wide, dtype=torch.bool, device=head.device).expand(count, -1, -1)
-        self._seen = torch.cat((self._seen.gather(1, at.expand(-1, -1, self._used)), own), -1)
-        end = start + wide
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            kv = self._kv[layer]
-            kv[0, :, :, start:end] = torch.unflatten(k, 0, (count, wide)).transpose(1, 2)
-            kv[1, :, :, start:end] = torch.unflatten(v, 0, (count, wide)).transpose(1, 2)
-            mask = None
-            if wide > 1 or count > 1 or self._used >= self.levels:
-                known = self._committed.expand(-1, 1, wide, -1)
-                mask = torch.cat((known, self._seen[:, None]), -1)  # [B, 1, W, S]
-            return attend_to(torch.unflatten(q, 0, (count, wide)), kv[:, :, :, :end], mask)
-
-        positions = self._positions.expand(-1, wide)
-        flat = head.run(tokens.flatten(), head.carry(out.flatten(0, 1)), positions.flatten(), attend)
-        self._out = torch.unflatten(flat, 0, (count, wide))
-        self._positions = self._positions + 1
-        self._used += wide
-        self.levels += 1
-        return torch.unflatten(head.logits(flat), 0, (count, wide))
-
-
-def attend_to(queries: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Queries [B, R, H, Dh] over keys and values [2, B, Hkv, S, Dh] -> [B R, H Dh]."""
-    found = F.scaled_dot_product_attention(
-        queries.transpose(1, 2), kv[0], kv[1], attn_mask=mask, enable_gqa=queries.shape[2] != kv.shape[2]
-    )
-    return found.transpose(1, 2).reshape(queries.shape[0] * queries.shape[1], -1)
-
-
-def frontier_sizes(budgets: Sequence[Budget]) -> list[int]:
-    """Nodes that each level of a draft may put through the head, for any of these sequences."""
-    width = max(min(budget.width, budget.nodes) for budget in budgets)
-    return [width] * max(budget.depth for budget in budgets)
-
-
-def _padded(row: list[int], size: int) -> list[int]:
-    return row + [0] * (size - len(row))

@@ -25,7 +25,8 @@ from torch import Tensor
 from forerun.core.errors import VocabularyMismatch
 from forerun.core.types import Budget, Seq, offsets
 from forerun.drafters.heads.base import Calibration, ObservedRows, Piece, checked_shared, vocabulary_of
-from forerun.drafters.heads.eagle_head import CHUNK, EagleConfig, HeadCache, frontier_sizes
+from forerun.drafters.heads.eagle_head import EagleConfig
+from forerun.drafters.heads.eagle_torch import CHUNK, HeadCache, frontier_sizes
 from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise
@@ -46,7 +47,6 @@ from forerun.models.native.packing import (
     unpack_rows,
 )
 from forerun.models.native.pass_rows import LayerRows, RotationTables
-from forerun.models.rope import RopeConfig
 
 Bits = Literal[4, 8]
 _MANY = 1024  # rows of the LM head that are worth rounding
@@ -71,8 +71,7 @@ class NativeHead:
         self._embed_proj = None if narrows is None else Matrix(narrows.detach().float())
         self._table = self._embedding_table()
         with torch.no_grad(), torch.inference_mode(False):
-            layers = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
-            self.layers = (HeadLayer * config.depth)(*map(self._layer, layers))
+            self.layers = (HeadLayer * config.depth)(*map(self._layer, range(config.depth)))
             self.struct = self._struct()
         self.ids: list[int] = self.vocabulary.ids.tolist()
         # can the kernels look up whatever they draft?
@@ -126,10 +125,12 @@ class NativeHead:
             embedding=table_of(table),
         )
 
-    def _layer(self, at: str) -> HeadLayer:
-        """The layer whose weights are named so; an ordinary one has a norm of its own before attention."""
+    def _layer(self, index: int) -> HeadLayer:
+        """An ordinary layer, behind the first, has a norm of its own before attention."""
+        at = self.config.prefixes[index]
         return HeadLayer(
-            input_norm=None if at == "midlayer." else self._vector(at + "input_layernorm.weight"),
+            window=self.config.reach(index),
+            input_norm=self._vector(at + "input_layernorm.weight") if index else None,
             mlp_norm=self._vector(at + "post_attention_layernorm.weight"),
             qkv=self._linear(*(self._weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")),
             output=self._linear(self._weights[at + "self_attn.o_proj.weight"]),
@@ -309,8 +310,7 @@ class NativeRunner:
         self.head, config = head, head.config
         self.cache = HeadCache(config, torch.float32, head.device)
         self._last: dict[int, tuple[Floats, int]] = {}  # where the output of each sequence's last row is: [N, D], row
-        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
-        self._tables = RotationTables([Rotations(rope, head.device)])
+        self._tables = RotationTables([Rotations(config.rope, head.device)])
         self._pass, self._known = HeadPass(), self.cache.data  # the slots that it points to
         self._ranking = Ranking(1, 1, head.int32_ids)
         self._outs = [self._room(1) for _ in range(2)]
@@ -322,6 +322,7 @@ class NativeRunner:
         sizes = frontier_sizes(budgets)
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + sum(sizes))
+            self.cache.lengths[seq.id] = observed.seen - len(observed.tokens)  # some before these may never be read
         one = self._current_pass(max([observed.seen for observed in sequences]) + len(sizes))
         self._catch_up(one, seqs, sequences)
         lasts = [self._last[seq.id] for seq in seqs]
@@ -338,7 +339,7 @@ class NativeRunner:
         one = self._current_pass(observed.seen + budget.depth)
         count, out = len(tokens), self._room(len(tokens))
         features = Features(observed.take(), self.head.config.feature_width // self.head.struct.parts)
-        base, length = cache.base(seq.id), cache.lengths[seq.id]
+        base, length = cache.base(seq.id), observed.seen - count
         rows = NewRows(tokens, features.of(0, count), _address(out), base, length)
         found = self._call.run(one, rows, seq.tokens[-1], budget, calibration, factor_of(seq))
         cache.lengths[seq.id], self._last[seq.id] = length + count, (out, count - 1)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Needs, PlainSeq, Seq, TreeBatch
-from forerun.drafters.base import Parts
+from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.models.attention import SparseContext
 from forerun.models.base import HoldsUnread, LayerSubset, Target
-from forerun.models.pages import PAGE
 
 LEAST_LONGER = 2  # times as long as what drafts read: on shorter contexts a draft pass costs about a whole one
 PROBE, REPEATS = -1, 3  # a sequence that no engine has, and passes over it
@@ -27,20 +26,32 @@ class SparseKvDrafter(ModelDrafter):
     def __init__(self, draft: Target, vocab_size: int, context: SparseContext, level: float | None = None) -> None:
         """`level`: seconds of a draft pass, where one was timed."""
         super().__init__(draft, vocab_size)
-        self._least = LEAST_LONGER * PAGE * context.pages
+        self._least = LEAST_LONGER * context.tokens
         for _ in range(0 if level is None else 2):
             self._meter.note(level or 0.0, 1)
 
     @classmethod
-    def build(cls, parts: Parts) -> SparseKvDrafter:
+    def build(cls, parts: Parts) -> Drafter:
+        """On the target's device where that is our own GPU decoder, else token by token from the host."""
         context, shared = SparseContext(parts.speculative.draft_context), parts.target.shared()
         if shared is None or shared.partial is None:
             raise InvalidInput(
                 "the drafter 'sparse_kv' needs a target whose KV cache has pages: our own decoders; "
                 f"{type(parts.target).__name__} on {parts.target.device.type} has none"
             )
+        length = parts.max_length or parts.target.max_length
         draft = shared.partial(LayerSubset(len(shared.layers)), context=context)
-        draft.warm_up(cls.needs, parts.max_batch, parts.max_length or parts.target.max_length)
+        if parts.target.can.captures and not parts.by_host:
+            from forerun.drafters.device.sparse import on_device
+
+            def by_host() -> Drafter:
+                return cls(draft, parts.target.vocab_size, context)
+
+            least = LEAST_LONGER * context.tokens
+            drafter = on_device(parts.target, context, least, by_host, parts.max_batch, length)
+            if drafter is not None:
+                return drafter
+        draft.warm_up(cls.needs, parts.max_batch, length)
         return cls(draft, parts.target.vocab_size, context, level_seconds(parts.target, draft, context))
 
     def offer(self, seq: Seq) -> Offer:
@@ -53,7 +64,7 @@ class SparseKvDrafter(ModelDrafter):
 
 def level_seconds(target: Target, draft: Target, context: SparseContext) -> float | None:
     """What a draft pass takes behind as much as it reads of a long context; None where there is no room to try."""
-    length, now = PAGE * context.pages, draft.can.clock
+    length, now = context.tokens, draft.can.clock
     if not isinstance(target, HoldsUnread) or length >= target.max_length or not target.has_room(length + 1):
         return None
     probe, times = PlainSeq(PROBE, [0] * length, max_length=length + 1), list[float]()

@@ -41,7 +41,7 @@ from forerun.measure.advise.evidence import (
 )
 from forerun.measure.bench.alternate import Group, Prompt, alternate, warm_up
 from forerun.measure.bench.contenders import load, own_contender
-from forerun.measure.bench.figures import Figures, Spread, acceptance_document
+from forerun.measure.bench.figures import Figures, Spread, acceptance_by_context, acceptance_document
 from forerun.measure.bench.run import tokenise
 from forerun.measure.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.measure.bench.suites import load_suite, suite_size
@@ -298,6 +298,7 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
         "auto": compare_with_auto(setup, made, by_batch[1]),
         "by_batch": {str(batch): _by_drafter(found) for batch, found in by_batch.items()},
         **_acceptance(evidence),
+        "by_context": {name: _by_context(evidence, name) for name in evidence.draftings},
         "head": head_prospect(evidence, made.best or next(iter(by_batch[1]), None), target),
         "t": {str(size): round(seconds, 6) for size, seconds in evidence.costs.target.seconds.items()},
         "plain_tokens_per_second": round(1.0 / evidence.costs.plain_round(1), 3),
@@ -382,6 +383,11 @@ def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:
     return {key: {name: row[key] for name, row in rows.items()} for key in keys}
 
 
+def _by_context(evidence: Evidence, name: str) -> dict[str, dict[str, Any]]:
+    rounds = evidence.draftings[name].rounds
+    return acceptance_by_context([(len(text.prompt), some) for text, some in zip(evidence.texts, rounds, strict=False)])
+
+
 def in_words(found: Mapping[str, Any]) -> list[str]:
     warning = busy_warning(found.get("conditions", {}))
     said = [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
@@ -407,6 +413,10 @@ def _recommendation(found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         yield f"Do not draft: no drafter tried here gains 5%. Over plain decoding: {tried}."
+    for drafter, contexts in found.get("by_context", {}).items():
+        if contexts and drafter in (name, *[*first][:1]):
+            parts = ", ".join(f"{cell['tokens_per_round']:.2f} at {one}" for one, cell in contexts.items())
+            yield f"Tokens per round of {drafter} by tokens of context: {parts}."
     read = found.get("prompts")
     if read is not None and read["read"] < read["given"]:
         yield f"Read {read['read']} of the {read['given']} prompts; --limit 0 reads all."

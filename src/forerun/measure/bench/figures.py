@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from forerun.core.errors import InvalidInput
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.stats import PARTS
-from forerun.measure.bench.alternate import Contender, Difference, Drafts, Run, agreement
+from forerun.measure.bench.alternate import Contender, Difference, Drafts, Group, Run, agreement
 from forerun.measure.bench.settings import PLAIN
 
 # by degrees of freedom, two-sided 95%
@@ -146,9 +146,31 @@ def acceptance_document(found: Sequence[Accepted]) -> dict[str, Any]:
     }
 
 
+CONTEXTS = {2048: "<2k", 8192: "2-8k", 32768: "8-32k", math.inf: ">32k"}  # tokens before a round, fewer than
+
+
+def acceptance_by_context(texts: Iterable[tuple[int, Drafts]]) -> dict[str, dict[str, Any]]:
+    """Tokens per round, and [accepted, drafted] at depth 1, by what a round's context was; of prompts' lengths with
+    the rounds behind them. Nothing where all contexts are in one range: then these are the figures over everything.
+    """
+    found: dict[float, list[int]] = {}
+    for at, rounds in texts:
+        for _, depth, kept in rounds:
+            counts = found.setdefault(next(end for end in CONTEXTS if at < end), [0, 0, 0, 0])
+            for i, more in enumerate((1, kept + 1, kept > 0, depth > 0)):
+                counts[i] += more
+            at += kept + 1
+    if len(found) < 2:
+        return {}
+    return {
+        CONTEXTS[end]: {"tokens_per_round": round(tokens / rounds, 3), "accepted_counts": counts}
+        for end, (rounds, tokens, *counts) in sorted(found.items())
+    }
+
+
 class Figures:
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[Run], groups: Sequence[Group] = ()) -> None:
+        self.runs, self._groups = list(runs), {one.id: one for one in groups}
         self.tasks = list(dict.fromkeys(run.task for run in self.runs))
         self.prompts = list(dict.fromkeys(run.prompt for run in self.runs))
 
@@ -199,6 +221,16 @@ class Figures:
     def acceptance(self, contender: str) -> list[float]:
         """Of the rounds whose tree reached depth 1, 2, ...: the share whose path did."""
         return [one.share for one in self.accepted(contender)]
+
+    def by_context(self, contender: str) -> dict[str, dict[str, Any]]:
+        """See `acceptance_by_context`; nothing where prompts are not known."""
+        runs = [run for run in self.of(contender) if run.prompt in self._groups]
+        texts = [
+            (len(prompt.ids), rounds)
+            for run in runs
+            for prompt, rounds in zip(self._groups[run.prompt].prompts, run.drafts, strict=False)
+        ]
+        return acceptance_by_context(texts)
 
     def seconds(self, contender: str) -> dict[str, float] | None:
         """Where the time went, over everything: passes over prompts, and the parts of rounds."""
@@ -291,6 +323,7 @@ def _figures(figures: Figures, name: str) -> dict[str, Any]:
     return {
         **{key: None if value is None else round(value, 3) for key, value in rates.items()},
         **acceptance_document(figures.accepted(name)),
+        "by_context": figures.by_context(name),
         "seconds": None if spent is None else {part: round(value, 4) for part, value in spent.items()},
     }
 

@@ -87,7 +87,7 @@ def measure(
         asked = peers.contenders if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
         contenders = [*asked, *own_contenders(engines, settings, plan.cell)]
         contenders, runs = without_lost(contenders, _with_progress(plan, contenders, settings, run_log, lost), lost)
-        figures = Figures(runs)
+        figures = Figures(runs, plan.groups)
         summary = summarise(figures, contenders, differences(runs, contenders), fixed)
         first = first or (figures, summary, contenders)
         documents.append(_cell_document(plan.cell, summary))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.measure.bench.figures import Spread
+from forerun.measure.bench.figures import CONTEXTS, Spread
 from forerun.measure.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.measure.report import summary
 from forerun.measure.report.tables import figure_table, print_line, print_table
@@ -28,6 +28,8 @@ def show(result: Mapping[str, Any]) -> None:
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
     if any(result["contenders"][name]["accepted_counts"] for name in summary.drafters_of(result)):
         tables.insert(3, _acceptance_table(result))
+    if any(result["contenders"][name].get("by_context") for name in summary.drafters_of(result)):
+        tables.insert(4, _context_table(result))
     if len(result["cells"]) > 1:
         tables.append(_cell_table(result))
     for table in tables:
@@ -112,6 +114,24 @@ def _acceptance_table(result: Mapping[str, Any]) -> Table:
     for name, row in cells.items():
         table.add_row(name, *(row or ["-"]))
     return table
+
+
+def _context_table(result: Mapping[str, Any]) -> Table:
+    found = {name: result["contenders"][name].get("by_context") or {} for name in summary.drafters_of(result)}
+    ranges = list(CONTEXTS.values())
+    columns = sorted({one for cells in found.values() for one in cells}, key=ranges.index)
+    table = figure_table("By tokens of context: tokens/round, acceptance at depth 1", "", *columns)
+    for name, cells in found.items():
+        table.add_row(name, *(_context_cell(cells.get(column)) for column in columns))
+    return table
+
+
+def _context_cell(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    kept, drafted = cell["accepted_counts"]
+    share = f"{kept / drafted:.2f} ({kept} of {drafted})" if drafted else "nothing drafted"
+    return f"{cell['tokens_per_round']:.2f}  {share}"
 
 
 def _cell_table(result: Mapping[str, Any]) -> Table:

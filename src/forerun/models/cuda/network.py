@@ -22,6 +22,7 @@ from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
 from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
+from forerun.models.cuda.special import LatentWeights, LayerEnd, end_of, inputs_of, latent_of, ordinary
 from forerun.models.cuda.weights import (
     ExpertWeights,
     Role,
@@ -33,13 +34,14 @@ from forerun.models.cuda.weights import (
     stack_experts,
 )
 from forerun.models.families import BEFORE
+from forerun.models.hybrid.weights import HybridCheckpoint
 from forerun.models.layers import Experts
 from forerun.models.load.quantized.layouts import Numbers
 from forerun.models.load.weights import GgufWeights
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 HAS = {
     "GeGLU",
     "soft caps of logits",
@@ -54,22 +56,37 @@ HAS = {
 }
 HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
 HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
-HAS |= {"layers without a norm before attention", "scaled logits"}
+HAS |= {"layers without a norm before attention", "scaled logits", "layers of different sizes"}
+HAS |= {"latent attention", "groups of experts"}
 
 
 def reason_against(config: DecoderConfig) -> str | None:
     """What about this model the GPU decoder cannot run; None = nothing."""
     moe = config.moe
-    widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
+    layers, varied = range(config.layers), config.varied
+    widths = [config.width, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
+    widths += sorted({config.inner_of(layer) for layer in layers})
+    dims = sorted({config.kv_sizes(layer)[1] for layer in layers})
     if lacking := [name for name in config.features if name not in HAS]:
         return f"it has no kernels for {config.special or lacking[0]}"
     if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
         return "its experts have GeGLU, other norms than one before them, or scaled residuals"
-    if config.head_dim not in HEAD_DIMS:
-        return f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if (latent := config.latent) is not None:
+        powers, sizes = (latent.rank, latent.rope_dim), (latent.key_dim, latent.value_dim, latent.query_rank or 0)
+        if any(one < 16 or one & (one - 1) for one in powers) or any(one % 16 for one in sizes):
+            return f"latents of {latent.rank} with heads of {latent.key_dim} + {latent.rope_dim}, {latent.value_dim}"
+    elif others := [dim for dim in dims if dim not in HEAD_DIMS]:
+        return f"head_dim={others[0]} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if varied is not None and (varied.input_width % 16 or any(varied.row % dim for dim in dims)):
+        return f"it has inputs of {varied.input_width} numbers, or heads of {dims} in rows of {varied.row}"
     if any(width % 16 for width in widths):
         return f"widths {', '.join(map(str, widths))} must be multiples of 16"
     return None
+
+
+def has_long_rope(config: DecoderConfig) -> bool:
+    """Has a rope other rotations for texts beyond some length (longrope)?"""
+    return any(rope.kind == "longrope" for rope in config.ropes)
 
 
 def check_supported(config: DecoderConfig) -> None:
@@ -96,6 +113,8 @@ class Layer:
     after_attention_norm: Tensor | None = None  # [D] of what attention adds to the residual stream
     after_mlp_norm: Tensor | None = None
     sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
+    end: LayerEnd | None = None  # what follows the feed-forward layer
+    latent: LatentWeights | None = None
 
 
 class Model:
@@ -120,19 +139,17 @@ class Model:
         self.compiled = compiled
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
         with torch.no_grad(), torch.inference_mode(False):
-            checkpoint = Checkpoint(weights, config, dtype, device)
+            checkpoint = (Checkpoint if config.special is None else HybridCheckpoint)(weights, config, dtype, device)
             ropes = [self._rope(i) for i in range(len(config.ropes))]
             self.embedding = checkpoint.embedding()
             stored = _stored(weights, config, device) if kind == "file" else None
             of_head = stored.head() if isinstance(stored, StoredBlocks) else None
             self.head = self._pack(checkpoint.head(self.embedding), "head", of_head)
             self.final_norm = checkpoint.final_norm()
+            self.inputs = inputs_of(checkpoint, self._pack_layer) if isinstance(checkpoint, HybridCheckpoint) else None
             self.layers = [
-                self._layer(
-                    checkpoint.block(i),
-                    i,
-                    None if rope is None else ropes[rope],
-                    {} if stored is None else stored.block(i),
+                self._read(
+                    checkpoint, i, None if rope is None else ropes[rope], {} if stored is None else stored.block(i)
                 )
                 for i, rope in enumerate(config.layer_ropes)
             ]
@@ -151,6 +168,19 @@ class Model:
             layers.append(replace(layer, attention_norm=norm, mlp_norm=behind))
         part.layers = layers[::-1]
         return part
+
+    def _read(
+        self,
+        checkpoint: Checkpoint,
+        index: int,
+        rope: Tensor | None,
+        stored: Mapping[str, Numbers | GgufNumbers | None],
+    ) -> Layer:
+        if not isinstance(checkpoint, HybridCheckpoint):
+            return self._layer(checkpoint.block(index), index, rope, stored)
+        block = checkpoint.hybrid_block(index)
+        layer = self._layer(ordinary(block, self.config.heads), index, rope, stored)
+        return replace(layer, end=end_of(block, self._pack_layer), latent=latent_of(block, self._pack_layer))
 
     def _layer(
         self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | GgufNumbers | None]
@@ -190,6 +220,9 @@ class Model:
             sinks=None if block.sinks is None else block.sinks.float(),
         )
 
+    def _pack_layer(self, weight: Tensor) -> Weight:
+        return self._pack(weight, "layer")
+
     def _pack(self, weight: Tensor, role: Role, numbers: Numbers | GgufNumbers | None = None) -> Weight:
         """A weight, or the numbers that a checkpoint has in its place."""
         if isinstance(numbers, GgufNumbers):
@@ -199,11 +232,17 @@ class Model:
         return pack_strips(weight, self.kind, role) if self.compiled else pack(weight, self.kind)
 
     def _rope(self, index: int) -> Tensor:
-        """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it."""
-        rates, magnitude = frequencies(self.config.ropes[index], 0)
+        """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it.
+
+        Where a rope has others for long texts, those of each rope lie behind these: [2P, R, 2].
+        """
+        rope, parts = self.config.ropes[index], list[Tensor]()
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
-        angles = positions[:, None] * rates.to(self.device)
-        return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
+        for length in (0, rope.context + 1) if has_long_rope(self.config) else (0,):
+            rates, magnitude = frequencies(rope, rope.regime(length))
+            angles = positions[:, None] * rates.to(self.device)
+            parts.append(torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude))
+        return torch.cat(parts)
 
 
 def _stored(weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.device) -> StoredWeights | StoredBlocks:
@@ -221,16 +260,21 @@ class Buffers:
         size = MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257 + PAGES
         self._sent = SentInts(device, size, torch.int32, first=MAX_ROWS)
         self.ints = self._sent.all
-        heads = config.heads * config.head_dim
+        heads = config.heads * max(config.kv_sizes(layer)[1] for layer in range(config.layers))
+        inner = max(config.inner_of(layer) for layer in range(config.layers))
         with torch.inference_mode(False):
             self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
             # times a norm's weight
             self.rows = torch.empty(MAX_ROWS, config.width, dtype=dtype, device=device)
             self.queries = torch.empty(MAX_ROWS, heads, dtype=queries or dtype, device=device)
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
-            self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
+            self.inner = torch.empty(MAX_ROWS, inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
         self.model, self._hidden = model, dict[int, Tensor]()
+        # of longrope: [pages] what positions of rows there are moved by in the tables of rotations; [MAX_ROWS] those
+        # of a pass
+        self.page_turns: Tensor | None = None
+        self.turned = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.adapters = AdapterStacks(config, dtype, device)
 
     def hidden(self, layer: int) -> Tensor:
@@ -277,6 +321,11 @@ class Run:
         return replace(self, size=replace(self.size, rows=rows), **some)
 
 
+def turned(buffers: Buffers, run: Run) -> Tensor:
+    """[rows] the places of a pass's rows in the tables of rotations."""
+    return run.positions if buffers.page_turns is None else buffers.turned[: run.size.rows]
+
+
 class Steps(Protocol):
     """The steps of a pass. Each reads and writes the buffers; bits of a row depend on that row alone."""
 
@@ -303,7 +352,17 @@ class Steps(Protocol):
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
-    kinds = [(layer.window, layer.rope is None, layer.experts is None, layer.sinks is None) for layer in layers]
+    kinds = [
+        (
+            layer.window,
+            layer.rope is None,
+            layer.experts is None,
+            layer.sinks is None,
+            layer.qkv.shape,
+            layer.down.shape,
+        )
+        for layer in layers
+    ]
     return sorted({*map(kinds.index, kinds), len(layers) - 1})
 
 
@@ -315,19 +374,26 @@ def run_pass(
     hidden: tuple[int, ...],
     scored: int,
     only: Sequence[int] | None = None,
+    rotated: Run | None = None,
 ) -> None:
     """All layers over all rows, from tokens to the logits of the first `scored` rows; or `only` some layers.
 
-    Rows behind these need only keys and values in the last layer, unless what leaves it is wanted of all rows.
+    Rows behind these need only keys and values in the last layer that writes some, and nothing of the layers behind
+    it, unless what leaves one of them is wanted of all rows. `rotated`: the same rows at the positions that rotations
+    count, where attention leaves pages out.
     """
-    rows, layers = run.size.rows, len(model.layers)
-    leaving = run if layers in hidden or -1 in hidden else run.first(scored)  # the last layer
+    rows, layers, last = run.size.rows, len(model.layers), last_with_keys(model)
+    leaving = run if -1 in hidden or any(layer > last for layer in hidden) else run.first(scored)
     steps.embed(run)
     for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
-        steps.qkv(run, i)
-        behind = leaving if i + 1 == layers else run
+        behind = leaving if i >= last else run
+        entering = run if rotated is None else rotated
+        if i > last and leaving is not run:
+            entering = entering.first(scored)
+        if entering.size.rows:
+            steps.qkv(entering, i)
         if behind.size.rows:
             steps.attend(run, i)
             steps.leave_attention(behind, i)
@@ -339,3 +405,16 @@ def run_pass(
         steps.normalise(run, buffers.hidden(-1))
     if scored:
         steps.head(run.first(scored))
+
+
+def last_with_keys(model: Model) -> int:
+    """The last layer that writes keys and values: those behind it read earlier ones'."""
+    varied, layers = model.config.varied, len(model.layers)
+    return layers - 1 if varied is None else max(i for i in range(layers) if varied.owns[i])
+
+
+def shaped(buffer: Tensor, columns: int) -> Tensor:
+    """The start of a buffer as rows of so many columns, for layers that are narrower than the widest."""
+    if buffer.shape[-1] == columns:
+        return buffer
+    return buffer.flatten()[: MAX_ROWS * columns].view(MAX_ROWS, columns)

@@ -21,6 +21,7 @@ from torch import Tensor
 from forerun.core.errors import InvalidInput
 from forerun.core.tree import Topology, TreeBatch, chain_of
 from forerun.core.types import LoadedAdapter, Seq, first_rows
+from forerun.models.config import DecoderConfig
 from forerun.models.paged import Ints, slots_of
 from forerun.models.pages import PAGE
 from forerun.models.slots import Piece
@@ -35,6 +36,7 @@ NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 SHORT = 32  # splits: passes that reach further are tiled, see Size
 QUERIES, TILED_QUERIES = 64, 128  # rows that one program of attention has at most: nodes times heads to a KV head
+WIDEST_HEAD = 256  # in tiled passes
 TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
@@ -88,6 +90,14 @@ def nodes_per_group(heads: int, kv_heads: int, head_dim: int, tiled: bool = Fals
     """Nodes that one program of attention can take; rows of wide heads need twice the registers."""
     most = TILED_QUERIES if tiled and head_dim <= 128 else QUERIES
     return max(1, most // (1 << (heads // kv_heads - 1).bit_length()))
+
+
+def group_sizes(config: DecoderConfig) -> tuple[int, int]:
+    """Nodes that any layer's programs of attention can take; in tiled passes, 0 = heads are too wide for these."""
+    shapes = [(config.heads, *config.kv_sizes(layer)) for layer in range(config.layers)]
+    tiled = all(dim <= WIDEST_HEAD for _, _, dim in shapes)
+    few, many = (min(nodes_per_group(*shape, tiled=one) for shape in shapes) for one in (False, True))
+    return few, many if tiled else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.cubin.build import FILES
 from forerun.models.cuda.cubin.products import path_of
 from forerun.models.cuda.network import Buffers, Model, Steps
-from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainSteps
+from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainLatentSteps, PlainSizedSteps, PlainSteps
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
 from forerun.models.pages import TREE_MARGIN
@@ -59,6 +59,8 @@ def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, 
         reason = "this installation has no compiled kernels"
     elif config.moe is not None:
         reason = "the model has experts"
+    elif config.special is not None:
+        reason = f"the model has {config.special}"
     elif any(depth % 128 for depth in depths):
         reason = f"widths {', '.join(map(str, depths))} must be multiples of 128"
     if reason and kind == "w4":
@@ -71,11 +73,22 @@ def make_steps(
 ) -> Steps:
     routed = model.config.moe is not None
     if kernels == "torch":
-        return (PlainExpertSteps if routed else PlainSteps)(model, buffers, kv, scales)
+        plain = PlainExpertSteps if routed else PlainSteps
+        if model.config.special is not None:
+            plain = PlainSizedSteps if model.config.latent is None else PlainLatentSteps
+        return plain(model, buffers, kv, scales)
+    if model.config.latent is not None:
+        from forerun.models.cuda.steps.latent import LatentSteps
+
+        return LatentSteps(model, buffers, kv, scales)
     if routed:
         from forerun.models.cuda.steps.experts import FusedExpertSteps
 
         return FusedExpertSteps(model, buffers, kv, scales)
+    if model.config.varied is not None:
+        from forerun.models.cuda.steps.sized import SizedSteps
+
+        return SizedSteps(model, buffers, kv, scales)
     if model.compiled:
         from forerun.models.cuda.steps.compiled import CompiledSteps
 

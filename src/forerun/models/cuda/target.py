@@ -37,7 +37,7 @@ from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
 from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
 from forerun.models.cuda.later import LaterCaptures
-from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
     MAX_ROWS,
@@ -51,9 +51,9 @@ from forerun.models.cuda.plan import (
     adapter_runs,
     beside_trees,
     chunks_of,
+    group_sizes,
     joined,
     least_rows,
-    nodes_per_group,
     padding,
     plan_pass,
     round_up,
@@ -64,6 +64,7 @@ from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernel
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
 from forerun.models.load.adapter import Adapter
+from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
 
@@ -103,9 +104,10 @@ class CudaDecoder(SlotTarget):
             scales_apart=kv_dtype is not None,
         )  # fmt: skip
         self.max_length = self.model.max_length
+        if has_long_rope(config):
+            self._follow_lengths()
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data, self.kv.scales)
-        shape = config.heads, config.kv_heads, config.head_dim
-        self._group_nodes, self._tiled_nodes = nodes_per_group(*shape), nodes_per_group(*shape, tiled=True)
+        self._group_nodes, self._tiled_nodes = group_sizes(config)
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
@@ -121,24 +123,40 @@ class CudaDecoder(SlotTarget):
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
+    def _follow_lengths(self) -> None:
+        """Rotations of a row follow from its page: pages are of texts of one kind, short or long (decisions/16)."""
+        pages, far = self.kv.capacity // PAGE, self.max_length + TREE_MARGIN
+        known = np.zeros(pages, dtype=np.int32)
+        with torch.inference_mode(False):
+            turns = self.buffers.page_turns = torch.zeros(pages, dtype=torch.int32, device=self.device)
+
+        def note(owner: int, taken: Sequence[int]) -> None:
+            length = self._lengths[owner]
+            value = far if any(rope.regime(length) for rope in self.config.ropes) else 0
+            if changed := [page for page in taken if known[page] != value]:
+                known[changed] = value
+                turns[changed] = value  # behind the passes that were launched
+
+        self.kv.pool.taken = note
+
     @property
     def pool_bytes(self) -> int:
         """Memory that the KV pool takes, full or not."""
         return self.kv.nbytes
 
     def shared(self) -> SharedWeights:
-        model = self.model
+        model, apart = self.model, self.config.special is None  # do layers run by themselves?
         return SharedWeights(
             embed=lambda ids: model.embedding[ids.to(self.device)],
             head_rows=lambda ids: model.head[ids.to(self.device)].to(model.dtype),
             vocab_size=self.vocab_size,
             width=self.config.width,
             dtype=model.dtype,
-            layers=model.layers,
+            layers=model.layers if apart else (),
             final_norm=model.final_norm,
             rotations=[Rotations(rope, self.device) for rope in self.config.ropes],
             config=self.config,
-            partial=partial(CudaPart, self),
+            partial=partial(CudaPart, self) if apart else None,
         )
 
     @property
@@ -464,7 +482,7 @@ class CudaLayers:
         """From tokens to what leaves the last layer, in `Buffers.x`."""
         run, steps, layers = Run.of(size, self._target.buffers.ints), self._steps, self._layers
         turned = run if self._rotated is None else replace(run, positions=self._rotated.all[: size.rows])
-        steps.embed(run)
+        steps.embed(turned)
         for i in range(layers.end):
             if i not in layers.without_attention:
                 steps.qkv(turned, i)

@@ -62,7 +62,7 @@ class RowLinear:
     """x [M, inputs] -> [M, outputs]; within `threads_for_rows`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self._native: NativeLinear | None = None
         if weight.device.type == "cpu" and weight.dtype == torch.float32 and native.available():
             self._native = NativeLinear(weight, bias, "float32")

@@ -204,7 +204,7 @@ def _load() -> tuple[Any, str | None]:
         return None, f"{path.name} does not load ({error}): install forerun again"
     layouts = found.fr_layout(), found.fr_head_layout(), found.fr_draft_layout(), found.fr_lookup_layout()
     if layouts != (
-        ABI * 10**9 + _sizes(Model, Layer, Pass), _sizes(Head, HeadPass, Top), _sizes(Draft), _sizes(Lookup)
+        ABI * 10**9 + _sizes(Model, Layer, Pass), _sizes(HeadLayer, Head, HeadPass, Top), _sizes(Draft), _sizes(Lookup)
     ):  # fmt: skip
         log.warning(_BUILD_AGAIN, path)
         return None, f"{path.name} is of another version: install forerun again"

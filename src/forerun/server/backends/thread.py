@@ -46,7 +46,7 @@ def load_of(engine: Engine) -> Load:
 
 def progress_of(engine: Engine) -> tuple[int, int]:
     """What changes whenever an engine gets on: rounds, and tokens of prompts that are cached."""
-    return engine.stats.rounds, engine.prefill_progress()[0]
+    return engine.stats.rounds, engine.scheduler.prefill_progress()[0]
 
 
 def lost_process_of(engine: Engine) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.server.errors import ApiError, as_api_error, from_validation
@@ -17,7 +17,8 @@ from forerun.server.service import Service
 
 
 class UnloadAdapter(Body):
-    lora_name: Name
+    neutral: ClassVar[dict[str, Any]] = {"lora_int_id": None, "load_inplace": False}  # vLLM's
+    lora_name: Annotated[Name, Field(min_length=1)]
 
 
 class LoadAdapter(UnloadAdapter):

@@ -116,6 +116,10 @@ def blocks_of(found: Found) -> list[Block]:
     return [*thought, *said, *(Block("call", call.arguments, call) for call in found.calls)]
 
 
+def thoughts_of(blocks: Sequence[Block]) -> list[str]:
+    return ["".join(block.text for block in blocks if block.kind == "reasoning")]
+
+
 @dataclass(slots=True)
 class BlockAnswer(Answer, ABC):
     """An answer in blocks, one behind the other. Each opens, grows and closes."""
@@ -155,11 +159,6 @@ class BlockAnswer(Answer, ABC):
         """The messages that end the last block; an answer has one block at least."""
         empty = [] if self.blocks else [*self._take(Piece("content", ""))]
         return [*empty, *self._close_last(done.finish_reason not in ("length", "error"))]
-
-    def thinking_tokens(self, blocks: Sequence[Block]) -> int:
-        """Of what was thought, as its text is tokenised."""
-        thought = "".join(block.text for block in blocks if block.kind == "reasoning")
-        return len(self.tokenizer.encode(thought, add_special=False)) if thought else 0
 
     @abstractmethod
     def opened(self, block: Block) -> list[bytes]:

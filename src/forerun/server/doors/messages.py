@@ -21,6 +21,7 @@ from forerun.server.doors.base import (
     refuse,
     refuse_type,
     text_of,
+    thoughts_of,
 )
 from forerun.server.errors import MESSAGES, ApiError
 from forerun.server.generation import speculation_of
@@ -76,7 +77,7 @@ class OutputConfig(Body):
 class CountRequest(Door):
     """What both routes take."""
 
-    neutral: ClassVar[dict[str, Any]] = {"container": None, "speed": "standard", "diagnostics": None}
+    neutral: ClassVar[dict[str, Any]] = {"container": None, "speed": "standard", "diagnostics": None, "thread": None}
     messages: Annotated[list[Any], Field(fail_fast=True), WithJsonSchema(_MESSAGES)]
     system: Annotated[Any, WithJsonSchema(_SAID)] = None
     tools: (
@@ -283,7 +284,7 @@ class MessagesAnswer(BlockAnswer):
             "cache_read_input_tokens": done.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": done.tokens,
-            "output_tokens_details": {"thinking_tokens": self.thinking_tokens(blocks)},
+            "output_tokens_details": {"thinking_tokens": self.thinking_tokens(thoughts_of(blocks))},
         }
 
 

@@ -21,6 +21,7 @@ from forerun.server.doors.base import (
     refuse,
     refuse_type,
     text_of,
+    thoughts_of,
 )
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
@@ -282,17 +283,15 @@ class ResponsesAnswer(BlockAnswer):
         }  # fmt: skip
 
     def _usage(self, done: Completion, blocks: Sequence[Block]) -> dict[str, Any]:
-        used = usage_of([done], 1)
+        used = usage_of([done], 1, self.thinking_tokens(thoughts_of(blocks)))
         cached = used["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": self.thinking_tokens(blocks), **used["completion_tokens_details"]
-            },
+            "output_tokens_details": used["completion_tokens_details"],
             "total_tokens": used["total_tokens"],
-        }  # fmt: skip
+        }
 
 
 _WHY = {"length": "incomplete", "error": "failed"}

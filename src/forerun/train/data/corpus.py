@@ -2,8 +2,9 @@
 
 A shard is a safetensors file: the token ids of its sequences end to end (two bytes each where they fit), where each
 sequence starts, how many of its tokens are prompt and so not to be learnt, the temperature it was written at and its
-number. Batches are rectangles of sequences of like length. Which ones a step sees is a function of the seed and the
-step alone, so a run that was killed resumes exactly. A share of the prompts is held back, one at least, with all of
+number. Batches are rectangles of sequences of like length, or of rows that several sequences fill, end to end: long
+contexts out of short texts. Which ones a step sees is a function of the seed and the step alone, so a run that was
+killed resumes exactly. A share of the prompts is held back, one at least, with all of
 their answers.
 
 Small models that write greedily often end in a loop, from which a drafter learns nothing. A text loops where a run of
@@ -32,7 +33,7 @@ from forerun.models.load.weights import write_tensors
 from forerun.train.data.folder import shards_of
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
-_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +176,27 @@ class Corpus:
         answers = [self.tokens[answer:end] for _, end, answer in self.training]
         return torch.bincount(torch.cat(answers).long(), minlength=vocab_size)
 
-    def rectangle(self, spans: Sequence[Span], rows: int, width: int) -> Batch:
+    def rectangle(self, spans: Sequence[Sequence[Span]], rows: int, width: int) -> Batch:
+        """The sequences of each row end to end."""
         tokens = torch.zeros(rows, width, dtype=torch.long)
         learnt = torch.zeros(rows, width, dtype=torch.bool)
-        for row, (first, end, answer) in enumerate(spans):
-            tokens[row, : end - first] = self.tokens[first:end]
-            learnt[row, answer - first : end - first] = True
+        for row, some in enumerate(spans):
+            at = 0
+            for first, end, answer in some:
+                tokens[row, at : at + end - first] = self.tokens[first:end]
+                learnt[row, at + answer - first : at + end - first] = True
+                at += end - first
         return Batch(tokens, learnt)
 
 
 class Batches:
     """An endless series of batches over some sequences, in an order fixed by the seed."""
 
-    def __init__(self, corpus: Corpus, spans: Sequence[Span], batch_tokens: int, seed: int) -> None:
-        self.corpus, self.spans, self.batch_tokens, self.seed = corpus, spans, batch_tokens, seed
+    def __init__(
+        self, corpus: Corpus, spans: Sequence[Span], batch_tokens: int, seed: int, *, packed: bool = False
+    ) -> None:
+        """`packed`: as many sequences to a row as the corpus's `max_length` holds."""
+        self.corpus, self.spans, self.batch_tokens, self.seed, self.packed = corpus, spans, batch_tokens, seed, packed
         self._of_epoch = lru_cache(maxsize=2)(self._plan)
 
     def __len__(self) -> int:
@@ -198,20 +206,32 @@ class Batches:
     def at(self, step: int) -> Batch:
         epoch, index = divmod(step, len(self))
         width, members = self._of_epoch(epoch)[index]
-        spans = [self.spans[i] for i in members]
+        spans = [[self.spans[i] for i in row] for row in members]
         return self.corpus.rectangle(spans, self._rows(width), width)
 
     def _rows(self, width: int) -> int:
         return max(1, self.batch_tokens // width)
 
-    def _plan(self, epoch: int) -> list[tuple[int, list[int]]]:
-        """Sequences shuffled, sorted by width, cut into batches, and these shuffled."""
+    def _in_rows(self, order: Sequence[int]) -> list[list[int]]:
+        if not self.packed:
+            return [[i] for i in order]
+        rows, room = list[list[int]](), 0
+        for i, length in ((i, self.spans[i][1] - self.spans[i][0]) for i in order):
+            if not rows or length > room:
+                rows.append([])
+                room = self.corpus.max_length
+            rows[-1].append(i)
+            room -= length
+        return rows
+
+    def _plan(self, epoch: int) -> list[tuple[int, list[list[int]]]]:
+        """Sequences shuffled, put into rows, sorted by width, cut into batches, and these shuffled."""
         random = np.random.default_rng([self.seed, epoch])
-        by_width: dict[int, list[int]] = {}
-        for i in random.permutation(len(self.spans)).tolist():
-            first, end, _ = self.spans[i]
-            width = next((w for w in _WIDTHS if w >= end - first), end - first)
-            by_width.setdefault(min(width, max(self.corpus.max_length, end - first)), []).append(i)
+        by_width: dict[int, list[list[int]]] = {}
+        for row in self._in_rows(random.permutation(len(self.spans)).tolist()):
+            length = sum(end - first for first, end, _ in (self.spans[i] for i in row))
+            width = next((w for w in _WIDTHS if w >= length), length)
+            by_width.setdefault(min(width, max(self.corpus.max_length, length)), []).append(row)
         batches = [
             (width, members[low : low + self._rows(width)])
             for width, members in sorted(by_width.items())

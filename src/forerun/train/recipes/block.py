@@ -24,6 +24,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import shape_in
 from forerun.drafters.heads.block_config import BlockConfig, BlockKind, Markov, spread_features
@@ -150,7 +151,7 @@ def block_config(
     causal = options.causal or kind == "peagle"
     first, usual = int(kind == "dflash"), default_layers(layers) if kind == "peagle" else spread_features(layers)
     return BlockConfig(
-        **{**shape, "inner": options.inner or shape["inner"]},
+        **{**shape, "inner": options.inner or shape["inner"], "rope_scaling": {}, "trained": options.max_length},
         kind=kind,
         depth=depth,
         layers=options.features or usual,
@@ -253,13 +254,34 @@ class BlockLayer(HeadLayer):
         return turned
 
 
+SCORES = 1 << 25  # of a head that are there at once
+
+
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, anchors: Tensor, window: int = 0, causal: bool = False
 ) -> Tensor:
     """Queries [B, H, A R, Dh] over the context before each block's anchor and over their own block [B, A R, H Dh].
 
-    q, k, v are the blocks' own; past and kept [B, Hkv, T, Dh] the context's keys and values; anchors [B, A].
+    q, k, v are the blocks' own; past and kept [B, Hkv, T, Dh] the context's keys and values; anchors [B, A]. Of long
+    texts some blocks at a time, whose scores are not kept for the gradients.
     """
+    count = q.shape[2] // anchors.shape[1]
+    most = max(1, SCORES // (count * past.shape[2]))
+    if anchors.shape[1] <= most:
+        return _attend_some(q, k, v, past, kept, anchors, window, causal)
+    parts = [
+        checkpoint(
+            _attend_some, *(part[:, :, low * count : (low + most) * count] for part in (q, k, v)), past, kept,
+            anchors[:, low : low + most], window, causal, use_reentrant=False,
+        )
+        for low in range(0, anchors.shape[1], most)
+    ]  # fmt: skip
+    return torch.cat(parts, 1)
+
+
+def _attend_some(
+    q: Tensor, k: Tensor, v: Tensor, past: Tensor, kept: Tensor, anchors: Tensor, window: int, causal: bool
+) -> Tensor:
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     batch, heads, rows, dim = q.shape
     blocks, group = anchors.shape[1], heads // k.shape[1]

@@ -3,7 +3,8 @@
 A head that drafts ahead reads its own outputs, so it must be trained on them. Step 0 is a causal pass over the
 target's true features. Step j continues, from every row t at once, the draft that started there: it reads the
 output of step j - 1 at t and the token at t + 1 + j, sits at position t + j, and attends to the true rows up to
-t and to its own earlier steps, which are the diagonals of the steps before. Everything else is masked with -inf.
+t and to its own earlier steps, which are the diagonals of the steps before. Everything else is masked with -inf,
+and so is what lies before a window. Scores of long texts are made part by part, and once more for the gradients.
 That is EAGLE-3's training-time test, and HASS's context alignment as well, counted from the draft's start instead
 of from its end; HASS stops gradients between the steps.
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forerun.drafters.heads.base import HeadShape
 from forerun.drafters.heads.eagle import write_mtp
@@ -113,7 +115,8 @@ def eagle_config(
     """A head whose layers are shaped like those of its target."""
     kind = options.method if options.method in ("eagle3", "mtp") else "eagle"
     ours = {"draft_vocab_size": vocab, "num_hidden_layers": options.own_layers if kind == "eagle3" else 1}
-    read = EagleConfig.from_json({**checkpoint_config, **ours}, "eagle3")
+    plain = {"layer_types": None, "use_sliding_window": False}  # whatever the target has
+    read = EagleConfig.from_json({**checkpoint_config, **ours, **plain}, "eagle3")
     if options.width:  # half as many heads of keys as of queries
         dims = HEAD_DIM if options.width % (2 * HEAD_DIM) == 0 else WIDTHS
         heads = options.width // dims
@@ -124,6 +127,10 @@ def eagle_config(
         kind=kind,
         inner=options.inner or read.inner,
         layers=layers if kind == "eagle3" else (-1,),
+        rope_scaling={},  # its own positions are plain ones
+        trained=options.max_length,
+        window=options.window,
+        windowed=(True,) * read.depth if options.window else (),
         fc_norm=options.fc_norm,
         norm_output=options.norm_output and kind == "eagle3",
         target=options.target,
@@ -185,10 +192,10 @@ class EagleLayer(HeadLayer):
 
     rates: Tensor
 
-    def __init__(self, config: EagleConfig, sizes: Sizes, *, is_first: bool = True) -> None:
-        width, fused = config.width, config.kind == "eagle3"
+    def __init__(self, config: EagleConfig, sizes: Sizes, index: int = 0) -> None:
+        width, fused, is_first = config.width, config.kind == "eagle3", not index
         super().__init__(config, width * (2 if fused and is_first else 1), ScaledLinear)
-        self.config = config
+        self.config, self.window = config, config.window_of(index)
         if fused:
             self.input_layernorm = Norm(width, config.norm_eps)
             if is_first:
@@ -215,32 +222,58 @@ class EagleLayer(HeadLayer):
         rotations = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         repeat = heads // self.config.kv_heads
         past.append((turn(k, rotations).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)))
-        return self.after_attention(x, attend_rollout(turn(q, rotations), past).transpose(1, 2).flatten(2))
+        found = attend_rollout(turn(q, rotations), past, self.window)
+        return self.after_attention(x, found.transpose(1, 2).flatten(2))
 
 
-def attend_rollout(q: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+PART = 1024  # rows whose scores are there at once, in texts that are longer than twice as many
+
+
+def attend_rollout(q: Tensor, past: Past, window: int = 0) -> Tensor:
     """Queries [B, H, T, Dh] of the last step: causal over the first step's rows, own row only of the later ones."""
     keys, values = past[0]
-    if len(past) == 1:
+    if len(past) == 1 and not window:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    own = torch.stack([(q * k).sum(-1) for k, _ in past[1:]], -1)  # [B, H, T, steps]
+    length = q.shape[2]
+    if length <= 2 * PART:
+        return _attend_part(q, keys, values, past[1:], 0, window)
+    parts = list[Tensor]()
+    for low in range(0, length, PART):
+        high = min(low + PART, length)
+        first = max(0, low - window + 1) if window else 0
+        own = [(k[:, :, low:high], v[:, :, low:high]) for k, v in past[1:]]
+        some = keys[:, :, first:high], values[:, :, first:high]
+        parts.append(checkpoint(_attend_part, q[:, :, low:high], *some, own, low - first, window, use_reentrant=False))
+    return torch.cat(parts, 2)
+
+
+def _attend_part(q: Tensor, keys: Tensor, values: Tensor, own: Past, first: int, window: int) -> Tensor:
+    """Queries that belong to the rows from `first` on of these keys; `own`: of the draft's later steps."""
+    if not own:
+        back = first + torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(keys.shape[2], device=q.device)
+        return F.scaled_dot_product_attention(q, keys, values, (back >= 0) & (back < window))
+    scores = torch.stack([(q * k).sum(-1) for k, _ in own], -1)  # [B, H, T, steps]
     weigh = _weigh_for(q.device.type)
-    weights, shares = weigh(q @ keys.transpose(-1, -2), own, q.shape[-1] ** -0.5)
+    weights, shares = weigh(q @ keys.transpose(-1, -2), scores, q.shape[-1] ** -0.5, first, window)
     found: Tensor = weights @ values
-    for i, (_, v) in enumerate(past[1:]):
+    for i, (_, v) in enumerate(own):
         found = found + shares[..., i, None] * v
     return found
 
 
-def weigh_rollout(scores: Tensor, own: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One softmax over true rows up to the query's [B, H, T, T] and the draft's own earlier steps [B, H, T, n]."""
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    seen = (scores.float() * scale).masked_fill(places > places[:, None], -torch.inf)
-    return softmax_over_both(seen, own.float() * scale, scores.dtype)
+def weigh_rollout(scores: Tensor, own: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+    """One softmax over true rows up to the query's [B, H, T, S] and the draft's own earlier steps [B, H, T, n]."""
+    rows, places = (torch.arange(scores.shape[i], device=scores.device) for i in (-2, -1))
+    back, steps = first + rows[:, None] - places, torch.arange(own.shape[-1], device=scores.device)
+    hidden, own = back < 0, own.float() * scale
+    if window:  # a query of step n is n positions behind its row
+        hidden = hidden | (back + own.shape[-1] >= window)
+        own = own.masked_fill(own.shape[-1] - 1 - steps >= window, -torch.inf)
+    return softmax_over_both((scores.float() * scale).masked_fill(hidden, -torch.inf), own, scores.dtype)
 
 
 @cache
-def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float, int, int], tuple[Tensor, Tensor]]:
     """Fused on a GPU: written out, the passes over [B, H, T, T] were a third of a step."""
     return torch.compile(weigh_rollout, dynamic=True) if device == "cuda" else weigh_rollout
 
@@ -257,7 +290,7 @@ class EagleModule(nn.Module):
             self.fc.scale(torch.cat((sizes.token, sizes.feature)), sizes.feature)
         self.midlayer = EagleLayer(config, sizes)
         if config.depth > 1:
-            later = {str(i): EagleLayer(config, sizes, is_first=False) for i in range(1, config.depth)}
+            later = {str(i): EagleLayer(config, sizes, i) for i in range(1, config.depth)}
             self.layers = nn.ModuleDict(later)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList([Norm(config.target_width, config.norm_eps) for _ in config.layers])

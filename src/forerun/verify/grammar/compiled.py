@@ -1,13 +1,15 @@
 """Grammars: compiles what an answer must match, by llguidance; a request that cannot be held to it is refused here.
 
-Every text gets a matcher of its own. Copies of one matcher share its lexer, with the limits on what that may build: a
-text that runs into them would end all others of the same schema, and those that come later.
+Compiling takes a millisecond or more, and what a lexer builds while masks are made costs as much again. So the texts of
+one structure share a matcher's lexer: copies do. They share the limits on what it may build too; a text that runs into
+them goes on with a matcher of its own, which alone decides, and texts that come later start with a new one.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -38,6 +40,7 @@ _FORMATS = {"time": f"^{_TIME}$", "date-time": f"^[0-9]{{4}}-{_DAY}T{_TIME}$"}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keys are no keywords
 _VALUES = ("const", "enum", "default", "examples")  # hold no schemas
 _PROBED = 4  # masks at most, each behind what can only follow the one before
+_KEPT = 16  # compiled structures, those used last: a few kilobytes each, and 20 MB where the limits are reached
 
 
 @runtime_checkable
@@ -54,6 +57,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._known: Any = None  # llguidance's own tokenizer: made once it is needed, in half a second
         self._lock = Lock()
+        self._compiled: OrderedDict[Structure, Any] = OrderedDict()  # matchers at the start of a text
 
     def compile(self, request: Request) -> Request:
         """The request with its structure as a processor, which is for one text; it takes a while.
@@ -66,8 +70,8 @@ class Grammars:
             return request
         law: LawProcessor | None = None
         if structure is not None:
-            make = partial(self._new_matcher, structure)
-            law = GrammarLaw(make(), make, self._ends)
+            start = self._matcher(structure)
+            law = GrammarLaw(start, partial(self._replaced, structure, start), self._ends)
         law = self._behind_thinking(request, law)
         held = replace(
             params,
@@ -102,6 +106,25 @@ class Grammars:
     def warm_up(self) -> None:
         """Do now what the first grammar would wait for."""
         self._vocabulary(_llguidance())
+
+    def _matcher(self, structure: Structure) -> Any:
+        """A matcher at the start of a text, which other texts of this structure may have copied too."""
+        with self._lock:
+            found = self._compiled.get(structure)
+        found = found or self._new_matcher(structure)
+        with self._lock:
+            self._compiled[structure] = found
+            self._compiled.move_to_end(structure)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _replaced(self, structure: Structure, full: Any) -> Any:
+        """A matcher for one text, in place of one whose lexer has reached its limits: nobody else begins with that."""
+        with self._lock:
+            if self._compiled.get(structure) is full:
+                del self._compiled[structure]
+        return self._new_matcher(structure)
 
     def _new_matcher(self, structure: Structure) -> Any:
         """A matcher at the start of a text, from which some token can follow."""

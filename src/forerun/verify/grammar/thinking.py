@@ -126,7 +126,7 @@ class ThinkingLaw(Forces):
         self._states = AllowByState(first)
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        state = self._states.state(prefix.output)
+        state = self._states.state(prefix)
         assert isinstance(state, _State)
         if state.is_over:
             return _only(logits, self._thinking.close[state.closed])
@@ -146,7 +146,7 @@ class ThinkingLaw(Forces):
 
     def forced(self, prefix: Prefix) -> Sequence[int]:
         """What closes thinking where it must end, what completes its beginning, or what the grammar leaves alone."""
-        state = self._states.state(prefix.output)
+        state = self._states.state(prefix)
         assert isinstance(state, _State)
         if state.is_over:
             return self._thinking.close[state.closed :]
@@ -159,7 +159,7 @@ class ThinkingLaw(Forces):
         return ()
 
     def choice(self, prefix: Prefix, top: int) -> int | None:
-        state, thinking, inner = self._states.state(prefix.output), self._thinking, self._inner
+        state, thinking, inner = self._states.state(prefix), self._thinking, self._inner
         assert isinstance(state, _State)
         if state.is_over:
             return thinking.close[state.closed]

@@ -68,8 +68,9 @@ def _whole(weights):
 
 @triton.jit
 def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-          length, ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-          TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+          length, ancestors, pages, scale, D: tl.constexpr, SIDE: tl.constexpr, WINDOW: tl.constexpr,
+          CAP: tl.constexpr, TABLE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr,
+          FORMAT: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
 
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
@@ -79,11 +80,11 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else STAGES):
         p = p0 + t
         if TABLE:
-            slot = _slots(p, p <= last, ints, base, length, ancestors, pages)
+            slot = _slots(p, p <= last, ints, base, length, ancestors, pages) * SIDE
             k = fetch_some(keys, slot, p <= last, D, FORMAT)
             v = fetch_some(values, slot, p <= last, D, FORMAT)
         else:
-            slot = tl.where(pages > 0, page * TILE, base + p0) + t
+            slot = (tl.where(pages > 0, page * TILE, base + p0) + t) * SIDE
             k, v = fetch(keys, slot, D, FORMAT), fetch(values, slot, D, FORMAT)
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
         found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW, CAP, FORMAT)
@@ -110,13 +111,14 @@ def _own_slots(owner, group, count, positions, first, ints, base, length, pages)
 
 @triton.jit
 def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, base, length, pages, own, is_own, scale,
-               D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+               D: tl.constexpr, SIDE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+               FORMAT: tl.constexpr):  # fmt: skip
     """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
     t = tl.arange(0, TILE)
     first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
     for p0 in range(start, end, TILE):
         p, mine, there = p0 + t, first + t % OWN, p0 + t < first
-        slot = _slots(p, there, ints, base, length, 0, pages)
+        slot = _slots(p, there, ints, base, length, 0, pages) * SIDE
         here = is_own & (mine >= p0) & (mine < p0 + TILE)
         k = fetch_some(keys, slot, there, D, FORMAT)
         more_k = fetch_some(keys, own, here, D, FORMAT)
@@ -137,9 +139,9 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
 @triton.jit
 def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
             split_stride, h, low, high, step, whole, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
-            D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-            TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
-            FORMAT: tl.constexpr):  # fmt: skip
+            D: tl.constexpr, SIDE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+            SIZE: tl.constexpr, TREE: tl.constexpr, WALKS: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
+            PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """Every n-th split of a group, each by itself. TREE: of a few single nodes of one tree, all splits.
 
     `whole`, where WALKS: all splits at once; what the nodes found goes straight to `out`.
@@ -152,6 +154,7 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
     if TREE:
         own, is_own = _own_slots(tl.arange(0, TILE) // OWN, group, count, positions + first, (length // BLOCK) * BLOCK,
                                  ints, base, length, pages)  # fmt: skip
+        own = own * SIDE
     row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
     last = tl.max(at, 0)
     known = length  # positions that are found without looking for ancestors: all of a chain
@@ -172,14 +175,14 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
         middle = tl.maximum(start, tl.minimum(end, (known // TILE) * TILE))
         top, total, acc, all_top, all_total, all_acc = _walk(
             q, at, last, start, middle, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-            length, ancestors, pages, scale, D, WINDOW, CAP, False, WALKS, STAGES, FORMAT)  # fmt: skip
+            length, ancestors, pages, scale, D, SIDE, WINDOW, CAP, False, WALKS, STAGES, FORMAT)  # fmt: skip
         if TREE:
             top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
-                                         length, pages, own, is_own, scale, D, WINDOW, CAP, FORMAT)  # fmt: skip
+                                         length, pages, own, is_own, scale, D, SIDE, WINDOW, CAP, FORMAT)  # fmt: skip
         else:
             top, total, acc, all_top, all_total, all_acc = _walk(
                 q, at, last, middle, end, top, total, acc, whole, all_top, all_total, all_acc, keys, values, ints, base,
-                length, ancestors, pages, scale, D, WINDOW, CAP, True, WALKS, STAGES, FORMAT)  # fmt: skip
+                length, ancestors, pages, scale, D, SIDE, WINDOW, CAP, True, WALKS, STAGES, FORMAT)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             place = row[:, None] * D + d[None, :]
@@ -196,15 +199,16 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
            split_stride, EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
-           D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TREES: tl.constexpr,
-           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+           D: tl.constexpr, SIDE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+           TREES: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
            ROOM: tl.constexpr, PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
     takes TOGETHER; the others have PROGRAMS each. WALKS: all groups are counted as those of one tree; where a group has
     all splits of its nodes, and no more than WALKED, one program takes all of them and writes what was found to `out`.
-    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers.
+    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers. SIDE: rows of D
+    numbers from a slot to the next, where those of several heads lie side by side.
     """
     h, tree, alone, whole = tl.program_id(1), 0, False, False
     if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
@@ -227,17 +231,17 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
         tl.extra.cuda.gdc_launch_dependents()
     if TREES and alone & (low < high):
         _attend(queries, mine, theirs, ints, group, first, tl.minimum(TOGETHER, EACH_TREE - g), positions, out, parts,
-                tops, sums, sinks, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, WINDOW, CAP, SINKS,
-                FEW, True, False, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
+                tops, sums, sinks, scale, split_stride, h, low, high, 1, False, H, HKV, EACH, D, SIDE, WINDOW, CAP,
+                SINKS, FEW, True, False, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
     elif (alone == False) & (low + rank < tl.where(whole, 1, high)):  # noqa: E712
         if NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
-                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW,
-                    False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL, FORMAT)  # fmt: skip
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, SIDE, WINDOW, CAP,
+                    SINKS, FEW, False, WALKS, STAGES + 1 if STAGES > 1 else 1, ROOM, PDL, FORMAT)  # fmt: skip
         else:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks,
-                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, ROWS,
-                    False, WALKS, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
+                    scale, split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, SIDE, WINDOW, CAP,
+                    SINKS, ROWS, False, WALKS, STAGES, ROOM, PDL, FORMAT)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -40,13 +40,37 @@ def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.conste
 
 
 @triton.jit
+def _of_best_groups(scores, e, E: tl.constexpr, E_UP: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+                    SIGMOID: tl.constexpr):  # fmt: skip
+    """Minus infinity for all experts but those of the best groups, the first on a tie.
+
+    A group counts for its best expert, or for the sum of its best two where scores are sigmoids.
+    """
+    own, worth = e // (E // GROUPS), scores
+    for group in tl.static_range(GROUPS):
+        mine = tl.where(own == group, scores, float("-inf"))
+        best = tl.max(mine, 0)
+        value = best
+        if SIGMOID:
+            place = tl.min(tl.where(mine == best, e, E_UP), 0)
+            value = best + tl.max(tl.where(e == place, float("-inf"), mine), 0)
+        worth = tl.where(own == group, value, worth)
+    kept = e < 0
+    for _ in tl.static_range(KEPT):
+        left = tl.where(kept, float("-inf"), worth)
+        best = tl.min(tl.where(left == tl.max(left, 0), own, E_UP), 0)
+        kept = kept | (own == best)
+    return tl.where(kept & (e < E), scores, float("-inf"))
+
+
+@triton.jit
 def pick(logits, slots, correction, picked, weights, gates, scale, E: tl.constexpr, E_UP: tl.constexpr,
          OUTPUTS_UP: tl.constexpr, EACH: tl.constexpr, EACH_UP: tl.constexpr, RENORMALISE: tl.constexpr,
-         SIGMOID: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+         SIGMOID: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):  # fmt: skip
     """The likeliest experts of one row, the first on a tie; padding picks expert E, which is none.
 
     SIGMOID: an expert's law is a sigmoid, and `correction` is added to it for the choice. SHARED: the router's last
-    output opens the shared expert.
+    output opens the shared expert. GROUPS > 1: only experts of the KEPT best groups are picked.
     """
     m, e, rank = tl.program_id(0), tl.arange(0, E_UP), tl.arange(0, EACH_UP)
     live = tl.load(slots + m) >= 0
@@ -59,6 +83,8 @@ def pick(logits, slots, correction, picked, weights, gates, scale, E: tl.constex
         law = law / tl.sum(law, 0)
         score = law
     left = tl.where(e < E, score, float("-inf"))
+    if GROUPS > 1:
+        left = _of_best_groups(left, e, E, E_UP, GROUPS, KEPT, SIGMOID)
     chosen, shares = rank * 0, rank * 0.0
     for i in tl.static_range(EACH):
         most = tl.max(left, 0)

@@ -53,6 +53,15 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, scale, WIDTH: tl.
 
 
 @triton.jit
+def turn(positions, slots, pages, out, PAGE: tl.constexpr):
+    """Where a row's rotation lies in a table that has those of long texts behind those of others: by its page."""
+    m = tl.program_id(0)
+    slot = tl.load(slots + m)
+    moved = tl.load(pages + slot // PAGE, mask=slot >= 0, other=0)
+    tl.store(out + m, tl.load(positions + m) + moved)
+
+
+@triton.jit
 def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
     """The last norm of one row, for callers that need it: the LM head does not."""
     if PDL:
@@ -75,14 +84,14 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["APART"])
-def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, squares, APART, eps, scale_stride,
-                    square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, squares, APART, eps, times,
+                    scale_stride, square_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
                     PARTS: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr,
                     AFTER: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     """Add a row, or COLUMNS of it, to the residual stream, with what its adapter adds; leave what the next norm needs:
     the factor of the row, or the sum of squares of these columns; with BYTES also the row in e4m3. AFTER > 0: what is
     added, of a whole row, has a norm of its own, and the sums of squares of AFTER columns each are left too. SHARE: of
-    what is added."""
+    what is added; `times`: of all."""
     m, piece = tl.program_id(0), tl.program_id(1)
     n = piece * COLUMNS + tl.arange(0, COLUMNS)
     inside = n < WIDTH
@@ -107,6 +116,7 @@ def finish_residual(parts, delta, x, out, bytes, scales, norm, after, inverses, 
     if SHARE != 1.0:
         acc = acc * SHARE
     acc += old
+    acc = acc * times
     tl.store(x + place, acc, mask=inside)
     scaled = (acc * weight).to(out.dtype.element_ty)
     tl.store(out + place, scaled, mask=inside)
@@ -153,15 +163,15 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
                head_stride, square_stride, WIDTH: tl.constexpr, PIECES: tl.constexpr, H: tl.constexpr,
                HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
                BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ALL: tl.constexpr, ROPE: tl.constexpr, NORMED: tl.constexpr,
-               PDL: tl.constexpr, ADAPTED: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
-    """HEADS heads of one row: norm queries and keys by head, or over ALL of their heads, rotate them, and store
-    queries, keys and values."""
+               SIDE: tl.constexpr, PDL: tl.constexpr, ADAPTED: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+    """HEADS heads of one row: norm the first HEAD_NORM heads, each alone or ALL queries and all keys together, rotate
+    queries and keys, and store queries, keys and values. SIDE: rows of D numbers from a slot to the next."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
     n = heads[:, None] * D + d[None, :]
     turned = h0 < H + HKV
     position = tl.load(positions + m).to(tl.int64)
-    slot = tl.load(slots + m).to(tl.int64)
+    slot = tl.load(slots + m).to(tl.int64) * SIDE
     if PDL:
         if PIECES == 0:
             tl.extra.cuda.gdc_launch_dependents()
@@ -177,7 +187,7 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
             pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
             factor = tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
     acc = _made(parts, delta, bias, factor, m, n, stride, WIDE, HEADS, D, PARTS, BIAS, NORMED, ADAPTED)
-    if HEAD_NORM:
+    if HEAD_NORM > 0:
         wide = acc.to(tl.float64)
         total, count = tl.sum(wide * wide, 1), 1
         if ALL:  # every program adds up all heads of queries or of keys
@@ -190,8 +200,8 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
                 total += tl.sum(wide * wide, 1)
             total = tl.zeros((HEADS,), dtype=tl.float64) + tl.sum(total, 0)
         inverse = tl.rsqrt(total.to(tl.float32) / (count * D) + eps)
-        weight = tl.load(head_norm + n, mask=n < (H + HKV) * D, other=0.0).to(tl.float32)
-        acc = tl.where(turned, acc * inverse[:, None] * weight, acc)
+        weight = tl.load(head_norm + n, mask=n < HEAD_NORM * D, other=0.0).to(tl.float32)
+        acc = tl.where(h0 < HEAD_NORM, acc * inverse[:, None] * weight, acc)
     if ROPE:
         pair = tl.arange(0, D // 2)
         turn = rope + position * (2 * ROT) + pair * 2
@@ -201,7 +211,7 @@ def finish_qkv(parts, delta, inverses, squares, out, keys, values, bias, head_no
         even, odd = tl.split(tl.reshape(acc, (HEADS, D // 2, 2)))
         acc = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HEADS, D))
     found = acc.to(out.dtype.element_ty)
-    if h0 < H:
+    if HKV == 0 or h0 < H:  # a layer that writes no keys
         tl.store(out + m * (H * D) + n, found)
     else:
         head, there = ((heads - H) % HKV).to(tl.int64), (heads >= 0) & (slot >= 0)

@@ -42,7 +42,8 @@ class Attention:
             self.hopper = torch.cuda.get_device_capability(device)[0] == 9
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(max_length + MAX_ROWS) + 1)
-        self.parts = torch.empty(rows * config.head_dim, device=device)
+        widest = max(config.kv_sizes(layer)[1] for layer in range(config.layers))
+        self.parts = torch.empty(rows * widest, device=device)
         self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
 
     def attend(
@@ -64,26 +65,26 @@ class Attention:
         if size.tiled:
             self._attend_tiled(run, queries, kv, out, window, sinks, how, scales)
             return
-        cap = config.attention_softcap or 0.0
+        cap, kv_heads, dim = config.attention_softcap or 0.0, kv.shape[1], kv.shape[3]
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
-        each = power_of_two(config.heads // config.kv_heads)
-        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        each = power_of_two(config.heads // kv_heads)
+        how = how or sharing_for(size, kv_heads, dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
-        grid, each_tree = (size.attending(how.programs), config.kv_heads, 1), size.groups // size.trees
+        grid, each_tree = (size.attending(how.programs), kv_heads, 1), size.groups // size.trees
         if how.walked:  # one group after another, whichever tree they are of
             assert not size.lone, "no program has all splits of a tree's single nodes"
-            grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
+            grid, each_tree = (size.groups, kv_heads, how.programs), size.groups
         keys, values, kept_as = stores_of(kv, scales)
         kernels_attention.attend[grid](
             queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
             self.tops if sinks is None else sinks, scale, kv.stride(1), self.split_stride, each_tree, size.lone,
-            how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
+            how.programs, how.walked, H=config.heads, HKV=kv_heads, EACH=each, D=dim, SIDE=kv.stride(2) // dim,
             WINDOW=window, CAP=cap / math.log(2), SINKS=sinks is not None, TREES=size.lone > 0, WALKS=how.walked > 0,
-            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, FORMAT=kept_as, num_warps=4,
+            NARROW=how.narrow, STAGES=how.stages, ROOM=self.room, PDL=self.pdl, FORMAT=kept_as, num_warps=how.warps,
             num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        self._combine(run, out, window, sinks, how.walked > 0, 4 if size.splits <= 8 else 8, settings)
+        self._combine(run, dim, out, window, sinks, how.walked > 0, 4 if size.splits <= 8 else 8, settings)
 
     def _attend_tiled(
         self,
@@ -118,7 +119,7 @@ class Attention:
             num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
         )  # fmt: skip
         if not size.lone:
-            self._combine(run, out, window, sinks, how.walked > 0, 16, settings)
+            self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, 16, settings)
             return
         kernels_tiled.combine_trees[size.rows, config.kv_heads](
             out, queries, keys, values, run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
@@ -127,7 +128,15 @@ class Attention:
         )  # fmt: skip
 
     def _combine(
-        self, run: Run, out: Tensor, window: int, sinks: Tensor | None, skips: bool, step: int, settings: dict[str, Any]
+        self,
+        run: Run,
+        dim: int,
+        out: Tensor,
+        window: int,
+        sinks: Tensor | None,
+        skips: bool,
+        step: int,
+        settings: dict[str, Any],
     ) -> None:
         """Add up what programs left, `step` splits at a time.
 
@@ -138,7 +147,7 @@ class Attention:
         programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
         kernels_attention.combine[programs, config.heads // heads](
             out, run.positions, self.parts, self.tops, self.sums,
-            self.tops if sinks is None else sinks, self.split_stride, rows, H=config.heads, D=config.head_dim,
+            self.tops if sinks is None else sinks, self.split_stride, rows, H=config.heads, D=dim,
             HEADS=heads, WINDOW=window, SINKS=sinks is not None, STEP=step, SKIPS=skips,
             MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

@@ -137,8 +137,8 @@ class ExpertBuffers:
             self.logits, run.slots, none if experts.correction is None else experts.correction, self.picked,
             self.weights, self.gates, moe.scale, E=moe.experts, E_UP=power_of_two(moe.experts),
             OUTPUTS_UP=self.columns, EACH=moe.per_token, EACH_UP=power_of_two(moe.per_token),
-            RENORMALISE=moe.renormalise, SIGMOID=moe.sigmoid, SHARED=self.outputs > moe.experts, num_warps=1,
-            enable_fp_fusion=False,
+            RENORMALISE=moe.renormalise, SIGMOID=moe.sigmoid, SHARED=self.outputs > moe.experts, GROUPS=moe.groups[0],
+            KEPT=moe.groups[1], num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         pairs = rows * moe.per_token
         kernels_experts.sort_pairs[(moe.experts,)](

@@ -71,8 +71,12 @@ def finish_residual(
     delta: Tensor | None = None,
     after: After | None = None,
     share: float = 1.0,
+    times: float = 1.0,
 ) -> None:
-    """Add a share of sums, and of what adapters add, to the residual stream; leave what the next norm needs."""
+    """Add a share of sums, and of what adapters add, to the residual stream; leave what the next norm needs.
+
+    `times`: what the stream is multiplied by then.
+    """
     width, whole = x.shape[1], norms.pieces == 0 or after is not None
     columns, own = columns_of(width, 0 if whole else norms.pieces), norms.inverses if after is None else after.norm
     data, scales = (out, norms.inverses)
@@ -80,7 +84,7 @@ def finish_residual(
         data, scales = in_bytes.data.view(torch.float8_e4m3fn), in_bytes.scales
     kernels_rows.finish_residual[(count, -(-width // columns))](
         sums.data, or_unused(delta, norms.inverses), x, out, data, scales, norm, own, norms.inverses,
-        norms.squares, sums.apart, eps, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
+        norms.squares, sums.apart, eps, times, scales.stride(0), norms.squares.stride(0), WIDTH=width, COLUMNS=columns,
         WHOLE=whole, PARTS=sums.number, BYTES=in_bytes is not None, PDL=norms.pdl, ADAPTED=delta is not None,
         AFTER=0 if after is None else after.tile, SHARE=share, num_warps=8 if whole else 4, enable_fp_fusion=False,
         launch_pdl=norms.pdl,
@@ -91,8 +95,10 @@ def finish_qkv(
     sums: Sums,
     norms: HandedOn,
     run: Run,
+    turned: Tensor,
     config: DecoderConfig,
     layer: Layer,
+    heads: tuple[int, int],
     kv: Tensor,
     out: Tensor,
     normed: bool,
@@ -101,20 +107,24 @@ def finish_qkv(
 ) -> None:
     """Make queries, keys and values of sums, and of what adapters add; kv [2, Hkv, S, D].
 
+    `turned` [R]: places of rows in the layer's rope. `heads`: KV heads that the layer writes, and numbers of a head.
+
     `normed`: the rows came with their norm applied. `scales` [2, Hkv, S]: of keys and values of 8 bits.
     """
-    heads = gcd(config.heads, config.kv_heads, 2 if norms.pieces and run.size.rows <= FEW else 8)
+    kv_heads, dim = heads
+    together = gcd(config.heads, kv_heads, 2 if norms.pieces and run.size.rows <= FEW else 8)
     optional = layer.qkv_bias, layer.qk_norm, layer.rope, delta
     bias, head_norm, rope, added = (or_unused(one, norms.inverses) for one in optional)
     keys, values, kept_as = stores_of(kv, scales)
-    kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
-        sums.data, added, norms.inverses, norms.squares, out, keys, values, bias, head_norm, rope, run.positions,
+    kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * kv_heads) // together)](
+        sums.data, added, norms.inverses, norms.squares, out, keys, values, bias, head_norm, rope, turned,
         run.slots, sums.apart, config.norm_eps, kv.stride(1), norms.squares.stride(0), WIDTH=config.width,
-        PIECES=norms.pieces, H=config.heads, HKV=config.kv_heads, D=config.head_dim,
-        ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=heads, PARTS=sums.number,
-        BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None, ALL=config.qk_norm == "all",
-        ROPE=layer.rope is not None, NORMED=normed, PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as,
-        num_warps=4, enable_fp_fusion=False, launch_pdl=norms.pdl,
+        PIECES=norms.pieces, H=config.heads, HKV=kv_heads, D=dim,
+        ROT=0 if layer.rope is None else layer.rope.shape[1], HEADS=together, PARTS=sums.number,
+        BIAS=layer.qkv_bias is not None, HEAD_NORM=0 if layer.qk_norm is None else len(layer.qk_norm),
+        ALL=config.qk_norm == "all", ROPE=layer.rope is not None, NORMED=normed, SIDE=kv.stride(2) // dim,
+        PDL=norms.pdl, ADAPTED=delta is not None, FORMAT=kept_as, num_warps=4,
+        enable_fp_fusion=False, launch_pdl=norms.pdl,
     )  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from forerun.models.cuda.kernels import linear as kernels_linear
 from forerun.models.cuda.kernels import rows as kernels_rows
-from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.network import Buffers, Model, Run, shaped, turned
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.steps.adapters import NO_CHANGE, Change
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.compiling import starts_early
@@ -34,6 +35,7 @@ from forerun.models.cuda.steps.tiles import (
     stages_of,
 )
 from forerun.models.cuda.weights import Strips, Weight
+from forerun.models.pages import PAGE
 
 if TYPE_CHECKING:
     from forerun.models.cuda.steps.wide import WideProducts
@@ -52,12 +54,12 @@ class FusedSteps:
         self.scales = scales  # [L, 2, Hkv, S] of keys and values of 8 bits
         config, device = model.config, model.device
         tile = outputs_per_tile(model)
-        heads, self.width = config.heads * config.head_dim, config.width
-        self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
+        last, self.width = model.layers[-1], config.width
+        heads, inner, self.qkv_outputs = last.o.shape[1], config.inner_of(len(model.layers) - 1), last.qkv.shape[0]
         # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
         after = model.layers[-1].after_attention_norm is not None
         self.apart = frozenset(("o", "down") if after else ())
-        if config.qk_norm == "all" or (after and config.qk_norm) or scales is not None:  # a scale needs all of a head
+        if config.qk_norm == "all" or (after and config.qk_norm) or config.latent is not None or scales is not None:
             self.apart |= {"qkv"}
         self.bare = config.norms.before_attention is None  # rows enter attention and feed-forward layers as they are
         by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile
@@ -68,8 +70,8 @@ class FusedSteps:
         self.tiles = {
             "qkv": choose_tile(self.qkv_outputs, model.layers[-1].qkv.shape[1], by_head, self.whole),
             "o": choose_tile(self.width, heads, tile, self.whole),
-            "gate": choose_tile(2 * config.inner, self.width, tile, self.whole),
-            "down": choose_tile(self.width, config.inner, tile, self.whole),
+            "gate": choose_tile(2 * inner, self.width, tile, self.whole),
+            "down": choose_tile(self.width, inner, tile, self.whole),
             "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
         first = model.layers[0].qkv.shape[1]
@@ -77,6 +79,11 @@ class FusedSteps:
             self.tiles["entering"] = choose_tile(self.qkv_outputs, first, by_head, self.whole)
         if model.entry is not None:
             self.tiles["entry"] = choose_tile(self.width, model.entry.shape[1], tile, self.whole)
+        self.others = self._other_weights()
+        self.tiles |= {
+            name: choose_tile(weight.shape[0], weight.shape[1], tile) for name, weight in self.others.items()
+        }
+        self.apart |= {name for name in self.others if " " not in name}
         self.norm_tile = tile
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -87,8 +94,8 @@ class FusedSteps:
         self.norm_columns = max(NORM_COLUMNS, power_of_two(self.norm_tiles))
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
         self.lifts = torch.ones(MAX_ROWS, device=device)
-        self._described: dict[tuple[int, int, int], Any] = {}
-        self.attention = Attention(config, model.max_length, device, self.room, self.pdl)
+        self._described: dict[tuple[int, ...], Any] = {}
+        self.attention = self._make_attention(model)
         most = max(self._partials(name) for name in self.tiles)
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
@@ -96,9 +103,17 @@ class FusedSteps:
         self.norms = HandedOn(self.inverses, self.squares, pdl=self.pdl)
         # as products of few rows hand them on, unless those that add to the residual stream finish whole rows
         self.norms_by_tile = self.norms if "down" in self.apart else replace(self.norms, pieces=self.norm_columns)
-        self.sums = torch.empty(MAX_ROWS * max(self.qkv_outputs, self.width) if self.apart else 1, device=device)
+        most = max(self.qkv_outputs, self.width, *(weight.shape[0] for weight in self.others.values()))
+        self.sums = torch.empty(MAX_ROWS * most if self.apart else 1, device=device)
         self.gelu = config.activation == "gelu_tanh"
         self.wide = self._wide_products()
+
+    def _make_attention(self, model: Model) -> Attention:
+        return Attention(model.config, model.max_length, model.device, self.room, self.pdl)
+
+    def _other_weights(self) -> dict[str, Weight]:
+        """Weights of other shapes than the last layer's, and of other products."""
+        return {}
 
     def _wide_products(self) -> WideProducts | None:
         """None where this GPU, or this model, has only the kernels for few rows."""
@@ -112,7 +127,7 @@ class FusedSteps:
         weights |= {"head": self.model.head, "entering": self.model.layers[0].qkv}
         if self.model.entry is not None:
             weights["entry"] = self.model.entry
-        weights = {name: weights[name] for name in self.tiles}
+        weights = {name: weights[name] for name in self.tiles if name not in self.others} | self.others
         if not fits(weights, self.tiles):
             return None
         return WideProducts(self.tiles, weights, self.inverses, self.gelu)
@@ -121,14 +136,20 @@ class FusedSteps:
         """Numbers that the splits of one product leave for the last of them."""
         config, tile = self.model.config, self.tiles[name]
         sizes = dict.fromkeys(("qkv", "entering"), self.qkv_outputs)
-        sizes |= {"gate": 2 * config.inner, "head": config.vocab_size}
+        sizes |= {"gate": 2 * config.inner_of(config.layers - 1), "head": config.vocab_size}
+        sizes |= {other: weight.shape[0] for other, weight in self.others.items()}
         tiles = -(-sizes.get(name, self.width) // tile.outputs)
         return tiles * tile.outputs * MAX_ROWS * tile.splits if tile.splits > 1 else 0
 
     def embed(self, run: Run) -> None:
+        self._embed(run, self.model.layers[0].attention_norm)
+
+    def _embed(self, run: Run, norm: Tensor) -> None:
+        if (turns := self.buffers.page_turns) is not None:
+            kernels_rows.turn[(run.size.rows,)](run.positions, run.slots, turns, self.buffers.turned, PAGE, num_warps=1)
         kernels_rows.embed[(run.size.rows,)](
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
-            self.model.layers[0].attention_norm, self.model.config.norm_eps, self.embedding_scale, WIDTH=self.width,
+            norm, self.model.config.norm_eps, self.embedding_scale, WIDTH=self.width,
             UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns,
             SCALED=self.embedding_scale != 1.0, PDL=self.pdl, num_warps=8, enable_fp_fusion=False,
             launch_pdl=self.pdl,
@@ -142,7 +163,7 @@ class FusedSteps:
 
     def leave_attention(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        found, rows = self.buffers.found, self.buffers.rows
+        found, rows = shaped(self.buffers.found, weights.o.shape[1]), self.buffers.rows
         change = self._change(run, layer, "o", found)
         after = weights.after_attention_norm
         self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change, after=after)
@@ -150,12 +171,12 @@ class FusedSteps:
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         change = self._change(run, layer, "gate", self.buffers.rows)
-        given, out = self.buffers.rows, self.buffers.inner
+        given, out = self.buffers.rows, shaped(self.buffers.inner, weights.down.shape[1])
         self._linear(run, "gate", GATED, given, weights.gate_up, out, normed=self.bare, change=change)
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
-        inner = self.buffers.inner
+        inner = shaped(self.buffers.inner, weights.down.shape[1])
         change = self._change(run, layer, "down", inner)
         rows, after = self.buffers.rows, weights.after_mlp_norm
         self._linear(run, "down", RESIDUAL, inner, weights.down, rows, norm=norm, change=change, after=after)
@@ -245,7 +266,7 @@ class FusedSteps:
         head_norm = None if place.qk_norm is None else place.qk_norm[config.heads - heads :]
         outputs, depth = weight.shape
         wide = rows_per_tile(run.size.rows, self.whole)
-        tile = self._tile(name, wide)
+        tile, kv = self._tile(self._named(name, weight), wide), store_of(self.kv, config, layer)
         unused = self.squares
         grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
         assert not isinstance(weight, Strips), "products compiled ahead are those of compiled.py"
@@ -267,10 +288,10 @@ class FusedSteps:
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
             right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(norm, unused),
-            self.kv[layer, 0], self.kv[layer, 1], or_unused(place.qkv_bias, unused), or_unused(head_norm, unused),
-            or_unused(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            kv[0], kv[-1], or_unused(place.qkv_bias, unused), or_unused(head_norm, unused),
+            or_unused(place.rope, unused), turned(self.buffers, run), run.slots, self.partial, self.counters,
             *(NO_CHANGE * [unused] if change is None else change.given),
-            run.size.rows, config.norm_eps, self.kv.stride(2),
+            run.size.rows, config.norm_eps, kv.stride(1),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
             TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
@@ -299,14 +320,24 @@ class FusedSteps:
         assert isinstance(weight, Tensor)
         count, delta = run.size.rows, None if change is None else change.delta()
         if mode == GATED:
-            wide.gated(count, rows, weight, out, delta, normed)
+            wide.gated(self._named(name, weight), count, rows, weight, out, delta, normed)
         elif mode == LOGITS:
             wide.logits(count, rows, weight, out, normed)
         elif mode == RESIDUAL:
             assert norm is not None
-            self._finish_residual(wide.sums(name, count, rows, weight), count, out, norm, delta=delta, after=after)
+            sums = wide.sums(self._named(name, weight), count, rows, weight)
+            self._finish_residual(sums, count, out, norm, delta=delta, after=after)
         else:
-            self._finish_qkv(wide.sums(name, count, rows, weight), run, layer, out, normed, delta)
+            sums = wide.sums(self._named(name, weight), count, rows, weight)
+            self._finish_qkv(sums, run, layer, out, normed, delta)
+
+    def _sums_of(self, run: Run, name: str, rows: Tensor, weight: Weight) -> Sums:
+        """A product whose sums are finished by other kernels."""
+        if self.wide is not None and self.wide.takes(run.size.rows):
+            assert isinstance(weight, Tensor)
+            return self.wide.sums(self._named(name, weight), run.size.rows, rows, weight)
+        self._narrow_linear(run, name, RESIDUAL, rows, weight, self.sums, None, 0, True, None)
+        return Sums(self.sums, 1, run.size.rows)
 
     def _finish_residual(
         self,
@@ -317,10 +348,11 @@ class FusedSteps:
         in_bytes: InBytes | None = None,
         delta: Tensor | None = None,
         after: Tensor | None = None,
+        times: float = 1.0,
     ) -> None:
         config, own = self.model.config, None if after is None else After(after, self.norm_tile)
         share, x = config.residual_scale, self.buffers.x
-        finish_residual(sums, self.norms, count, x, out, norm, config.norm_eps, in_bytes, delta, own, share)
+        finish_residual(sums, self.norms, count, x, out, norm, config.norm_eps, in_bytes, delta, own, share, times)
 
     def _finish_qkv(
         self,
@@ -332,8 +364,10 @@ class FusedSteps:
         delta: Tensor | None = None,
         norms: HandedOn | None = None,
     ) -> None:
-        place, kv, scales = self.model.layers[layer], self.kv[layer], self._scales_of(layer)
-        finish_qkv(sums, norms or self.norms, run, self.model.config, place, kv, out, normed, delta, scales)
+        config, place, scales = self.model.config, self.model.layers[layer], self._scales_of(layer)
+        sizes, kv = written_sizes(config, layer), store_of(self.kv, config, layer)
+        turns = turned(self.buffers, run)
+        finish_qkv(sums, norms or self.norms, run, turns, config, place, sizes, kv, out, normed, delta, scales)
 
     def _scales_of(self, layer: int) -> Tensor | None:
         return None if self.scales is None else self.scales[layer]
@@ -352,17 +386,26 @@ class FusedSteps:
         tile = self.tiles[name]
         if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
             return tile
-        doubled = tile.outputs == 64 and name in ("gate", "head")
+        doubled = tile.outputs == 64 and name.startswith(("gate", "head"))
         return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
+
+    def _named(self, product: str, weight: Weight) -> str:
+        """The name of a product in `tiles`, which says its shape where layers differ."""
+        name = sized_name(product, weight)
+        return name if name in self.others else product
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
         """What the copy engine needs to know of a matrix to fetch tiles of it."""
-        key = tensor.data_ptr(), rows, columns
+        key = tensor.data_ptr(), tensor.stride(0), rows, columns
         if key not in self._described:
             self._described[key] = kernels_linear.describe(tensor, rows, columns)
         return self._described[key]
 
     def attend(self, run: Run, layer: int) -> None:
         place, found = self.model.layers[layer], self.buffers.found
-        queries, kv, scales = self.buffers.queries, self.kv[layer], self._scales_of(layer)
+        queries, kv, scales = self.buffers.queries, store_of(self.kv, self.model.config, layer), self._scales_of(layer)
         self.attention.attend(run, queries, kv, found, place.window, place.sinks, scales=scales)
+
+
+def sized_name(product: str, weight: Weight) -> str:
+    return f"{product} {weight.shape[0]}x{weight.shape[1]}"

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
-from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, turned
 from forerun.models.cuda.plan import split_start
+from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
+from forerun.models.hybrid.latent import EPS
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
 from forerun.models.pages import PAGE
 
@@ -36,27 +38,34 @@ class PlainSteps:
         if scale != 1.0:
             rows = rows * torch.tensor(scale, dtype=rows.dtype)
         self.buffers.x[: run.size.rows] = rows.float()
+        if (turns := self.buffers.page_turns) is not None:
+            moved = torch.where(run.slots < 0, 0, turns[(run.slots // PAGE).clamp_(min=0).long()])
+            self.buffers.turned[: run.size.rows] = run.positions + moved
 
     def qkv(self, run: Run, layer: int) -> None:
         if layer == 0:  # another pass: its integers lie where those of the last one lay
             self._seen = self._written = None
         config, weights = self.model.config, self.model.layers[layer]
-        rows, heads, dim = run.size.rows, config.heads, config.head_dim
+        rows, heads, (kv_heads, dim) = run.size.rows, config.heads, written_sizes(config, layer)
         given = self._into_attention(run, weights)
         found = self._adapted(run, layer, "qkv", given, times(given, weights.qkv))
         if weights.qkv_bias is not None:
             found = found + weights.qkv_bias
         found = found.view(rows, -1, dim).float()
-        rotated = found[:, : heads + config.kv_heads]
         if weights.qk_norm is not None:
-            norm_heads_(rotated, weights.qk_norm.float(), heads, config.qk_norm == "all", config.norm_eps)
+            normed = found[:, : len(weights.qk_norm)]
+            norm_heads_(normed, weights.qk_norm.float(), heads, config.qk_norm == "all", config.norm_eps)
+        rotated = found[:, : heads + kv_heads]
         if weights.rope is not None:
-            rotated = _rotate(rotated, weights.rope[run.positions.long()])
-        self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.buffers.queries.dtype)
+            rotated = _rotate(rotated, weights.rope[turned(self.buffers, run).long()])
+        asking = shaped(self.buffers.queries, heads * dim)
+        asking[:rows] = rotated[:, :heads].flatten(1).to(asking.dtype)
+        if not kv_heads:
+            return
         there, slots = self._written_by(run)
-        keys, values = rotated[:, heads:], found[:, heads + config.kv_heads :]
+        keys, values, into = rotated[:, heads:], found[:, heads + kv_heads :], store_of(self.kv, config, layer)
         for part, new in enumerate((keys, values)):
-            those, store = new.index_select(0, there).transpose(0, 1), self.kv[layer, part]
+            those, store = new.index_select(0, there).transpose(0, 1), into[part]
             if self.scales is None:
                 store.index_copy_(1, slots, those.to(self.model.dtype))
             else:
@@ -68,25 +77,26 @@ class PlainSteps:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
         config, sinks = self.model.config, self.model.layers[layer].sinks
         table, hidden = self._seen_by(run, self.model.layers[layer].window)  # [rows, P], [1, rows, 1, P]
-        shape = run.size.rows, config.kv_heads, -1, config.head_dim
-        queries = self.buffers.queries[: run.size.rows].view(shape).transpose(0, 1)  # [Hkv, m, group, D]
+        (kv_heads, dim), given, out = config.kv_sizes(layer), self.buffers.queries, self.buffers.found
+        given, out = shaped(given, config.heads * dim), shaped(out, config.heads * dim)
+        queries = given[: run.size.rows].view(run.size.rows, kv_heads, -1, dim).transpose(0, 1)  # [Hkv, m, group, D]
         rows, longest = table.shape
-        self.buffers.found[rows : run.size.rows] = 0.0  # padding
-        step = max(_ROWS, _GATHERED // (config.kv_heads * config.head_dim * longest))
+        out[rows : run.size.rows] = 0.0  # padding
+        step = max(_ROWS, _GATHERED // (kv_heads * dim * longest))
         for low in range(0, rows, step):
             some = slice(low, min(low + step, rows))
-            slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
+            slots, wide = table[some].flatten(), (kv_heads, -1, longest, dim)
             k, v = (self._rows_at(layer, part, slots).view(wide) for part in range(2))
             asked, mask = queries[:, some].float(), hidden[:, some]
             if config.attention_softcap is None and sinks is None:
                 found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
             else:
                 found = _capped(asked, k, v, mask, config, sinks)
-            self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
+            out[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
 
     def _rows_at(self, layer: int, part: int, slots: Tensor) -> Tensor:
         """[Hkv, N, D] fp32 keys (part 0) or values in these slots."""
-        store = self.kv[layer, part]
+        store = store_of(self.kv, self.model.config, layer)[part]
         if self.scales is None:
             return store.index_select(1, slots).float()
         numbers = store.view(torch.int8).index_select(1, slots).view(store.dtype)
@@ -105,7 +115,8 @@ class PlainSteps:
         return self._seen[2:]
 
     def leave_attention(self, run: Run, layer: int) -> None:
-        given, weights = self.buffers.found[: run.size.rows], self.model.layers[layer]
+        weights = self.model.layers[layer]
+        given = shaped(self.buffers.found, weights.o.shape[1])[: run.size.rows]
         found = self._adapted(run, layer, "o", given, times(given, weights.o))
         self._add(found, weights.after_attention_norm)
 
@@ -113,10 +124,13 @@ class PlainSteps:
         weights, rows = self.model.layers[layer], run.size.rows
         given = self._entering(run, weights.mlp_norm)
         both = self._adapted(run, layer, "gate", given, times(given, weights.gate_up)).view(rows, -1, 2)
-        self.buffers.inner[:rows] = activate(both[..., 0], self.model.config.activation) * both[..., 1]
+        shaped(self.buffers.inner, both.shape[1])[:rows] = (
+            activate(both[..., 0], self.model.config.activation) * both[..., 1]
+        )
 
     def leave_mlp(self, run: Run, layer: int) -> None:
-        given, weights = self.buffers.inner[: run.size.rows], self.model.layers[layer]
+        weights = self.model.layers[layer]
+        given = shaped(self.buffers.inner, weights.down.shape[1])[: run.size.rows]
         self._add(self._adapted(run, layer, "down", given, times(given, weights.down)), weights.after_mlp_norm)
 
     def _add(self, found: Tensor, norm: Tensor | None) -> None:
@@ -305,3 +319,77 @@ class PlainExpertSteps(PlainSteps):
 def _feed_forward(rows: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     both = times(rows, gate_up).view(len(rows), -1, 2)
     return times(F.silu(both[..., 0]) * both[..., 1], down).float()
+
+
+class PlainSizedSteps(PlainSteps):
+    """Implements forerun.models.cuda.network.Steps for layers of different sizes, which may have inputs and an end."""
+
+    def embed(self, run: Run) -> None:
+        super().embed(run)
+        inputs, config = self.model.inputs, self.model.config
+        if inputs is None:
+            return
+        given = self.buffers.x[: run.size.rows].to(self.model.dtype)
+        made = times(given, inputs.projection).float().view(run.size.rows, -1, len(inputs.norm)) * config.width**-0.5
+        made = F.rms_norm(made, inputs.norm.shape, inputs.norm.float(), config.norm_eps)
+        own = F.embedding(run.tokens.long(), inputs.table).view_as(made)
+        own = own * torch.tensor(len(inputs.norm) ** 0.5, dtype=own.dtype)
+        self._inputs = (made + own.float()) * 0.5**0.5  # [rows, L, P]
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        super().leave_mlp(run, layer)
+        end, rows, x = self.model.layers[layer].end, run.size.rows, self.buffers.x
+        assert end is not None
+        if end.gate is not None and end.projection is not None:
+            opened = activate(times(x[:rows].to(self.model.dtype), end.gate).float(), self.model.config.activation)
+            gated = (opened * self._inputs[:rows, layer]).to(self.model.dtype)
+            self._add(times(gated, end.projection), end.norm)
+        x[:rows] *= end.scale
+
+
+class PlainLatentSteps(PlainExpertSteps):
+    """Implements forerun.models.cuda.network.Steps for latent attention."""
+
+    def qkv(self, run: Run, layer: int) -> None:
+        if layer == 0:
+            self._seen = self._written = None
+        config, weights, rows = self.model.config, self.model.layers[layer], run.size.rows
+        latent, own = config.latent, weights.latent
+        assert latent is not None
+        assert own is not None
+        assert weights.rope is not None
+        made = times(self._into_attention(run, weights), weights.qkv).float()
+        short, cached = made[:, : -latent.row], made[:, -latent.row :]
+        if own.queries is not None and own.query_norm is not None:
+            normed = F.rms_norm(short, own.query_norm.shape, own.query_norm.float(), EPS).to(self.model.dtype)
+            short = times(normed, own.queries).float()
+        turns = weights.rope[turned(self.buffers, run).long()]
+        heads = short.view(rows, config.heads, -1)
+        plain, rotated = heads[..., : latent.key_dim], _rotate(heads[..., latent.key_dim :].contiguous(), turns)
+        asked = torch.einsum("mhn,hcn->mhc", plain.to(self.model.dtype), own.keys).float()
+        self.buffers.queries[:rows] = torch.cat((asked, rotated), -1).flatten(1).to(self.model.dtype)
+        normed = F.rms_norm(cached[:, : latent.rank], own.norm.shape, own.norm.float(), EPS)
+        both = torch.cat((normed, _rotate(cached[:, None, latent.rank :].contiguous(), turns)[:, 0]), 1)
+        there, slots = self._written_by(run)
+        self.kv[layer, 0, 0].index_copy_(0, slots, both.index_select(0, there).to(self.model.dtype))
+
+    def attend(self, run: Run, layer: int) -> None:
+        config, latent, out = self.model.config, self.model.config.latent, self.buffers.found
+        assert latent is not None
+        table, hidden = self._seen_by(run, 0)
+        out = shaped(out, config.heads * latent.rank)
+        out[: run.size.rows] = 0.0
+        queries = self.buffers.queries[: run.size.rows].view(run.size.rows, config.heads, -1).float()
+        for row, slots in enumerate(table):
+            cached = self.kv[layer, 0, 0].index_select(0, slots).float()
+            scores = queries[row] @ cached.t() * config.attention_scale + hidden[0, row]
+            out[row] = (scores.softmax(-1) @ cached[:, : latent.rank]).flatten().to(self.model.dtype)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        config, weights, rows = self.model.config, self.model.layers[layer], run.size.rows
+        latent, own = config.latent, weights.latent
+        assert latent is not None
+        assert own is not None
+        found = shaped(self.buffers.found, config.heads * latent.rank)[:rows].view(rows, config.heads, -1)
+        given = torch.einsum("mhc,hvc->mhv", found, own.values).flatten(1)
+        self._add(times(given, weights.o), weights.after_attention_norm)

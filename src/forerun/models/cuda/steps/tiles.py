@@ -83,7 +83,10 @@ def outputs_per_tile(model: Model) -> int:
     """One width of tile for all products of a model, because norms are handed on tile by tile."""
     config = model.config
     most = 64 if config.width * config.inner >= 1 << 22 else 16
-    sizes = config.width, 2 * config.inner, config.kv_heads * config.head_dim, config.heads * config.head_dim
+    sizes = {config.width, config.varied.input_width if config.varied is not None else 0}
+    for layer in range(config.layers):
+        kv_heads, dim = config.kv_sizes(layer)
+        sizes |= {2 * config.inner_of(layer), kv_heads * dim, config.heads * dim}
     return math.gcd(most, *sizes)
 
 
@@ -133,7 +136,7 @@ def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharin
     """No program takes a whole group: for few groups."""
     programs, narrow = programs_for(size, heads, processors), not size.lone
     if head_dim > WIDEST:
-        return Sharing(programs, 0, stages=1)
+        return Sharing(programs, 0, stages=1, warps=4 if head_dim <= 2 * WIDEST else 8)
     if size.splits > SHORT_SPLITS:
         return Sharing(programs, 0, stages=3)
     many = size.attending(programs) * heads > 2 * processors

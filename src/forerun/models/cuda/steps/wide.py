@@ -95,6 +95,11 @@ def library_pays(name: str, rows: int, splits: int) -> bool:
     return splits == 1 and rows >= LIBRARY_FROM and name not in ("gate", "head")
 
 
+def product_of(name: str) -> str:
+    """Names of products of layers that differ in size end with their shape."""
+    return name.partition(" ")[0]
+
+
 def _half(rows: int) -> int:
     """The smallest tile of which two hold these rows."""
     return next(size for size in _PIECES if 2 * size >= rows)
@@ -127,17 +132,18 @@ class WideProducts:
         self.ones = torch.ones_like(inverses)  # factors of rows that come with their norm applied
         wide = [(name, rows) for name in cuts for rows in ROW_SIZES if rows > NARROW]
         self.tiles = {
-            (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits) for name, rows in wide
+            (name, rows): choose_wide(product_of(name), rows, len(weights[name]), cuts[name].splits)
+            for name, rows in wide
         }
         libraries = {
             (name, rows): WideTile(0, rows, library=True)
             for name, rows in wide
-            if library_pays(name, rows, cuts[name].splits)
+            if library_pays(product_of(name), rows, cuts[name].splits)
         }
         most = max(
             tile.parallel * tile.tall(rows) * len(weights[name])
             for (name, rows), tile in [*self.tiles.items(), *libraries.items()]
-            if name not in ("gate", "head")
+            if product_of(name) not in ("gate", "head")
         )
         self.parts = torch.empty(most, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -195,9 +201,16 @@ class WideProducts:
         return Sums(self.parts, tile.parallel, tile.tall(count))
 
     def gated(
-        self, count: int, rows: Tensor, weight: Tensor, out: Tensor, delta: Tensor | None = None, normed: bool = False
+        self,
+        name: str,
+        count: int,
+        rows: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        delta: Tensor | None = None,
+        normed: bool = False,
     ) -> None:
-        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out, delta, normed)
+        self._launch(self.tiles[name, count], GATED, count, rows, weight, out, delta, normed)
 
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor, normed: bool = False) -> None:
         self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out, normed=normed)

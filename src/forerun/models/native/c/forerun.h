@@ -384,6 +384,7 @@ typedef struct {
     const float *input_norm; /* [width]; NULL in the first layer, which has an input of its own */
     const float *mlp_norm;   /* [width] */
     fr_weights qkv, output, gate_up, down;
+    int64_t window; /* the last positions that a row sees; 0 = everything */
 } fr_head_layer;
 
 typedef struct {

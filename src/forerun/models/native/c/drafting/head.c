@@ -123,14 +123,15 @@ static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, co
         .keys = p->keys + layer * p->layer_stride, .values = p->values + layer * p->layer_stride,
         .tiles = b->tiles, .tile_count = fr_attention_tiles(&reach, n, h->heads / h->kv_heads, h->kv_heads, b->tiles),
         .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = made->q_stride,
-        .head_stride = p->head_stride, .scale = h->attention_scale,
+        .head_stride = p->head_stride, .window = h->layers[layer].window, .scale = h->attention_scale,
     };
     fr_attention(&args);
 }
 
 /* Changes with everything the caller must agree on. */
 FR_API int64_t fr_head_layout(void) {
-    return (int64_t)sizeof(fr_head) * 1000000 + (int64_t)sizeof(fr_head_pass) * 1000 + (int64_t)sizeof(fr_top);
+    return (int64_t)sizeof(fr_head_layer) * 1000000000 + (int64_t)sizeof(fr_head) * 1000000 +
+           (int64_t)sizeof(fr_head_pass) * 1000 + (int64_t)sizeof(fr_top);
 }
 
 /* A layer that reads `into` and adds to the residual stream in p->out; the last one only where its output is wanted. */

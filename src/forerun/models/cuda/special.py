@@ -1,0 +1,144 @@
+"""Layers of other kinds as the GPU decoder has them: as ordinary blocks, with what comes on top.
+
+These are layers of different sizes (Gemma 4) and latent attention (DeepSeek). The first product of latent attention
+makes queries, or the short row that they are made of, and behind them what is cached of the token.
+
+A layer without keys of its own has queries alone in its first product. Values that are made of what keys are made of
+have a copy of the keys' weight: they lie in the keys' order, which the output's weight undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.core.errors import UnsupportedModel
+from forerun.models.blocks import Block
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.weights import Weight
+from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.rows import RowLinear
+from forerun.models.hybrid.sized import SizedAttention
+from forerun.models.hybrid.weights import HybridBlock, HybridCheckpoint
+from forerun.models.layers import Experts, Mlp
+
+Pack = Callable[[Tensor], Weight]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What tokens give every layer beside their embedding, P wide."""
+
+    table: Tensor  # [V, L P]
+    projection: Weight  # [L P, D]
+    norm: Tensor  # [P]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """What ends a layer: its input, gated by the rows, is added to them, and a number multiplies all."""
+
+    gate: Weight | None  # [P, D]; None = layers have no inputs
+    projection: Weight | None  # [D, P]
+    norm: Tensor | None  # [D]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Latent attention beside the first product and the last; N = key_dim, R = rope_dim, V = value_dim, C = rank."""
+
+    queries: Weight | None  # [H (N + R), query_rank]; None = the first product makes them
+    query_norm: Tensor | None  # [query_rank]
+    norm: Tensor  # [C]
+    keys: Tensor  # [H, C, N]
+    values: Tensor  # [H, V, C]
+
+
+def latent_of(block: HybridBlock, pack: Pack) -> LatentWeights | None:
+    mixer = block.mixer
+    if not isinstance(mixer, LatentAttention):
+        return None
+    queries = None if mixer.short_queries is None else pack(mixer.queries.weight)
+    keys, values = (part.transpose(1, 2).contiguous() for part in (mixer.keys, mixer.values))
+    return LatentWeights(queries, mixer.query_norm, mixer.latent_norm, keys, values)
+
+
+def inputs_of(checkpoint: HybridCheckpoint, pack: Pack) -> LayerInputs | None:
+    inputs = checkpoint.layer_inputs()
+    return None if inputs is None else LayerInputs(inputs.table, pack(inputs.projection.weight), inputs.norm)
+
+
+def end_of(block: HybridBlock, pack: Pack) -> LayerEnd | None:
+    end = block.end
+    if end is None:
+        return None
+    if end.gate is None or end.projection is None:
+        return LayerEnd(None, None, None, float(end.scale))
+    return LayerEnd(pack(end.gate.weight), pack(end.projection.weight), end.norm, float(end.scale))
+
+
+def ordinary(block: HybridBlock, heads: int) -> Block:
+    """A layer of any kind without what `end_of` and `latent_of` have."""
+    mixer, mlp = block.mixer, block.mlp
+    linear = [] if mlp is None else [mlp.gate_up, mlp.down]
+    if isinstance(mixer, LatentAttention):
+        first = mixer.queries if mixer.short_queries is None else mixer.short_queries
+        _refuse_biases([*linear, first, mixer.queries, mixer.latents, mixer.output])
+        qkv = torch.cat((first.weight, mixer.latents.weight))
+        return _block(block, qkv, None, mixer.output.weight)
+    assert isinstance(mixer, SizedAttention)
+    _refuse_biases([*linear, mixer.queries, mixer.keys, mixer.values, mixer.output])
+    parts, norms = [mixer.queries.weight], [mixer.query_norm.expand(heads, -1)]
+    if mixer.keys is not None:
+        assert mixer.key_norm is not None
+        values = mixer.keys if mixer.values is None else mixer.values
+        parts += [mixer.keys.weight, values.weight]
+        norms.append(mixer.key_norm.expand(mixer.kv_heads, -1))
+        norms.append(torch.ones_like(norms[-1]))  # values are normed without a weight
+    return _block(block, torch.cat(parts), torch.cat(norms), mixer.output.weight)
+
+
+def _refuse_biases(linear: Sequence[RowLinear | None]) -> None:
+    if any(one is not None and one.bias is not None for one in linear):
+        raise UnsupportedModel("the GPU decoder has no biases in layers of this kind; use the plain decoder")
+
+
+def _block(block: HybridBlock, qkv: Tensor, qk_norm: Tensor | None, output: Tensor) -> Block:
+    mlp: Mlp | Experts | None = block.experts
+    if block.mlp is not None:
+        mlp = Mlp(block.mlp.gate_up.weight, block.mlp.down.weight)
+    assert mlp is not None
+    return Block(
+        attention_norm=block.norm,
+        qkv=qkv,
+        qkv_bias=None,
+        qk_norm=qk_norm,
+        o=output,
+        o_bias=None,
+        mlp_norm=block.mlp_norm,
+        mlp=mlp,
+        after_attention_norm=block.after_mixer,
+        after_mlp_norm=block.after_mlp,
+    )
+
+
+def store_of(kv: Tensor, config: DecoderConfig, layer: int) -> Tensor:
+    """[2, Hkv, S, D] the keys and values that a layer reads, in the cache of all [L, 2, Hkv, S, D].
+
+    Where layers differ in size a slot has the rows of all heads side by side: the largest layer's fill it.
+    """
+    own = kv[config.kv_source(layer)]
+    if config.varied is None:
+        return own
+    heads, dim = config.kv_sizes(layer)
+    return torch.unflatten(own[:, 0, :, : heads * dim], -1, (heads, dim)).transpose(1, 2)
+
+
+def written_sizes(config: DecoderConfig, layer: int) -> tuple[int, int]:
+    """KV heads that a layer writes, and numbers of a head."""
+    heads, dim = config.kv_sizes(layer)
+    return (heads if config.varied is None or config.varied.owns[layer] else 0), dim
