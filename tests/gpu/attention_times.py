@@ -120,7 +120,8 @@ def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
     scales: Tensor | None = None
     if kept is not None:
         kv, scales = in_bytes(kv.float(), kept)
-    queries = torch.randn(MAX_ROWS, config.heads * config.head_dim, device="cuda").bfloat16()
+    queries = torch.randn(MAX_ROWS, config.heads * config.head_dim, device="cuda")
+    queries = queries.bfloat16() if kept is None else queries.half()
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
     shapes = {name: topology_of(parents) for name, parents in TREES.items()}
     shapes |= {"prompt": chain_of(MAX_ROWS)}

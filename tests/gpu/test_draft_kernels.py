@@ -8,7 +8,7 @@ import math
 import random
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from forerun.drafters.device.head import append_decided, make_net, pick_fused, p
 from forerun.drafters.device.plan import BUCKETS, Lane, plan_draft
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.device_trees import STEPS, LastRound
+from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
 from forerun.testing import FakeSeq
 from tests.drafters.rounds import as_lists
@@ -308,6 +309,43 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     assert longest > 1, "paths must be long enough to matter"
     assert type(drafter.draft.net.steps).__name__ == "FusedHeadSteps"
     assert not drafter._failed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("more", [{}, {"depth": 2}, {"eagle": "mtp", "qk_norm": True}])
+def test_keys_and_values_without_queries_are_those_beside_queries(
+    more: dict[str, Any], kind: Literal["plain", "int8"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit; no query is written, and keys of one head are not those of another."""
+    device = where_kernels_run()
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        processors = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    target, count = make_target("large", device.type, dtype), 37
+    target.kernels = "triton"
+    config, weights = make_head(target, **more)
+    net, fusion = make_net(config, weights, target, kind)[:2]
+    assert net.model.whole == (kind == "int8")
+    rows = torch.arange(64, device=device)
+    ints = torch.cat((rows * 7 % VOCAB, rows + 5, torch.where(rows < count, 70 + rows, -1)))
+    ints = torch.cat((torch.arange(MAX_ROWS, device=device), ints)).int()
+    run, features = Run.of(Size(64, 0, 0), ints), torch.randn(64, fusion.feature_width, device=device).to(dtype)
+    last, found = len(net.model.layers) - 1, list[torch.Tensor]()
+    net.buffers.rows.zero_()  # what goes into a second layer is not asked about here
+    for alone in (False, True):
+        net.kv.zero_()
+        net.buffers.queries.fill_(9.0)
+        net.steps.enter(run, fusion.fuse(features))
+        (net.steps.keys_and_values if alone else net.steps.qkv)(run, last)
+        assert bool((net.buffers.queries[:count] == 9.0).all()) == (alone and getattr(net.steps, "wide", None) is None)
+        found.append(net.kv[last, :, :, 70 : 70 + count].clone())
+    assert torch.equal(*found)
+    if not last:
+        assert not torch.equal(found[0][:, 0], found[0][:, 1])
+        assert not torch.equal(*found[0])
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.models.cuda.plan import Span, plan_pass
-from forerun.models.cuda.steps.plain import in_bytes
+from forerun.models.cuda.steps.plain import from_bytes, in_bytes
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.kv_budget import KV_DTYPES, slot_bytes
 from forerun.models.pages import PAGE
@@ -30,7 +30,6 @@ from tests.gpu.test_attention import (
     attend,
     found_by_hand,
     lone_nodes,
-    must_agree,
     random_numbers,
     span,
 )
@@ -40,26 +39,35 @@ EACH_FORMAT = pytest.mark.parametrize("kept", ["int8", "fp8"])
 
 
 def numbers_of(kept: str, dim: int, slots: int = 4096) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries; keys and values in 8 bits, of sizes that need a scale for each row; and what they stand for."""
+    """Queries in float16; keys and values in 8 bits, of sizes that need a scale for each row; what they stand for."""
     queries, kv = random_numbers(dim, slots)
     kv = kv.float() * torch.exp2(torch.randint(-3, 3, kv.shape[:3], device=kv.device))[..., None]
     numbers, scales = in_bytes(kv, KV_DTYPES[kept])
-    return queries, numbers, scales, numbers.float() * scales[..., None]
+    return queries.half(), numbers, scales, from_bytes(numbers, scales)
+
+
+def must_agree(found: Tensor, wanted: Tensor) -> None:
+    """To the last bit on a GPU; in the interpreter a score's last bit may change the float16 of a weight."""
+    if found.device.type == "cpu":
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+    else:
+        assert torch.equal(found, wanted)
 
 
 @EACH_FORMAT
 def test_a_row_comes_back_nearly(kept: str) -> None:
     torch.manual_seed(0)
-    rows = torch.randn(500, 64) * torch.exp2(torch.randint(-40, 40, (500, 1)))
-    rows[3] = 0
+    rows = torch.randn(500, 64) * torch.exp2(torch.randint(-8, 13, (500, 1)))
+    rows[3], rows[4] = 0, torch.randn(64) * 1e-6  # steps are no finer than those of float16
     numbers, scales = in_bytes(rows, KV_DTYPES[kept])
-    error = (numbers.float() * scales[:, None] - rows).abs().amax(-1)
-    assert (error <= rows.abs().amax(-1) * (0.5 / 127 if kept == "int8" else 1 / 28)).all()
-    assert not (numbers[3].float() * scales[3]).any()
-    rows[5, 7] = torch.nan
-    rows[6, 7] = torch.inf
-    numbers, scales = in_bytes(rows, KV_DTYPES[kept])
-    assert not (numbers[5:7].float() * scales[5:7, None]).isfinite().any(-1).all()
+    assert torch.equal(scales, scales.half().float()), "kernels multiply by scales in float16"
+    error = (from_bytes(numbers, scales) - rows).abs().amax(-1)
+    most = 0.535 / 127 if kept == "int8" else 1.02 / 28  # of numbers of 8 bits, and a little of scales and products
+    assert (error <= rows.abs().amax(-1) * most + 2.0**-24).all()
+    assert (error > rows.abs().amax(-1) * most / 2).any()
+    assert not from_bytes(numbers, scales)[3].any()
+    rows[5, 7], rows[6, 7], rows[7, 7] = torch.nan, torch.inf, 2.0**17
+    assert not from_bytes(*in_bytes(rows, KV_DTYPES[kept]))[5:8].isfinite().all(-1).any()
 
 
 @pytest.mark.gpu
@@ -171,13 +179,15 @@ def test_laws_are_near_those_of_floats_and_kernels_do_what_torch_does(
     if not triton_interprets():
         return
     kernels = fused_on_a_cpu(make_target(f"{name}+{kept}", "cpu"), monkeypatch)
-    torch.testing.assert_close(logits_behind(kernels, tokens), found, atol=2e-3, rtol=2e-3)
+    by_kernels = logits_behind(kernels, tokens)
+    # weights are float16 in kernels, whose last bit may become one of the three bits of a number in the next layer
+    torch.testing.assert_close(by_kernels, found, atol=2e-3 if kept == "int8" else 8e-2, rtol=2e-3)
     assert kernels.kv.scales is not None
     seq = FakeSeq(1, tokens, max_length=200)
     kernels.prefill([seq], Needs())
     kernels.kv.scales[1, 1, :, kernels.kv.extent(1).slots(70, 71)] *= 4
     changed = score(kernels, seq, TreeBatch.chains([tokens[-1:]]))
-    assert (changed - found).abs().max() > 1e-2, "a wrong scale would not be seen"
+    assert (changed - by_kernels).abs().max() > 1e-2, "a wrong scale would not be seen"
 
 
 def triton_interprets() -> bool:

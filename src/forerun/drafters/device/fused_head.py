@@ -11,6 +11,7 @@ from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.fused import LOGITS, QKV, RESIDUAL, FusedSteps
 from forerun.models.cuda.steps.tiles import power_of_two
+from forerun.models.cuda.weights import rows_of
 
 STARTS: dict[ResidualStart, int] = {"features": 0, "normed": 1, "nothing": 2}  # as in kernels
 
@@ -60,6 +61,18 @@ class FusedHeadSteps(FusedSteps):
             return
         name, weights = "entering" if "entering" in self.tiles else "qkv", self.model.layers[0]
         self._linear(run, name, QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
+
+    def keys_and_values(self, run: Run, layer: int) -> None:
+        """As `qkv` finds them, to the last bit, without the queries: most of the product, where prompts are read."""
+        weights, heads, name = self.model.layers[layer], self.model.config.heads, "qkv"
+        if self.wide is not None or "qkv" in self.apart or weights.qkv_bias is not None:
+            self.qkv(run, layer)
+            return
+        given, normed = self.buffers.rows, self.bare
+        if not layer and self._head_model.entry is None:
+            given, normed, name = self.entered, True, "entering" if "entering" in self.tiles else "qkv"
+        own = rows_of(weights.qkv, heads * self.model.config.head_dim, weights.qkv.shape[0])
+        self._narrow_linear(run, name, QKV, given, own, self.buffers.queries, None, layer, normed, None, heads=0)
 
     def head(self, run: Run) -> None:
         plain = not self._head_model.norms_output

@@ -259,6 +259,7 @@ class HeadSteps(Protocol):
     def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None: ...
     def pick(self, rows: Tensor) -> None: ...
     def qkv(self, run: Run, layer: int) -> None: ...
+    def keys_and_values(self, run: Run, layer: int) -> None: ...
     def attend(self, run: Run, layer: int) -> None: ...
     def leave_attention(self, run: Run, layer: int) -> None: ...
     def gate(self, run: Run, layer: int) -> None: ...
@@ -296,6 +297,10 @@ class PlainHeadSteps(PlainSteps):
             handed_on = model.starts_from == "features"
             squares = carried.float().square().mean(-1, keepdim=True) if handed_on else 0.0
             self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
+
+    def keys_and_values(self, run: Run, layer: int) -> None:
+        """What `qkv` finds, where nobody asks for queries."""
+        self.qkv(run, layer)
 
     def pick(self, rows: Tensor) -> None:
         """Go on with these rows only, in this order."""
@@ -363,25 +368,33 @@ class HeadNet:
         """[MAX_ROWS, Vd] fp32 of what follows the rows of the last pass."""
         return self.buffers.logits
 
-    def keep(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+    def keep(self, run: Run, carried: Tensor) -> None:
         """Keys and values of rows in all layers, and nothing else; where there are several, rows attend."""
-        self.steps.enter(run, carried, sources)
-        last = len(self.model.layers) - 1
-        for layer in range(last):
-            self.steps.qkv(run, layer)
-            self._behind_qkv(run, layer)
-        self.steps.qkv(run, last)
+        self._below(run, carried)
+        self.steps.keys_and_values(run, len(self.model.layers) - 1)
 
     def run(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
         """All layers, and the logits; `sources` says which rows of `carried` to take, None = all."""
-        self.keep(run, carried, sources)
+        self._begin(run, carried, sources)
         self._finish(run)
 
     def run_some(self, run: Run, carried: Tensor, some: Run, rows: Tensor) -> None:
         """Keys and values of all rows, the rest of the last layer and the logits for some of them only."""
-        self.keep(run, carried)
+        self._begin(run, carried)
         self.steps.pick(rows)
         self._finish(some)
+
+    def _below(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """The input step, and all layers but the last."""
+        self.steps.enter(run, carried, sources)
+        for layer in range(len(self.model.layers) - 1):
+            self.steps.qkv(run, layer)
+            self._behind_qkv(run, layer)
+
+    def _begin(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """As far as the last layer's queries, keys and values."""
+        self._below(run, carried, sources)
+        self.steps.qkv(run, len(self.model.layers) - 1)
 
     def _finish(self, run: Run) -> None:
         self._behind_qkv(run, len(self.model.layers) - 1)

@@ -260,7 +260,8 @@ def _stored(weights: Mapping[str, Tensor], config: DecoderConfig, device: torch.
 class Buffers:
     """Where a pass works; one set serves every size, so captured graphs share it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, queries: torch.dtype | None = None) -> None:
+        """`queries`: their type; None = that of the rows."""
         config, device, dtype = model.config, model.device, model.dtype
         size = MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257 + PAGES
         self._sent = SentInts(device, size, torch.int32, first=MAX_ROWS)
@@ -271,7 +272,7 @@ class Buffers:
             self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
             # times a norm's weight
             self.rows = torch.empty(MAX_ROWS, config.width, dtype=dtype, device=device)
-            self.queries = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
+            self.queries = torch.empty(MAX_ROWS, heads, dtype=queries or dtype, device=device)
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)

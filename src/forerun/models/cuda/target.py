@@ -97,7 +97,7 @@ class CudaDecoder(SlotTarget):
         if weight_kind == "file" and not compiled:
             weight_kind = "plain"
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind, compiled)
-        self.buffers = Buffers(self.model)
+        self.buffers = Buffers(self.model, queries=None if kv_dtype is None else torch.float16)
         slots = kv_slots or pool_slots(self.model, kv_memory, kv_dtype)
         super().__init__(
             config, dtype=dtype, device=self.model.device, kv_slots=slots, kv_dtype=kv_dtype,

@@ -161,8 +161,12 @@ def _stack_biases(experts: Experts, before: Tensor | None) -> ExpertBiases:
 def part_of(weight: Weight, index: int, count: int) -> Weight:
     """One of `count` equal parts of stacked weights."""
     size = weight.shape[0] // count
-    own = slice(index * size, (index + 1) * size)
+    return rows_of(weight, index * size, (index + 1) * size)
+
+
+def rows_of(weight: Weight, first: int, end: int) -> Weight:
+    """What makes the outputs from one to before another."""
     if isinstance(weight, Tensor):
-        return weight[own]
+        return weight[first:end]
     assert isinstance(weight, Packed)
-    return Packed(weight.data[own], weight.scales[own])
+    return Packed(weight.data[first:end], weight.scales[first:end])

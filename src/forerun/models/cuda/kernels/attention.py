@@ -22,7 +22,7 @@ by blocks of 16 positions, in order, where blocks of other nodes have a weight o
 import triton
 import triton.language as tl
 
-from forerun.models.cuda.kernels.kv_bytes import for_values, head_of, read, read_some, score_scale, value_type
+from forerun.models.cuda.kernels.kv_bytes import fetch, fetch_some, head_of, wide
 from forerun.models.cuda.kernels.linear import put_rows
 
 ROWS = tl.constexpr(64)  # queries of the largest group: nodes times heads
@@ -46,7 +46,7 @@ def _slots(p, there, ints, base, length, ancestors, pages):
 
 
 @triton.jit
-def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr, CAP: tl.constexpr):
+def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr, CAP: tl.constexpr, FORMAT: tl.constexpr):
     """Of columns that lie at positions p; minus infinity where a row is not one of `those` or sees no such position.
 
     CAP > 0: CAP times the hyperbolic tangent of the product; `scale` is divided by the cap then.
@@ -54,7 +54,7 @@ def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr, CAP: tl.constexpr):
     seen = those & (p[None, :] <= at[:, None])
     if WINDOW > 0:
         seen = seen & (p[None, :] > at[:, None] - WINDOW)
-    scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.dot(q, tl.trans(wide(k, FORMAT))) * scale
     if CAP > 0:
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
     return tl.where(seen, scores, float("-inf"))
@@ -81,14 +81,13 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
         p = p0 + t
         if TABLE:
             slot = _slots(p, p <= last, ints, base, length, ancestors, pages) * SIDE
-            k, by_k = read_some(keys, slot, p <= last, D, q.dtype, FORMAT)
-            v, by_v = read_some(values, slot, p <= last, D, value_type(q.dtype), FORMAT)
+            k = fetch_some(keys, slot, p <= last, D, FORMAT)
+            v = fetch_some(values, slot, p <= last, D, FORMAT)
         else:
             slot = (tl.where(pages > 0, page * TILE, base + p0) + t) * SIDE
-            k, by_k = read(keys, slot, D, q.dtype, FORMAT)
-            v, by_v = read(values, slot, D, value_type(q.dtype), FORMAT)
+            k, v = fetch(keys, slot, D, FORMAT), fetch(values, slot, D, FORMAT)
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
-        found = _scores(q, k, p, at, (at >= 0)[:, None], score_scale(scale, by_k, FORMAT), WINDOW, CAP)
+        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW, CAP, FORMAT)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
@@ -96,7 +95,8 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
         top, safe, shrink = rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
-        acc = tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
+        v = wide(v, FORMAT)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
     return top, total, acc, all_top, all_total, all_acc
 
 
@@ -120,18 +120,19 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
         p, mine, there = p0 + t, first + t % OWN, p0 + t < first
         slot = _slots(p, there, ints, base, length, 0, pages) * SIDE
         here = is_own & (mine >= p0) & (mine < p0 + TILE)
-        k, by_k = read_some(keys, slot, there, D, q.dtype, FORMAT)
-        more_k, by_more_k = read_some(keys, own, here, D, q.dtype, FORMAT)
-        v, by_v = read_some(values, slot, there, D, value_type(q.dtype), FORMAT)
-        more_v, by_more_v = read_some(values, own, here, D, value_type(q.dtype), FORMAT)
-        found = _scores(q, k, p, at, there[None, :], score_scale(scale, by_k, FORMAT), WINDOW, CAP)
+        k = fetch_some(keys, slot, there, D, FORMAT)
+        more_k = fetch_some(keys, own, here, D, FORMAT)
+        v = fetch_some(values, slot, there, D, FORMAT)
+        more_v = fetch_some(values, own, here, D, FORMAT)
+        found = _scores(q, k, p, at, there[None, :], scale, WINDOW, CAP, FORMAT)
         theirs = here[None, :] & ((t // OWN)[None, :] == member[:, None])
-        more = _scores(q, more_k, mine, at, theirs, score_scale(scale, by_more_k, FORMAT), WINDOW, CAP)
+        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW, CAP, FORMAT)
         top, safe, shrink = rise(top, tl.maximum(tl.max(found, 1), tl.max(more, 1)))
         weights, more = tl.exp2(found - safe[:, None]), tl.exp2(more - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights) + _whole(more), 1).to(tl.float32) * PART
-        acc = tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
-        acc = tl.dot(for_values(more, by_more_v, v, FORMAT), more_v, acc)
+        v, more_v = wide(v, FORMAT), wide(more_v, FORMAT)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(more.to(v.dtype), more_v, acc)
     return top, total, acc
 
 

@@ -30,21 +30,23 @@ from forerun.models.cuda.kernels.attention import (
     split_start,
     split_width,
 )
-from forerun.models.cuda.kernels.kv_bytes import for_values, head_of, read, read_some, score_scale, value_type
+from forerun.models.cuda.kernels.kv_bytes import PLAIN, fetch, fetch_some, head_of, wide
 from forerun.models.cuda.kernels.linear import put_rows
 
 FEWEST = tl.constexpr(16)  # rows of the smallest product of tensor cores
 
 
 @triton.jit
-def _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr,
+def _add_tile(q, k, v, seen, top, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr,
               FORMAT: tl.constexpr):  # fmt: skip
     """Add what rows find in a tile to what they found before it; CAP > 0: scores are CAP times a tangent at most.
 
     Weights from 0 to 1 are added up as whole numbers of 2 ** -22: in these the order does not matter. As an integer
     2.0 is 2 ** 30, so that those of 64 columns are a multiple of 2 ** 32, which is nothing.
     """
-    scores = tl.dot(q, tl.trans(k)) * score_scale(scale, by_k, FORMAT)
+    scores = tl.dot(q, tl.trans(wide(k, FORMAT)))
+    v = wide(v, FORMAT)
+    scores *= scale
     if CAP > 0:  # cap * tanh; `scale` is divided by the cap
         scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
     if MASKED:
@@ -52,7 +54,7 @@ def _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP: tl.constex
     top, safe, shrink = rise(top, tl.max(scores, 1))
     weights = tl.exp2(scores - safe[:, None])
     total = total * shrink + tl.sum((weights + 2.0).to(tl.int32, bitcast=True), 1).to(tl.float32) * PART
-    return top, total, tl.dot(for_values(weights, by_v, v, FORMAT), v, acc * shrink[:, None])
+    return top, total, tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
 
 
 @triton.jit
@@ -64,24 +66,31 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
     t = tl.arange(0, TILE)
+    HELD: tl.constexpr = FORMAT != PLAIN and D <= 128 and not MASKED
     page = tl.load(ints + pages + start // TILE, mask=start < end, other=0)  # the next one's
-    for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED else STAGES):
+    if HELD:
+        next_k, next_v = fetch(keys, page * TILE + t, D, FORMAT, 2), fetch(values, page * TILE + t, D, FORMAT, 2)
+        page = tl.load(ints + pages + start // TILE + 1, mask=start + TILE < end, other=0)
+    for p0 in tl.range(start, end, TILE, num_stages=1 if MASKED or HELD else STAGES):
         p, slot, seen = p0 + t, page * TILE + t, True
         if MASKED:
-            k, by_k = read_some(keys, slot, p <= last, D, q.dtype, FORMAT)
-            v, by_v = read_some(values, slot, p <= last, D, value_type(q.dtype), FORMAT)
+            k = fetch_some(keys, slot, p <= last, D, FORMAT)
+            v = fetch_some(values, slot, p <= last, D, FORMAT)
             seen = p[None, :] <= at[:, None]
+        elif HELD:
+            k, v = next_k, next_v
+            next_k, next_v = fetch(keys, slot, D, FORMAT, 2), fetch(values, slot, D, FORMAT, 2)
         else:
-            k, by_k = read(keys, slot, D, q.dtype, FORMAT)
-            v, by_v = read(values, slot, D, value_type(q.dtype), FORMAT)
-        page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
+            k, v = fetch(keys, slot, D, FORMAT), fetch(values, slot, D, FORMAT)
+        AHEAD: tl.constexpr = 2 if HELD else 1
+        page = tl.load(ints + pages + p0 // TILE + AHEAD, mask=p0 + AHEAD * TILE < end, other=0)
         if WINDOW > 0:
             seen = seen & (p[None, :] > at[:, None] - WINDOW)
         # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
             top = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)  # total and acc shrink to nothing
-        top, total, acc = _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0,
+        top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, MASKED or WINDOW > 0,
                                     FORMAT)  # fmt: skip
     return top, total, acc, all_top, all_total, all_acc
 
@@ -251,8 +260,8 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
     if finished == False:  # noqa: E712
         real, place = (r < H // HKV)[:, None], (first + r)[:, None] * D + d[None, :]
         q = tl.load(queries + place, mask=real, other=0.0, cache_modifier=".cg")
-        k, by_k = read_some(mine, slot, start + t < end, D, q.dtype, FORMAT)
-        v, by_v = read_some(theirs, slot, start + t < end, D, value_type(q.dtype), FORMAT)
+        k = fetch_some(mine, slot, start + t < end, D, FORMAT)
+        v = fetch_some(theirs, slot, start + t < end, D, FORMAT)
         part = (behind * split_stride + first + r).to(tl.int64)
         top = tl.load(tops + part, mask=(r < H // HKV) & branches, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(sums + part, mask=(r < H // HKV) & branches, other=0.0, cache_modifier=".cg")
@@ -268,11 +277,11 @@ def combine_trees(out, queries, keys, values, ints, lone, positions, parts, tops
             if (p0 > start) & (p0 % split_width(p0) == 0):
                 all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
                 top, total, acc = nothing_found(EACH * TIMES, D)
-            top, total, acc = _add_tile(q, k, by_k, v, by_v, seen, top, total, acc, scale, CAP, True, FORMAT)
+            top, total, acc = _add_tile(q, k, v, seen, top, total, acc, scale, CAP, True, FORMAT)
             if p0 + TILE < end:
                 slot = _slots(p + TILE, p + TILE < end, ints, length, ancestors, pages)
-                k, by_k = read_some(mine, slot, p + TILE < end, D, q.dtype, FORMAT)
-                v, by_v = read_some(theirs, slot, p + TILE < end, D, value_type(q.dtype), FORMAT)
+                k = fetch_some(mine, slot, p + TILE < end, D, FORMAT)
+                v = fetch_some(theirs, slot, p + TILE < end, D, FORMAT)
         if branches:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
         all_total = add_sinks(all_total, all_top, sinks, (first + r) % H, SINKS)

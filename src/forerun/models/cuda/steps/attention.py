@@ -59,7 +59,7 @@ class Attention:
     ) -> None:
         """What all rows find in the keys and values [2, Hkv, S, D] of a layer, whose heads may have sinks [H].
 
-        `scales` [2, Hkv, S]: of keys and values of 8 bits.
+        `scales` [2, Hkv, S]: of keys and values of 8 bits, which queries in float16 ask.
         """
         config, size = self.config, run.size
         if size.tiled:
@@ -101,7 +101,8 @@ class Attention:
         config, size, cap = self.config, run.size, self.config.attention_softcap or 0.0
         scale = config.attention_scale / (cap or math.log(2))
         each = power_of_two(config.heads // config.kv_heads)
-        how = how or tiled_sharing(size, each, config.kv_heads, config.head_dim, self.processors, self.hopper)
+        shapes = each, config.kv_heads, config.head_dim
+        how = how or tiled_sharing(size, *shapes, self.processors, self.hopper, scales is not None)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
         keys, values, kept_as = stores_of(kv, scales)

@@ -258,8 +258,12 @@ class FusedSteps:
         layer: int,
         normed: bool,
         change: Change | None,
+        heads: int | None = None,
     ) -> None:
+        """By the kernel for few rows; `heads`: of queries, where the weight has others than the model."""
         config, place = self.model.config, self.model.layers[layer]
+        heads = config.heads if heads is None else heads
+        head_norm = None if place.qk_norm is None else place.qk_norm[config.heads - heads :]
         outputs, depth = weight.shape
         wide = rows_per_tile(run.size.rows, self.whole)
         tile, kv = self._tile(self._named(name, weight), wide), store_of(self.kv, config, layer)
@@ -284,12 +288,12 @@ class FusedSteps:
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
             right, data, left, scales, out, self.buffers.x, self.squares, self.lifts, or_unused(norm, unused),
-            kv[0], kv[-1], or_unused(place.qkv_bias, unused), or_unused(place.qk_norm, unused),
+            kv[0], kv[-1], or_unused(place.qkv_bias, unused), or_unused(head_norm, unused),
             or_unused(place.rope, unused), turned(self.buffers, run), run.slots, self.partial, self.counters,
             *(NO_CHANGE * [unused] if change is None else change.given),
             run.size.rows, config.norm_eps, kv.stride(1),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
-            TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
+            TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,

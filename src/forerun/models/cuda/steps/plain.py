@@ -58,7 +58,8 @@ class PlainSteps:
         rotated = found[:, : heads + kv_heads]
         if weights.rope is not None:
             rotated = _rotate(rotated, weights.rope[turned(self.buffers, run).long()])
-        shaped(self.buffers.queries, heads * dim)[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
+        asking = shaped(self.buffers.queries, heads * dim)
+        asking[:rows] = rotated[:, :heads].flatten(1).to(asking.dtype)
         if not kv_heads:
             return
         there, slots = self._written_by(run)
@@ -98,8 +99,8 @@ class PlainSteps:
         store = store_of(self.kv, self.model.config, layer)[part]
         if self.scales is None:
             return store.index_select(1, slots).float()
-        numbers = store.view(torch.int8).index_select(1, slots).view(store.dtype).float()
-        return numbers * self.scales[layer, part].index_select(1, slots)[..., None]
+        numbers = store.view(torch.int8).index_select(1, slots).view(store.dtype)
+        return from_bytes(numbers, self.scales[layer, part].index_select(1, slots))
 
     def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
         if self._written is None or self._written[0] is not run:
@@ -195,12 +196,20 @@ class PlainSteps:
 def in_bytes(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [.., D] fp32 as numbers of 8 bits, and the scale of each: its largest number's share of 127 or 448.
 
-    A row that holds something else than numbers has no finite scale, so that this is not lost.
+    Scales are numbers that float16 has, rounded up, in fp32. A row that holds something else than numbers has no finite
+    scale, so that this is not lost.
     """
     sizes = torch.where(rows.isnan(), torch.inf, rows.abs())
-    largest, most = sizes.amax(-1), 127.0 if dtype == torch.int8 else 448.0
-    steps = rows * torch.where(largest > 1e-30, most / largest, 0.0)[..., None]
-    return (steps.round() if dtype == torch.int8 else steps).to(dtype), largest / most
+    wanted = sizes.amax(-1) / (127.0 if dtype == torch.int8 else 448.0)
+    scales = wanted.half()
+    scales = torch.where(scales.float() < wanted, (scales.view(torch.int16) + 1).view(torch.half), scales).float()
+    steps = rows * torch.where(scales > 0, 1 / scales, 0.0)[..., None]
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype), scales
+
+
+def from_bytes(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The rows [.., D] fp32 that attention reads: products of numbers of 8 bits and their scales, in float16."""
+    return (numbers.float() * scales[..., None]).half().float()
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: DecoderConfig, sinks: Tensor | None) -> Tensor:

@@ -144,14 +144,18 @@ def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharin
     return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow)
 
 
-def tiled_sharing(size: Size, each: int, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
-    """For tiled passes over `heads` key-value heads of `each` queries."""
+def tiled_sharing(
+    size: Size, each: int, heads: int, head_dim: int, processors: int, hopper: bool = True, kept_in_bytes: bool = False
+) -> Sharing:
+    """For tiled passes over `heads` key-value heads of `each` queries; keys and values may be kept in 8 bits."""
     rows = _rows_for(size, each, head_dim)
     warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
     few = 2 * size.shared * heads < 3 * processors
     if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
         stages = 1 if head_dim > WIDEST else 4 if rows == FEWEST_ROWS else 3
-        return Sharing(programs_for(size, heads, processors), 0, stages, rows=rows, warps=warps)
+        # what is asked for ahead lies in registers then: three programs to a multiprocessor have as many of them
+        most = 168 if kept_in_bytes and stages == 4 else None
+        return Sharing(programs_for(size, heads, processors), 0, stages, most, rows=rows, warps=warps)
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
     if size.rows * heads >= 2 * FULL_NODES * processors:
