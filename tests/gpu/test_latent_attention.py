@@ -59,6 +59,7 @@ def test_programs_that_share_splits_find_what_programs_of_whole_groups_find(
     heads: int, lengths: tuple[int, ...]
 ) -> None:
     """Of trees whose paths go on in the next split, behind short texts and long ones, and of a chunk of a prompt."""
+    where_kernels_run()
     from forerun.models.cuda.steps.latent import LatentAttention
 
     parents = (-1, 0, 1, 2, 3, 1, 0, 4, 0)

@@ -302,7 +302,10 @@ class HeadShape:
     @property
     def rope(self) -> RopeConfig:
         values = {"rope_theta": self.rope_theta, "max_position_embeddings": self.max_length}
-        rope = RopeConfig.from_hf(self.rope_scaling, values, self.head_dim)
+        try:
+            rope = RopeConfig.from_hf(self.rope_scaling, values, self.head_dim)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedModel(f"the head's rotary positions cannot be read: {error}") from None
         if rope.has_regimes or rope.dims < self.head_dim:
             raise UnsupportedModel(
                 f"the head's rotary positions are {rope.kind} over {rope.dims} of {self.head_dim} dimensions: only "
