@@ -39,6 +39,33 @@ def test_a_pass_is_timed_behind_one_of_its_own_size() -> None:
     assert cost.time_pass(target, [_probe(target)], 4, [1]) == pytest.approx(1.9)  # what that avoids
 
 
+class Settles(TableLM):
+    """A pass takes two milliseconds, and another one up to the tenth of a run."""
+
+    now, last, run = 0.0, 0, 0
+
+    @property
+    def can(self) -> Abilities:
+        return replace(ON_CPU, clock=lambda: self.now)
+
+    def score(self, seqs: Any, trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
+        self.run = self.run + 1 if trees.nodes == self.last else 1
+        self.last = trees.nodes
+        self.now += 0.003 if self.run < 10 else 0.002
+        return super().score(seqs, trees, needs, prompts)
+
+
+def test_passes_of_a_small_model_settle_before_they_count() -> None:
+    assert CostModel.measure(Settles(vocab_size=8), (1, 4), repeats=2).seconds == pytest.approx({1: 0.002, 4: 0.002})
+
+
+def test_runs_of_a_large_model_stay_short() -> None:
+    assert cost.goes_on([0.2] * 2)
+    assert not cost.goes_on([0.2] * 3)
+    assert cost.goes_on([0.004] * 11)
+    assert not cost.goes_on([0.004] * 12)
+
+
 def _probe(target: TableLM) -> Seq:
     (probe,) = cost.scratch_sequences(target, 4, [1, 2, 3])
     target.prefill([probe], Needs())

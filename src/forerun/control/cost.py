@@ -33,8 +33,9 @@ QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in abo
 # a GPU: as its passes are
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
-RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
-METHOD = 3  # of measuring: curves kept by others are measured again
+RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, at least, and of how many rows at most; others come alone
+RUN_SECONDS, LONGEST_RUN = 0.05, 12  # a run goes on for so long: passes of a small model settle after ten
+METHOD = 4  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring: of a short prompt, and quick to prefill
 LEAST_CONTEXT = 512  # tokens beyond these that are priced: fewer are in what rounds correct
 # tokens more, behind which passes are timed again, until they take so much longer; and how often, the first not counted
@@ -249,10 +250,11 @@ class CostModel:
                 for size in sizes:
                     at = repeat * size % len(text)
                     some, rows = (probes[: max(1, size // NODES_OF_ONE if size > 64 else 1)], text[at:] + text[:at])
-                    run = RUN_PASSES if in_runs and size <= RUN_ROWS else 1
-                    times = [time_pass(target, some, size, rows) for _ in range(run)]
+                    times = [time_pass(target, some, size, rows)]
+                    while in_runs and size <= RUN_ROWS and goes_on(times):
+                        times.append(time_pass(target, some, size, rows))
                     if repeat:  # the first round warms up
-                        seconds[size] += times[run > 1 :]
+                        seconds[size] += times[len(times) > 1 :]
         finally:
             for probe in probes:
                 target.release(probe)
@@ -284,6 +286,11 @@ class CostModel:
                 kept_now = {"seconds": model.seconds, "slopes": model.slopes, "busy": busy, "method": METHOD}
                 file.write_text(json.dumps(kept_now))
         return model
+
+
+def goes_on(times: Sequence[float]) -> bool:
+    """Is another pass timed in a run?"""
+    return len(times) < RUN_PASSES or (len(times) < LONGEST_RUN and sum(times) < RUN_SECONDS)
 
 
 def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[PlainSeq]:
