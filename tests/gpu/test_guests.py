@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.core.offer import Form
+from forerun.core.offer import Form, Offer
 from forerun.core.params import SamplingParams
-from forerun.core.types import Request
+from forerun.core.types import Request, Seq
+from forerun.drafters.base import NoDrafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
@@ -61,6 +63,33 @@ def test_texts_of_a_mixture_are_the_plain_ones(
     assert not engine.drafters._guests
     assert not head_of(engine).rows.held
     assert "switched off" not in caplog.text
+
+
+class Broken(NoDrafter):
+    """It drafts nothing, and raises where it is asked what drafts for nobody; later its offers fail too."""
+
+    def __init__(self, head: OnDevice[HeadDraft] | None = None) -> None:
+        self.head = head
+
+    def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
+        if self.head is not None:
+            return self.head.device(seqs)
+        raise IndexError("no sequence")
+
+    def offer(self, seq: Seq) -> Offer:
+        raise RuntimeError("no offer")
+
+
+@pytest.mark.parametrize("offers", [False, True])
+def test_a_drafter_that_fails_harms_nobody_beside_it(offers: bool) -> None:
+    target, some = willing_target(), mixture(6, 3)
+    wanted = plain_texts(target, some)
+    engine = made(target, [None])
+    head = engine.drafters.get("device")
+    assert isinstance(head, OnDevice)
+    engine.drafters.add("device", Broken(head if offers else None))
+    assert write(engine, some, 0, at_once=True)[0] == wanted
+    assert not engine.drafters._guests
 
 
 def long_mixture() -> list[Request]:

@@ -332,7 +332,7 @@ def test_other_routers_are_refused(setting: dict[str, Any], said: str, made: Mad
     assert "\n" not in str(raised.value)
 
 
-def test_kernels_without_latent_attention_say_so(made: Made, tmp_path: Path) -> None:
+def test_what_cannot_run_latent_attention_says_so(made: Made, tmp_path: Path) -> None:
     config = DecoderConfig.from_hf(made("deepseek_v2")[1])
     assert "latent attention" in config.features
     with pytest.raises(UnsupportedModel, match="GPU decoder cannot"):

@@ -300,16 +300,28 @@ class DrafterPool:
 
     def _leads(self, name: str) -> bool:
         """Does this drafter grow trees on the device, behind any unread round?"""
-        device = device_of(self._made[name], ())
-        return device is not None and device.menu.switches
+        return (device := self._device_of(name)) is not None and device.menu.switches
+
+    def _device_of(self, name: str) -> DeviceDrafter | None:
+        """None also where it raises: it is switched off when a round asks it."""
+        try:
+            return device_of(self._made[name], ())
+        except Exception as error:
+            log.debug("drafter %r does not say what drafts for it on a device: %r", name, error)
+            return None
 
     def _may_join(self, seq: SequenceState, lead: str) -> bool:
         """Can the other drafter draft for this sequence, and would its own make look-ups or nothing?"""
-        request, own, device = seq.request, self._made[seq.drafting], device_of(self._made[lead], ())
+        request, own, device = seq.request, self._made[seq.drafting], self._device_of(lead)
         if seq.drafting in (SWITCHED_OFF, POOLING) or request.budget is not None or request.prediction:
             return False
-        offered = self._made[lead].offer(seq).menu
-        return isinstance(own, LookupDrafter | NoDrafter) and device is not None and offered is device.menu
+        if device is None or not isinstance(own, LookupDrafter | NoDrafter):
+            return False
+        try:
+            return self._made[lead].offer(seq).menu is device.menu
+        except Exception as error:
+            log.debug("drafter %r offers nothing to another's sequence: %r", lead, error)
+            return False
 
     def _dismiss(self, seq: SequenceState) -> None:
         """Its own drafter drafts for a guest again."""
