@@ -417,6 +417,23 @@ class PassClock:
         return lambda: span.seconds() if span.uses == uses else None
 
 
+class PromptPace:
+    """Keeps the host one pass over prompts ahead of the device: a request that comes waits for two at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._last: Any = None
+
+    def launched(self) -> None:
+        """One more is launched: wait for the one before, beside which it was launched."""
+        if not self._on_gpu:
+            return
+        before, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last.record()
+        if before is not None:
+            before.synchronize()
+
+
 class HasPasses(Protocol):
     """A target whose passes are timed."""
 
