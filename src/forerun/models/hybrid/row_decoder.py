@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.types import Seq
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -25,7 +26,7 @@ from forerun.models.hybrid.rows import RowLinear, attend_by_nodes, by_rows, thre
 from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Rotations, gate, mix, norm_heads_, rms_norm, rotate_
-from forerun.models.slots import SlotTarget
+from forerun.models.slots import Placement, SlotTarget
 
 Recur = Callable[[Mixer, Tensor], Tensor]  # a recurrent layer and its rows [M, D] -> [M, D]
 
@@ -33,22 +34,10 @@ Recur = Callable[[Mixer, Tensor], Tensor]  # a recurrent layer and its rows [M, 
 class RowDecoder(Decoder):
     """Implements forerun.models.base.Target."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-    ) -> None:
-        # Not Decoder's: its blocks have ordinary attention only.
-        SlotTarget.__init__(
-            self, config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory
-        )
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[Placement]) -> None:
+        SlotTarget.__init__(self, config, **placed)  # not Decoder's: its blocks have ordinary attention only
         with torch.no_grad(), torch.inference_mode(False):
-            checkpoint = HybridCheckpoint(weights, config, dtype, self.device)
+            checkpoint = HybridCheckpoint(weights, config, self._dtype, self.device)
             self._embedding = checkpoint.embedding()
             self._hybrid_blocks = [checkpoint.hybrid_block(i) for i in range(config.layers)]
             self._layer_inputs = checkpoint.layer_inputs()
@@ -71,54 +60,14 @@ class RowDecoder(Decoder):
             config=self.config,
         )
 
-    def _run_on(
-        self,
-        drafted: Sequence[Seq],
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor,
-    ) -> list[int] | None:
-        self._pass(tokens, spans, seqs, hidden, logits, len(drafted))
-        return None
-
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         assert layers is None and rows is None, "all layers run, or none"  # noqa: PT018
-        self._pass(tokens, spans, seqs, hidden, logits, 0)
+        with torch.inference_mode(), threads_for_rows(self.device):
+            self._run_blocks(given)
         return None
 
-    def _pass(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None,
-        trees: int,
-    ) -> None:
-        """One pass over M rows, of which the first `trees` spans are trees; fills the hidden rows and logits given."""
-        with torch.inference_mode(), threads_for_rows(self.device):
-            self._run_blocks(tokens, spans, seqs, hidden, logits)
-
-    def _run_blocks(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None,
-        recur: Recur | None = None,
-    ) -> None:
+    def _run_blocks(self, given: PassRows, recur: Recur | None = None) -> None:
+        tokens, spans, seqs, hidden, logits, _ = given
         turns = [self._row_rotations(i, spans, seqs) for i in range(len(self.config.ropes))]
         unread = logits is None and not LayerSubset(self.config.layers).output_is_in(hidden)
         x, attends, scale, norm = self._embedded(tokens), 0, self.config.residual_scale, self._normed

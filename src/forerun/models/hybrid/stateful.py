@@ -14,7 +14,7 @@ import torch
 
 from forerun.core.tree import chain_of
 from forerun.core.types import Seq, TreeBatch, Verdict
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows, Span
 from forerun.models.decoder import CHUNK, Decoder
 from forerun.models.hybrid.states import Made, Reached, State, States
 from forerun.models.paged import Extent
@@ -100,7 +100,7 @@ class StatefulDecoder(Decoder):
         for first in range(reached.length, length, CHUNK):
             piece = Piece(seq, extent, seq.tokens[first : min(length, first + CHUNK)])
             span = Span(0, len(piece.tokens), extent.pages, extent.length, chain_of(len(piece.tokens)))
-            self._run(piece.tokens, [span], [seq], {})
+            self._run(PassRows(piece.tokens, [span], [seq], {}))
             self._keep_pieces([piece])
         extent.found = found
 

@@ -7,12 +7,14 @@ in any company (rows.py). It runs on GPUs, and on CPUs where the C kernels (nati
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from forerun.core.types import Seq
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows, Span
+from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.latent import LatentAttention
@@ -23,6 +25,7 @@ from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.stateful import StatefulDecoder
 from forerun.models.hybrid.states import KEPT_BYTES, Made, State, States
 from forerun.models.hybrid.weights import GatedAttention
+from forerun.models.slots import Placement
 
 
 def torch_decoder(config: DecoderConfig) -> type[Decoder]:
@@ -35,33 +38,17 @@ def torch_decoder(config: DecoderConfig) -> type[Decoder]:
 class HybridDecoder(StatefulDecoder, RowDecoder):
     """Implements forerun.models.base.Target."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-    ) -> None:
-        RowDecoder.__init__(self, config, weights, dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory)
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[Placement]) -> None:
+        RowDecoder.__init__(self, config, weights, **placed)
         assert config.recurrent is not None
         self._recurrent = config.recurrent
         mixers = [block.mixer for block in self._hybrid_blocks if block.mixer is not None]
         self._mixers = [one for one in mixers if not isinstance(one, GatedAttention | LatentAttention | SizedAttention)]
-        self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
+        self._states = States(max(KEPT_BYTES, (placed.get("kv_memory") or 0) // 8))
 
-    def _pass(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None,
-        trees: int,
-    ) -> None:
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         """The nodes of trees all keep their states for a verdict."""
+        _, spans, seqs, *_, trees = given
         starts, made = [self._start_state(seq, span) for seq, span in zip(seqs, spans, strict=True)], list[list[Made]]()
 
         def recur(mixer: Mixer, rows: Tensor) -> Tensor:
@@ -71,9 +58,10 @@ class HybridDecoder(StatefulDecoder, RowDecoder):
 
         with torch.inference_mode(), threads_for_rows(self.device):
             walks = [self._walk(seq, span, i < trees) for i, (seq, span) in enumerate(zip(seqs, spans, strict=True))]
-            self._run_blocks(tokens, spans, seqs, hidden, logits, recur)
+            self._run_blocks(given, recur)
         for b, seq in enumerate(seqs):
             self._states.nodes[seq.id] = [layer[b] for layer in made]
+        return None
 
     def _walk(self, seq: Seq, span: Span, is_tree: bool) -> Walk:
         kept = frozenset(range(span.nodes) if is_tree else self._kept_nodes(seq, span))

@@ -12,6 +12,7 @@ import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -43,21 +44,22 @@ log = logging.getLogger(__name__)
 _KV_KINDS = {torch.float32: native.FLOATS, torch.float16: native.HALVES, torch.int8: native.BYTES}
 
 
+class NativePlacement(TypedDict):
+    """How the kernels hold weights, and what the KV cache may take."""
+
+    mode: Mode
+    kv_slots: NotRequired[int | None]
+    kv_memory: NotRequired[int | None]
+    kv_dtype: NotRequired[str]
+
+
 class NativeDecoder(Decoder):
     """Implements forerun.models.base.Target."""
 
     reader = NativeReader
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        mode: Mode,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-        kv_dtype: str = "auto",
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[NativePlacement]) -> None:
+        mode = placed["mode"]
         # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
         halves = mode in ("gguf", "q8") and native.library().fr_prefers_half()
         # Not Decoder's: it would read all weights into torch.
@@ -65,10 +67,10 @@ class NativeDecoder(Decoder):
             self,
             config,
             dtype=torch.float32,
-            device=torch.device("cpu"),
-            kv_slots=kv_slots,
-            kv_memory=kv_memory,
-            kv_dtype=KV_DTYPES.get(kv_dtype, torch.float16 if halves else None),
+            device="cpu",
+            kv_slots=placed.get("kv_slots"),
+            kv_memory=placed.get("kv_memory"),
+            kv_dtype=KV_DTYPES.get(placed.get("kv_dtype", "auto"), torch.float16 if halves else None),
         )
         self.mode = mode
         self._decode = native.library().fr_decode
@@ -114,17 +116,9 @@ class NativeDecoder(Decoder):
             return self._no_regimes
         return tuple(rope.regime(self._lengths[seq.id]) for rope in self.config.ropes)
 
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
-        """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
+        """One pass, which fills the hidden rows and logits given, and says where each row of these is largest."""
+        tokens, spans, seqs, hidden, logits, _ = given
         self._plain_run.drop()  # their keys and values may be overwritten
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer

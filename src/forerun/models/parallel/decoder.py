@@ -20,15 +20,15 @@ from functools import cached_property
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ModelError, brief
 from forerun.core.tree import chain_of, topology_of
-from forerun.core.types import PlainSeq, Seq
-from forerun.models.attention import Span
+from forerun.core.types import PlainSeq
+from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
@@ -37,6 +37,7 @@ from forerun.models.layers import linear
 from forerun.models.pages import pages_for
 from forerun.models.parallel.group import Group
 from forerun.models.parallel.split import Part, SplitWeights, config_of
+from forerun.models.slots import Placement
 
 Job = tuple["Future[None]", Callable[[], None]]
 
@@ -140,21 +141,10 @@ class ParallelDecoder(Decoder):
     group: Group
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        part: Part,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_slots: int | None = None,
-        kv_memory: int | None = None,
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], part: Part, **placed: Unpack[Placement]
     ) -> None:
         self.part, self.whole = part, config
-        super().__init__(
-            config_of(config, part), SplitWeights(weights, config, part),
-            dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory,
-        )  # fmt: skip
+        super().__init__(config_of(config, part), SplitWeights(weights, config, part), **placed)
         rows = self._head[part.of(config.vocab_size)]
         self._head = rows if config.tied else rows.clone()  # a view would keep all of them
         self._widths = [other.count(config.vocab_size) for other in part.all]
@@ -193,17 +183,9 @@ class ParallelTarget(ParallelDecoder):
     """Rank 0: implements forerun.models.base.Target, and ServedByProcesses, for all ranks."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        part: Part,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_slots: int | None,
-        kv_memory: int | None,
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], part: Part, **placed: Unpack[Placement]
     ) -> None:
-        super().__init__(config, weights, part, dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory)
+        super().__init__(config, weights, part, **placed)
         self._weights = weights
         self._thread = PassThread()
         self._broken: str | None = None
@@ -239,21 +221,13 @@ class ParallelTarget(ParallelDecoder):
         with torch.no_grad(), torch.inference_mode(False):
             return Checkpoint(self._weights, self.whole, self._dtype, self.device).head(self._embedding)
 
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         """The pass on all ranks. It happens whole or not at all: one that an error splits ends them."""
         if self.problem is not None:
             raise ModelError(self.problem)
         assert layers is None, "no layers run apart"
         assert rows is None
+        tokens, spans, seqs, hidden, logits, _ = given
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # would end all ranks
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         limits = [self._lengths[seq.id] for seq in seqs]
@@ -265,7 +239,7 @@ class ParallelTarget(ParallelDecoder):
             plan = PassPlan(self.kv.capacity, journal, tokens, spans, limits, scored, ends)
             try:
                 self.group.send_plan(plan.to_numbers())
-                super(ParallelTarget, self)._run(tokens, spans, seqs, hidden, logits)
+                super(ParallelTarget, self)._run(given)
             except BaseException as error:
                 found = None if self._others is None else self._others.end_after_failure()
                 self._broken = found or f"rank 0 of {self.part.size} failed: {brief(error)}"
@@ -295,7 +269,7 @@ class ParallelFollower(ParallelDecoder):
             logits = torch.empty(plan.scored, 0, dtype=self._dtype, device=self.device)
         elif not plan.ends_with_keys:  # rank 0 needs this rank's part of the whole last layer
             hidden[self.config.layers] = self._empty_rows(len(plan.tokens))
-        self._run(plan.tokens, plan.spans, seqs, hidden, logits)
+        self._run(PassRows(plan.tokens, plan.spans, seqs, hidden, logits))
 
     def _have_slots(self, slots: int) -> None:
         old = self.kv.data
