@@ -22,7 +22,6 @@ class DecodesPieces(Decodes, Protocol):
 
     def piece(self, token: int, /) -> str | None:
         """None where that depends on what comes before or behind it."""
-        ...
 
 
 class Detokenizer:

@@ -87,11 +87,9 @@ class Waits(Protocol):
 
     def is_ready(self) -> bool:
         """Has it come? Asked by any thread."""
-        ...
 
     def wake(self) -> None:
         """It may have come, or there is no leader. Called by any thread."""
-        ...
 
 
 class Waiter:

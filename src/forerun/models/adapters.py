@@ -70,7 +70,6 @@ class TakesAdapters(Protocol):
 
     def load_adapter(self, name: str, key: int, adapter: Adapter) -> LoadedAdapter:
         """An adapter ready for passes; sequences whose `adapter` it is are computed with it."""
-        ...
 
 
 def parts_of(adapter: Adapter, config: DecoderConfig) -> Iterator[Part]:

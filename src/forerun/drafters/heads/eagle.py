@@ -60,11 +60,9 @@ class Runner(Protocol):
 
     def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> RunnerSteps:
         """Run the observed rows of these sequences through the head; the result drafts for them."""
-        ...
 
     def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
         """The same and the tree itself in one go; None where only `begin` will do."""
-        ...
 
     def forget(self, seq_id: int) -> None: ...
 

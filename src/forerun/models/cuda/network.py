@@ -345,15 +345,12 @@ class Steps(Protocol):
     def head(self, run: Run) -> None: ...
     def head_of_normed(self, run: Run) -> None:
         """The LM head's logits of `Buffers.rows` with their norm applied, where another than the last norm did that."""
-        ...
 
     def on(self, model: Model) -> Steps:
         """The same steps over a part of their model, in the same buffers."""
-        ...
 
     def active_experts(self) -> list[int]:
         """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""
-        ...
 
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:

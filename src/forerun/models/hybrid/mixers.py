@@ -48,11 +48,9 @@ class Mixer(Protocol):
 
     def start(self) -> LayerState:
         """Before the first token."""
-        ...
 
     def run(self, x: Tensor, walks: Sequence[Walk], states: Sequence[LayerState]) -> tuple[Tensor, list[Made]]:
         """[M, D] -> [M, D] from these states on; and by walk, the states of the nodes that are kept."""
-        ...
 
 
 class Convolution:

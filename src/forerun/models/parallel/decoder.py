@@ -170,11 +170,9 @@ class Others(Protocol):
 
     def problem(self) -> str | None:
         """Which of them has ended, and why; None while all run."""
-        ...
 
     def end_after_failure(self) -> str | None:
         """End them all; which of them had ended by itself, if one had."""
-        ...
 
     def close(self) -> None: ...
 

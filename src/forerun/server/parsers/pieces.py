@@ -28,11 +28,9 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> list[Piece]:
         """The text goes on."""
-        ...
 
     def end(self) -> list[Piece]:
         """The text has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
