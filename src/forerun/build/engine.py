@@ -31,10 +31,9 @@ from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
-from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import BESIDE, DrafterPool
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import Decodes, SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
@@ -371,13 +370,13 @@ def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, devi
 
     Quantised safetensors stay as they are with `auto`, GGUF files with `gguf`.
     """
-    from forerun.models.load.quantized.weights import QuantizedWeights
+    from forerun.models.load.quantized.layouts import QuantizedWeights
     from forerun.models.load.weights import GgufWeights
 
     kinds = {"auto": QuantizedWeights, "gguf": GgufWeights}
     if device.type != "cuda" or not isinstance(checkpoint.weights, kinds.get(dtype, ())):
         return False
-    from forerun.models.cuda.gguf_weights import is_packed
+    from forerun.models.cuda.file_weights import is_packed
     from forerun.models.cuda.network import check_supported
     from forerun.models.cuda.pool import has_compiled, pick_kernels
 

@@ -22,11 +22,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.sequence import Decodes, Detokenizer
 
 if TYPE_CHECKING:
+    from forerun.api.calls import Prompt
     from forerun.api.llm import LLM, Completion
-    from forerun.api.prompts import Prompt
     from forerun.core.params import SamplingParams
     from forerun.core.types import Event
 

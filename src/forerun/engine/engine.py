@@ -28,7 +28,6 @@ from forerun.core.request import TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
 from forerun.engine.captures import CaptureTurns
-from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.round import (
     Change,
     LaunchDeadline,
@@ -43,7 +42,15 @@ from forerun.engine.round import (
 )
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
-from forerun.engine.sequence import SWITCHED_OFF, SequenceState, Tokens, check_request, find_adapter
+from forerun.engine.sequence import (
+    SWITCHED_OFF,
+    Decodes,
+    Detokenizer,
+    SequenceState,
+    Tokens,
+    check_request,
+    find_adapter,
+)
 from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of

@@ -41,8 +41,7 @@ from forerun.core.types import (
     Verdict,
 )
 from forerun.drafters.base import committed_tokens
-from forerun.engine.detokenize import Detokenizer
-from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.sequence import Advance, Detokenizer, SequenceState
 from forerun.engine.stats import RoundClock, RoundCounts
 from forerun.verify.base import traits_of
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from forerun.api.prompts import as_messages, as_token_list, check_text
+from forerun.api.calls import as_messages, as_token_list, check_text
 from forerun.core.errors import PromptTooLong
 from forerun.core.params import for_schema
 from forerun.core.thinking import EFFORTS

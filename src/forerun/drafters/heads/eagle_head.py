@@ -112,7 +112,7 @@ class EagleConfig(HeadShape):
     norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
     norm_before_fc: bool = False  # one norm over all features, side by side
     norm_before_residual: bool = False
-    family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.mtp_layer)
+    family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.eagle)
 
     @property
     def depends_on(self) -> int:

@@ -19,8 +19,7 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import Adapted, AdapterStacks
-from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
-from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
+from forerun.models.cuda.file_weights import GgufNumbers, StoredBlocks, StoredWeights, pack_gguf, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.special import LatentWeights, LayerEnd, end_of, inputs_of, latent_of, ordinary
 from forerun.models.cuda.weights import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.config import RecurrentConfig
 from forerun.models.hybrid.rows import RowLinear, by_rows, kernels_run_on
-from forerun.models.hybrid.states import LayerState, Made
+from forerun.models.hybrid.stateful import LayerState, Made
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import RecurrentKind
-from forerun.models.hybrid.stateful import StatefulDecoder
-from forerun.models.hybrid.states import KEPT_BYTES, LayerState, Made, State, States
+from forerun.models.hybrid.stateful import KEPT_BYTES, LayerState, Made, State, StatefulDecoder, States
 from forerun.models.native import library as native
 from forerun.models.native.packing import PackedWeight, pack_floats, side_by_side
 from forerun.models.native.target import NativeDecoder, NativePlacement

@@ -32,9 +32,16 @@ from forerun.models.load.weights import GgufWeights, Weights
 from forerun.models.native import library as native
 from forerun.models.native.adapters import NativeAdapter, adapters_of, address_of
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
-from forerun.models.native.pass_rows import HiddenRows, Regimes, RotationTables, rows_of
-from forerun.models.native.plain_run import PlainRun, without_rows
-from forerun.models.native.tree_pass import TreePass, checked
+from forerun.models.native.pass_rows import (
+    HiddenRows,
+    PlainRun,
+    Regimes,
+    RotationTables,
+    TreePass,
+    checked,
+    rows_of,
+    without_rows,
+)
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.slots import SlotTarget
