@@ -25,7 +25,7 @@ from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.core.errors import UnknownName
 from forerun.core.request import Event, Request
-from forerun.engine.captures import CaptureTurns
+from forerun.engine.round import CaptureTurns
 from forerun.models.load.tokenizer import TokenizerParts
 from forerun.server.app import create_app
 from forerun.server.backends import base, process

@@ -31,9 +31,10 @@ from forerun.core.types import Seq
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap
+from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import BESIDE, DrafterPool
-from forerun.engine.sequence import Decodes, SequenceState
+from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target

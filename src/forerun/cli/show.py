@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from forerun.engine.sequence import Decodes, Detokenizer
+from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
     from forerun.api.calls import Prompt
