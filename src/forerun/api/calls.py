@@ -206,26 +206,16 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
     ) -> Several: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        n: None = None,
-        **options: Unpack[Options],
+        self, prompts: Sequence[Prompt], params: EachParams = None, *, n: None = None, **options: Unpack[Options]
     ) -> Several: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        n: int,
-        **options: Unpack[Options],
+        self, prompts: Sequence[Prompt], params: EachParams = None, *, n: int, **options: Unpack[Options]
     ) -> Lists: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        params: EachParams = None,
         *,
         n: int | None = None,
         **options: Unpack[Options],
@@ -242,54 +232,35 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
 
     @overload
     def chat(
-        self,
-        messages: Conversation,
-        params: Params | None = None,
-        *,
-        system: str | None = None,
-        n: None = None,
-        **options: Unpack[Options],
+        self, messages: Conversation, params: Params | None = None, *, n: None = None, **options: Unpack[ChatOptions]
     ) -> One: ...
     @overload
     def chat(
-        self,
-        messages: Conversation,
-        params: Params | None = None,
-        *,
-        system: str | None = None,
-        n: int,
-        **options: Unpack[Options],
+        self, messages: Conversation, params: Params | None = None, *, n: int, **options: Unpack[ChatOptions]
     ) -> Several: ...
     @overload
     def chat(
         self,
         messages: Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
+        params: EachParams = None,
         *,
-        system: str | None = None,
         n: None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Several: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        system: str | None = None,
-        n: int,
-        **options: Unpack[Options],
+        self, messages: Sequence[Conversation], params: EachParams = None, *, n: int, **options: Unpack[ChatOptions]
     ) -> Lists: ...
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: Params | Sequence[Params] | None = None,
+        params: EachParams = None,
         *,
-        system: str | None = None,
         n: int | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Any:
         """Answer a chat, or several at once; a plain string is one user message. Options are `generate`'s."""
+        system = options.pop("system", None)
         return self._answer(
             lambda: Call.of(*as_conversations(messages, system), params, n, self._tokenized(options), self.encode)
         )
@@ -299,15 +270,10 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
         return self._stream(make_request(prompt, params, self._tokenized(options), self.encode))
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        params: Params | None = None,
-        *,
-        system: str | None = None,
-        **options: Unpack[Options],
+        self, messages: Conversation, params: Params | None = None, **options: Unpack[ChatOptions]
     ) -> Streamed:
-        """Answer one chat, event by event; a plain string is one user message. Options are `generate`'s."""
-        asked = as_messages(messages, system)
+        """Answer one chat, event by event; a plain string is one user message. Options are `chat`'s."""
+        asked = as_messages(messages, options.pop("system", None))
         return self._stream(make_request(asked, params, self._tokenized(options), self.encode))
 
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
@@ -360,6 +326,7 @@ class Calls(ABC, Generic[One, Several, Lists, Streamed]):
 
 
 Params = SamplingParams | Mapping[str, Any]
+EachParams = Params | Sequence[Params] | None  # shared, or one set for each prompt
 Encode = Callable[..., tuple[int, ...]]  # of a prompt, and of variables of the chat template if there are any
 MOST_COPIES = 1024  # of one prompt in a call
 _DEFAULTS = SamplingParams()
@@ -380,6 +347,12 @@ class Options(SamplingOptions, total=False):
     adapter: str | None  # the name of a LoRA adapter; None = the base model
     pooling: Pooling | None  # Completion.embedding: the mean of the prompt's rows, or the last one
     priority: int  # smaller = admitted sooner, where requests wait; 0 is the default
+
+
+class ChatOptions(Options, total=False):
+    """Options of a chat."""
+
+    system: str | None  # the message in front of the conversation
 
 
 _ELSEWHERE = {  # what other libraries have as an option
@@ -428,7 +401,7 @@ class Call(NamedTuple):
         cls,
         prompts: Sequence[Prompt],
         several: bool,
-        params: Params | Sequence[Params] | None,
+        params: EachParams,
         n: int | None,
         options: Mapping[str, Any],
         encode: Encode,

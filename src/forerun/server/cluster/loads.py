@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import zip_longest
+from typing import Any
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -31,29 +32,17 @@ class Report:
 NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {}, (), (), {})
 
 
-def added(first: Load, second: Load) -> Load:
-    """Two engines as one."""
-    return Load(
-        first.running + second.running, first.waiting + second.waiting, first.used_slots + second.used_slots,
-        first.cached_slots + second.cached_slots,
-        None if first.slots is None or second.slots is None else first.slots + second.slots,
-        first.read + second.read, first.reused + second.reused, first.preemptions + second.preemptions,
-        first.rounds + second.rounds, first.tokens + second.tokens, first.drafted + second.drafted,
-        first.accepted + second.accepted, dict(Counter(first.forms) + Counter(second.forms)),
-        _each(first.reached, second.reached), _each(first.kept, second.kept), _parts(first.seconds, second.seconds),
-        first.aged + second.aged,
-        {name: _each(first.adapters.get(name, ()), second.adapters.get(name, ()))
-         for name in {**first.adapters, **second.adapters}},
-        first.captures + second.captures,
-    )  # fmt: skip
-
-
-def _each(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [one + other for one, other in zip_longest(first, second, fillvalue=0)]
-
-
-def _parts(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+def added(first: Any, second: Any) -> Any:
+    """Two engines as one: numbers, and what sequences and mappings hold, are added up; None and anything is None."""
+    if first is None or second is None:
+        return None
+    if isinstance(first, Load):
+        return Load(*(added(getattr(first, each.name), getattr(second, each.name)) for each in fields(Load)))
+    if isinstance(first, Mapping):
+        return {key: added(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+    if isinstance(first, Sequence) or isinstance(second, Sequence):
+        return [added(*pair) for pair in zip_longest(first or (), second or (), fillvalue=0)]
+    return first + second
 
 
 class Loads:
@@ -73,10 +62,7 @@ class Loads:
 
     def total(self) -> Load:
         """All replicas as one engine."""
-        sum_ = self._gone
-        for report in self.reports.values():
-            sum_ = added(sum_, report.load)
-        return sum_
+        return reduce(added, (report.load for report in self.reports.values()), self._gone)
 
     def usable(self) -> list[Report]:
         return [report for report in self.reports.values() if report.problem is None]
