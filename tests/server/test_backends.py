@@ -30,12 +30,11 @@ from forerun.models.load.tokenizer import TokenizerParts
 from forerun.server.app import create_app
 from forerun.server.backends import base, process
 from forerun.server.backends.base import ProgressWatch
-from forerun.server.backends.channel import Channel
 from forerun.server.backends.process import ProcessBackend
 from forerun.server.backends.start import EngineLost, EngineProcess, Loader
 from forerun.server.backends.texts import Texts
 from forerun.server.backends.thread import LocalBackend
-from forerun.server.backends.wire import Facts, Packed, pack_event
+from forerun.server.backends.wire import Channel, Facts, Packed, pack_event
 from forerun.server.errors import ApiError
 from forerun.server.service import QUICK, Service
 from forerun.server.settings import ServerSettings
