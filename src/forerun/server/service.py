@@ -1,9 +1,9 @@
 """What a server does with a request, apart from HTTP: reading it, admission, texts, and their figures.
 
 Of `forerun train refresh` it records texts to train on, and follows the newest version of a head. Only texts of
-requests that say `"record": true` are recorded, and only where the server has `--record FOLDER`: one JSON object a line with the
-token ids of prompt and answer, in a file that its owner alone can read. `HeadWatch` follows the link `current` of a
-folder of heads: it swaps a new head in, and moves the link back where tokens per round fall.
+requests that say `"record": true` are recorded, and only where the server has `--record FOLDER`: one JSON object a line
+with the token ids of prompt and answer, in a file that its owner alone can read. `HeadWatch` follows the link `current`
+of a folder of heads: it swaps a new head in, and moves the link back where tokens per round fall.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from torch import Tensor
 from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
+from forerun.models.adapters import Adapter
 from forerun.models.attention import Span as Nodes
 from forerun.models.attention import SparseContext
 from forerun.models.base import LayerSubset, SharedWeights
@@ -62,7 +63,6 @@ from forerun.models.cuda.plan import (
 from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
-from forerun.models.load.adapter import Adapter
 from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget

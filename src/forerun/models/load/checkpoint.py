@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import DamagedFile, UnsupportedModel
+from forerun.models.adapters import AdaptedWeights, Adapter, is_adapter
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.families import WRAPPED
-from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder, find_model
 from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.gguf_families import config_of, in_keys, origins_of

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
-from forerun.models.adapters import parts_of
+from forerun.models.adapters import Adapter, parts_of
 from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.kv_budget import KV_DTYPES
 from forerun.models.layers import Rotations, unpair
-from forerun.models.load.adapter import Adapter
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights
 from forerun.models.native import library as native
