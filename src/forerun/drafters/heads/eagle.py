@@ -37,7 +37,7 @@ from forerun.drafters.heads.base import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, default_layers, read_head
+from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
 from forerun.drafters.heads.eagle_torch import TorchRunner
 from forerun.drafters.heads.formats import (
@@ -309,10 +309,7 @@ def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHe
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
     config, weights = read_head(folder, kind=kind)
     shared = target.shared()
-    if not config.layers:
-        if shared is None or not shared.layers:
-            raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
-        config = replace(config, layers=default_layers(len(shared.layers)))
+    config = with_layers(config, folder, shared)
     normed = any(name.endswith("q_norm.weight") for name in weights)  # queries and keys, which no kernel of ours does
     if NativeHead.supports(config, target.device) and not normed:
         return NativeHead(config, weights, shared)

@@ -8,11 +8,11 @@ or not, multi-head latent attention and layers of different sizes, on GPUs, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.types import Seq
@@ -39,7 +39,7 @@ class RowDecoder(Decoder):
         SlotTarget.__init__(self, config, **placed)  # not Decoder's: its blocks have ordinary attention only
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = HybridCheckpoint(weights, config, self._dtype, self.device)
-            self._embedding = checkpoint.embedding()
+            self._embedding, self._blocks = checkpoint.embedding(), []
             self._hybrid_blocks = [checkpoint.hybrid_block(i) for i in range(config.layers)]
             self._layer_inputs = checkpoint.layer_inputs()
             self._final_norm = checkpoint.final_norm()
@@ -50,16 +50,7 @@ class RowDecoder(Decoder):
 
     def shared(self) -> SharedWeights:
         """Without layers: they are not those that drafters know how to run."""
-        return SharedWeights(
-            embed=lambda ids: F.embedding(ids.to(self.device), self._embedding),
-            head_rows=lambda ids: self._head[ids.to(self.device)],
-            vocab_size=self.vocab_size,
-            width=self.config.width,
-            dtype=self._dtype,
-            final_norm=self._final_norm,
-            rotations=self._rotations,
-            config=self.config,
-        )
+        return replace(super().shared(), layers=(), partial=None)
 
     def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         assert layers is None and rows is None, "all layers run, or none"  # noqa: PT018
