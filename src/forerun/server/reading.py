@@ -378,10 +378,6 @@ def main(number: int) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
-
-
 _MARK = "<tool_call>"
 _TAGS = "<arg_key>", "<function="
 _VALUES = ("const", "enum", "default", "examples")  # keys of a JSON schema that hold no schemas
@@ -461,3 +457,7 @@ def _moved(schema: Any, place: str) -> Any:
     if isinstance(reference := own.get("$ref"), str) and reference.startswith("#"):
         own["$ref"] = place + reference[1:]
     return own
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -162,13 +162,6 @@ def answer(question: dict[str, Any], hosted: dict[str, Contender]) -> dict[str, 
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # the benchmark was interrupted, and says so itself
-        sys.exit(130)
-
-
 TIMEOUT = 600.0  # seconds for one answer
 
 
@@ -217,3 +210,10 @@ def _call(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise InvalidInput(f"{url} answered something other than a JSON object; is it an OpenAI endpoint?")
     return answer
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the benchmark was interrupted, and says so itself
+        sys.exit(130)
