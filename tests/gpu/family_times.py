@@ -29,7 +29,7 @@ from forerun.models.cuda.network import check_supported
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.target import torch_decoder
-from forerun.models.load.weights import expected_shapes
+from forerun.models.load.shapes import expected_shapes
 from forerun.testing import FakeSeq
 from forerun.verify.greedy import device_walk
 from lab.gpu.rounds import seconds_of

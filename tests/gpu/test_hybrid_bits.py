@@ -13,7 +13,7 @@ from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.target import torch_decoder
-from forerun.models.load.weights import expected_shapes
+from forerun.models.load.shapes import expected_shapes
 from forerun.testing import FakeSeq, check_target, extend, path_to, random_tree, random_verdict, tree_of
 from tests.gpu.tiny import need_cuda
 

@@ -20,7 +20,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quantized.unstacked import UnstackedExperts, unstack
-from forerun.models.load.weights import check_shapes
+from forerun.models.load.shapes import check_shapes
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
 from tests.models.tiny_folder import LETTERS, add_tokenizer
 

@@ -17,8 +17,8 @@ from forerun.core.errors import DamagedFile, ModelError, UnsupportedModel
 from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.shapes import expected_shapes
 from forerun.models.load.tokenizer import tokenizer_from_folder
-from forerun.models.load.weights import expected_shapes
 from tests.models.test_decoder_config import SMOLLM2
 from tests.models.tiny_checkpoints import FAMILIES, make_reference, save
 from tests.models.tiny_gguf import VOCAB, WIDTH, write_tiny

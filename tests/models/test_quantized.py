@@ -25,7 +25,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.quantized.scheme import describe
-from forerun.models.load.weights import check_shapes
+from forerun.models.load.shapes import check_shapes
 from tests.models import quantized_folders as made
 from tests.models.quantized_folders import Format
 from tests.models.tiny_checkpoints import reference_logits, score_chain

@@ -26,7 +26,7 @@ from forerun.models.hybrid import latent as latent_module
 from forerun.models.hybrid import rows as rows_module
 from forerun.models.hybrid.target import RowDecoder
 from forerun.models.kv_budget import slot_bytes
-from forerun.models.load.weights import expected_shapes
+from forerun.models.load.shapes import expected_shapes
 from forerun.models.native import library as native
 from forerun.models.native.target import NativeDecoder
 from forerun.models.pages import PAGE

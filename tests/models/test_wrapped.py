@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.load.weights import check_shapes
+from forerun.models.load.shapes import check_shapes
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, score_chain
 from tests.models.tiny_folder import LETTERS, add_tokenizer
 

@@ -279,7 +279,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config) or has_states(checkpoint.config):
         from forerun.models.hybrid.target import torch_decoder
-        from forerun.models.load.weights import check_shapes
+        from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import native_decoder
 
         family, share = DecoderConfig.from_hf(checkpoint.config), as_memory("kv_memory", config.kv_memory)

@@ -19,8 +19,8 @@ from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.config import supports as has_encoder
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.shapes import check_shapes
 from forerun.models.load.tokenizer import read_json
-from forerun.models.load.weights import check_shapes
 from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, is_plain
 

@@ -55,7 +55,7 @@ from forerun.models.hybrid.latent import LatentAttention
 from forerun.models.hybrid.rows import threads_for_rows
 from forerun.models.hybrid.weights import GatedAttention, HybridCheckpoint
 from forerun.models.layers import gate, mix, norm_heads_, rms_norm, rotate_
-from forerun.models.load import weights as family_shapes
+from forerun.models.load import shapes as family_shapes
 
 _HERE, _THERE = "midlayer.", "model.layers.0."
 

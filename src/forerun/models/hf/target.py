@@ -29,7 +29,7 @@ from forerun.core.errors import DamagedFile, ModelNotFound, UnsupportedModel, br
 from forerun.core.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.models.base import SharedWeights, Target
 from forerun.models.layers import check_numbers
-from forerun.models.load.weights import UNREAD
+from forerun.models.load.shapes import UNREAD
 from forerun.models.slots import UnpagedTarget
 
 SLOT_STEP = 256  # slots that a slab grows by

@@ -30,7 +30,7 @@ from forerun.core.params import EngineConfig
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.kv_budget import allowed_bytes
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.models.load.weights import check_shapes
+from forerun.models.load.shapes import check_shapes
 from forerun.models.parallel.decoder import DTYPES, Backend, Group, ParallelFollower, ParallelTarget, Part, check_split
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.quantized.layouts import GROUPS, in_bytes, in_four_bits
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
-from forerun.models.load.weights import SafetensorsWeights, check_shapes
+from forerun.models.load.shapes import check_shapes
+from forerun.models.load.weights import SafetensorsWeights
 
 Rounding = Literal["fp8", "int8", "w4"]
 SHARD_BYTES = 5_000_000_000
