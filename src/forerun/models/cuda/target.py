@@ -28,6 +28,7 @@ from torch import Tensor
 from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
+from forerun.models.adapters import Adapter
 from forerun.models.attention import Span as Nodes
 from forerun.models.attention import SparseContext
 from forerun.models.base import LayerSubset, SharedWeights
@@ -35,8 +36,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import Passes, PromptPace, Replays, menu, seconds_of, timed
-from forerun.models.cuda.later import LaterCaptures
+from forerun.models.cuda.graphs import LaterCaptures, Passes, PromptPace, Replays, menu, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
@@ -63,7 +63,6 @@ from forerun.models.cuda.plan import (
 from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
-from forerun.models.load.adapter import Adapter
 from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
