@@ -422,9 +422,9 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
 }
 
 
-def make_reference(name: str) -> Any:
+def make_reference(name: str, more: dict[str, Any] | None = None) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name], **(more or {})}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (

@@ -302,7 +302,7 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
         gated_attention=described.gated_attention,
         gated=described.gated,
-        names=described.names,
+        names=() if values.get("named_as_llama") else described.names,
     )
 
 

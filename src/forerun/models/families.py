@@ -138,6 +138,7 @@ _QWEN3_NEXT = Family(
     experts="qwen",
     recurrent="delta_net",
     gated_attention=True,
+    gguf="qwen3next",
 )
 
 _DEEPSEEK_V3 = Family(
@@ -163,6 +164,7 @@ _DEEPSEEK_V3 = Family(
     rope_pairs="neighbours",
     experts="deepseek",
     names=_SHARED_EXPERTS,
+    gguf="deepseek2",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -261,6 +263,7 @@ FAMILIES: dict[str, Family] = {
         slides=_but_every_nth,
         local_rope=True,
         varied=True,
+        gguf="gemma4",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -374,6 +377,7 @@ FAMILIES: dict[str, Family] = {
         rope_pairs="neighbours",
         experts="deepseek",
         names=_SHARED_EXPERTS,
+        gguf="deepseek2",
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -415,6 +419,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         experts="deepseek",
         names=_SHARED_EXPERTS,
+        gguf="glm4moe",
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
@@ -448,12 +453,17 @@ FAMILIES: dict[str, Family] = {
             ("mlp.up_proj.", "feed_forward.w3."),
             ("mlp.down_proj.", "feed_forward.w2."),
         ),
+        gguf="lfm2",
     ),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": replace(
-        _QWEN3_NEXT, class_name="Qwen3_5ForCausalLM", settings={**_DELTA_NET, "num_key_value_heads": 4}, experts=None
+        _QWEN3_NEXT,
+        class_name="Qwen3_5ForCausalLM",
+        settings={**_DELTA_NET, "num_key_value_heads": 4},
+        experts=None,
+        gguf="qwen35",
     ),
-    "qwen3_5_moe_text": replace(_QWEN3_NEXT, class_name="Qwen3_5MoeForCausalLM"),
+    "qwen3_5_moe_text": replace(_QWEN3_NEXT, class_name="Qwen3_5MoeForCausalLM", gguf="qwen35moe"),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         {
@@ -482,6 +492,8 @@ FAMILIES: dict[str, Family] = {
             ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
             ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
         ),
+        gguf="granitehybrid",
+        gguf_interleaves=True,
     ),
     "nemotron_h": Family(  # a layer is one part: Mamba-2, attention or a feed-forward layer
         "NemotronHForCausalLM",
@@ -522,6 +534,7 @@ FAMILIES: dict[str, Family] = {
             ("mamba.", "mixer."),
             ("mlp.", "mixer."),
         ),
+        gguf="nemotron_h",
     ),
 }
 

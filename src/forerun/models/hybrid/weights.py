@@ -245,13 +245,17 @@ class HybridCheckpoint(Checkpoint):
     def _delta_net_inputs(self, at: str, recurrent: RecurrentConfig) -> Tensor:
         width, heads = self.config.width, recurrent.value_heads
         keys, values = recurrent.key_heads * recurrent.key_dim, heads * recurrent.value_dim
+        share, outputs, parts = heads // recurrent.key_heads, {"qkv": 2 * keys + values, "z": values}, list[Tensor]()
         if f"{at}in_proj_qkvz.weight" in self.weights:  # Qwen3-Next: key head by key head
-            share = heads // recurrent.key_heads
             sizes = [recurrent.key_dim] * 2 + [share * recurrent.value_dim] * 2
-            first = self._by_heads(f"{at}in_proj_qkvz.weight", 2 * keys + 2 * values, sizes)
-            return torch.cat((first, self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share])))
-        outputs = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
-        return torch.cat([self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()])
+            parts.append(self._by_heads(f"{at}in_proj_qkvz.weight", 2 * keys + 2 * values, sizes))
+            outputs = {}
+        if f"{at}in_proj_ba.weight" not in self.weights:
+            outputs |= {"b": heads, "a": heads}
+        parts += [self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()]
+        if f"{at}in_proj_ba.weight" in self.weights:
+            parts.append(self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share]))
+        return torch.cat(parts)
 
     def _by_heads(self, name: str, outputs: int, sizes: list[int]) -> Tensor:
         """Rows that lie head by head, part after part."""

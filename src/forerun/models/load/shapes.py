@@ -160,9 +160,10 @@ def _recurrent(whole: DecoderConfig, config: RecurrentConfig, weights: Weights, 
 
 def _delta_net(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
-    sizes = {"qkv": 2 * keys + values, "z": values, "b": config.value_heads, "a": config.value_heads}
+    sizes, heads = {"qkv": 2 * keys + values, "z": values}, config.value_heads
     if f"{at}in_proj_qkvz.weight" in weights:
-        sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * config.value_heads}
+        sizes = {"qkvz": 2 * keys + 2 * values}
+    sizes |= {"ba": 2 * heads} if f"{at}in_proj_ba.weight" in weights else {"b": heads, "a": heads}
     yield from ((f"{at}in_proj_{name}.weight", (size, width)) for name, size in sizes.items())
     yield at + "norm.weight", (config.value_dim,)
     yield at + "out_proj.weight", (width, values)
