@@ -177,6 +177,7 @@ def _latent_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": metadata.integer(".attention.head_count"),
         "q_lora_rank": metadata.integer(".attention.q_lora_rank", 0, least=0) or None,
         "kv_lora_rank": metadata.integer(".attention.kv_lora_rank"),
+        "head_dim": rotary,
         "qk_nope_head_dim": both - rotary,
         "qk_rope_head_dim": rotary,
         "v_head_dim": metadata.integer(".attention.value_length_mla", metadata.integer(".attention.value_length")),
