@@ -29,7 +29,9 @@ def write_gguf(
 ) -> str:
     """`kind`: of the matrices, where it fits; `more`: keys of the architecture, None = left out."""
     family = config["model_type"]
-    architecture, parsed = gguf.MODEL_ARCH[ARCHITECTURES[family]], DecoderConfig.from_hf(config)
+    parsed = DecoderConfig.from_hf(config)
+    experts = "_MOE" if family == "nemotron_h" and parsed.moe is not None else ""
+    architecture = gguf.MODEL_ARCH[ARCHITECTURES[family] + experts]
     writer = gguf.GGUFWriter(str(path), arch := gguf.MODEL_ARCH_NAMES[architecture])
     for key, value in {**keys_of(config, parsed), **more}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
@@ -78,8 +80,10 @@ def keys_of(config: dict[str, Any], parsed: DecoderConfig) -> dict[str, Any]:
     if parsed.moe is not None:
         found |= {"expert_count": parsed.moe.experts, "expert_used_count": parsed.moe.per_token}
         found |= {"expert_feed_forward_length": parsed.moe.inner}
-    if "n_routed_experts" in config:
+    if (parsed.moe is not None and parsed.moe.sigmoid) or config["model_type"] == "deepseek_v2":
         found |= sigmoid_keys(config)
+    if parsed.moe is not None and states is not None and states.mlp_alone:
+        found["expert_shared_feed_forward_length"] = parsed.moe.shared_inner
     if states is not None:
         found |= state_keys(parsed)
     if latent is not None:
@@ -160,7 +164,7 @@ def converted(
         at, end = stem.split(".experts.")
         count = sum(key.startswith(f"{at}.experts.") and key.endswith(end) for key in weights)
         parts += [weights[f"{at}.experts.{i}.{end}"] for i in range(count)]
-        yield stem, torch.stack(parts)
+        yield stem.replace("backbone.", "model.").replace(".mixer.", ".mlp."), torch.stack(parts)
     for key, weight in weights.items():
         if ".experts." not in key or not key.rpartition(".experts.")[2][0].isdigit():
             yield from converted_weight(config, parsed, key, weight)

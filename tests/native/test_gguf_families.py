@@ -32,7 +32,8 @@ from tests.native.blocks import needs_native
 
 pytestmark = needs_native
 NAMES = [
-    "lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite4", "granite4-experts", "nemotron_h", "deepseek_v2",
+    "lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite4", "granite4-experts", "nemotron_h", "nemotron_h-experts",
+    "deepseek_v2",
     "deepseek_v2-groups", "deepseek_v3", "deepseek_v3-wide", "glm4_moe_lite", "glm4_moe", "glm4_moe-groups", "gemma4",
     "gemma4-equal", "gemma4-odd",
 ]  # fmt: skip
@@ -109,7 +110,8 @@ def test_a_change_of_the_converter_that_is_not_undone_is_caught(
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize(
-    "name", ["lfm2", "qwen3_next", "qwen3_5", "granite4-experts", "nemotron_h", "deepseek_v3", "glm4_moe", "gemma4"]
+    "name",
+    ["lfm2", "qwen3_next", "qwen3_5", "granite4-experts", "nemotron_h-experts", "deepseek_v3", "glm4_moe", "gemma4"],
 )
 def test_blocks_stay_packed(name: str, kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Rows are rounded to eight bits before packed weights, so logits are near those of the same numbers in float32."""

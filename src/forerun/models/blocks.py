@@ -112,6 +112,9 @@ class Checkpoint:
 
     def _mlp(self, at: str, inner: int) -> Mlp:
         width = self.config.width
+        if not self.config.gated:
+            up = self._read(at + "up_proj.weight", (inner, width))
+            return Mlp(up, self._read(at + "down_proj.weight", (width, inner)), None, None)
         gate_up = torch.empty(2 * inner, width, dtype=self.dtype, device=self.device)
         if at + "gate_up_proj.weight" in self.weights:
             gate_up.copy_(self._get(at + "gate_up_proj.weight", (2 * inner, width)))
@@ -128,19 +131,18 @@ class Checkpoint:
         assert moe is not None
         old_mixtral = f"{at}block_sparse_moe.gate.weight" in self.weights
         at += "block_sparse_moe." if old_mixtral else "mlp."
-        stacked = (moe.experts, 2 * moe.inner, width), (moe.experts, width, moe.inner)
+        into = 2 * moe.inner if self.config.gated else moe.inner
+        stacked = (moe.experts, into, width), (moe.experts, width, moe.inner)
         if at + "experts.gate_up_proj" in self.weights:
             gate_up = self._read(at + "experts.gate_up_proj", stacked[0])
             down = self._read(at + "experts.down_proj", stacked[1])
         else:
             gate_up = torch.empty(stacked[0], dtype=self.dtype, device=self.device)
             down = torch.empty(stacked[1], dtype=self.dtype, device=self.device)
-            old_names = f"{at}experts.0.w1.weight" in self.weights
-            names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
             for i in range(moe.experts):
-                files = [f"{at}experts.{i}.{name}.weight" for name in names]
-                self._fill(gate_up[i], files[:2])
-                self._fill(down[i], files[2:])
+                *ups, last = self.config.expert_names(f"{at}experts.0.w1.weight" in self.weights)
+                self._fill(gate_up[i], [f"{at}experts.{i}.{name}.weight" for name in ups])
+                self._fill(down[i], [f"{at}experts.{i}.{last}.weight"])
         shared = moe.shared_inner
         biases = self._expert_biases(at, moe) if moe.biases else {}
         router, wide = self._get(at + "gate.weight", (moe.experts, width)), torch.float32

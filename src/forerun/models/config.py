@@ -165,6 +165,12 @@ class DecoderConfig:
         """The feed-forward width of a layer."""
         return self.inner if self.varied is None else self.varied.inners[layer]
 
+    def expert_names(self, old: bool) -> tuple[str, ...]:
+        """What the files call the matrices of one expert, that of its output last; `old`: as Mixtral's do."""
+        if old:
+            return "w1", "w3", "w2"
+        return ("gate_proj", "up_proj", "down_proj") if self.gated else ("up_proj", "down_proj")
+
     @property
     def kv_parts(self) -> int:
         """Rows per token, head and layer in the KV cache: a key and a value, or one latent that is both."""
@@ -363,9 +369,7 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
         every = _size(values, "full_attention_interval", default=layers + 1)
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
-    parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp",)  # of layers that are one part
-    if "moe" in kinds:
-        raise UnsupportedModel("layers of experts ('moe') beside recurrent ones are not supported; dense models are")
+    parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp", "moe")  # of layers that are one part
     if len(kinds) != layers or not set(kinds) <= {*attention, *parts, "conv", "linear_attention", "mamba"}:
         raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
     which = tuple(one not in (*attention, *parts) for one in kinds)
@@ -552,6 +556,11 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
     if method != "greedy":
         count = _size(values, "n_group", experts)
         groups = (1, 1) if count == 1 else (count, _size(values, "topk_group", count))
+    shared = inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None
+    if "moe_shared_expert_intermediate_size" in described.settings:  # Nemotron-H
+        shared = _size(values, "moe_shared_expert_intermediate_size")
+        if values["moe_latent_size"] is not None:
+            raise UnsupportedModel("moe_latent_size: experts of a narrower row are not supported; use transformers")
     if experts % groups[0] or experts < 2 * groups[0]:
         raise ValueError(f"n_routed_experts {experts} cannot be in n_group {groups[0]}")
     return MoeConfig(
@@ -559,7 +568,7 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
         per_token=_size(values, "num_experts_per_tok", experts // groups[0] * groups[1]),
         inner=inner,
         renormalise=scoring == "sigmoid" and bool(values["norm_topk_prob"]),
-        shared_inner=inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None,
+        shared_inner=shared,
         sigmoid=scoring == "sigmoid",
         groups=groups,
         scale=_positive(values, "routed_scaling_factor"),
@@ -570,7 +579,8 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
 
 def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     if described.experts == "deepseek":
-        return _deepseek_moe(described, values)
+        alone = described.recurrent is not None and "moe" not in (values["layer_types"] or ())
+        return None if alone else _deepseek_moe(described, values)
     key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
     if described.experts is None or not values.get(key):
         return None
@@ -589,6 +599,8 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
 
 
 def _sparse_layers(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if "moe" in (kinds := values.get("layer_types") or ()):
+        return tuple(kind == "moe" for kind in kinds)
     if kinds := values.get("mlp_layer_types"):
         if len(kinds) != layers or not set(kinds) <= {"sparse", "dense"}:
             raise ValueError(f"mlp_layer_types={kinds!r:.120}: must be {layers} of sparse or dense")

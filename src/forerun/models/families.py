@@ -495,7 +495,7 @@ FAMILIES: dict[str, Family] = {
         gguf="granitehybrid",
         gguf_interleaves=True,
     ),
-    "nemotron_h": Family(  # a layer is one part: Mamba-2, attention or a feed-forward layer
+    "nemotron_h": Family(  # a layer is one part: Mamba-2, attention, a feed-forward layer or experts
         "NemotronHForCausalLM",
         {
             "num_key_value_heads": 8,
@@ -512,8 +512,15 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_head": 64,
             "mamba_d_conv": 4,
             "time_step_min": 0.001,
+            **_SIGMOID_ROUTER,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+            "n_routed_experts": 8,
+            "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
         },
         norms=Norms("norm", None, None, None),
+        experts="deepseek",
         recurrent="mamba2",
         gated=False,
         spellings={
@@ -527,6 +534,7 @@ FAMILIES: dict[str, Family] = {
             "conv_kernel": "mamba_d_conv",
         },
         names=(
+            *_SHARED_EXPERTS,
             ("model.norm.", "backbone.norm_f."),
             ("model.", "backbone."),
             ("embed_tokens.", "embeddings."),

@@ -41,6 +41,8 @@ class HybridReader(NativeReader):
         if not alone:
             return super()._layer(index)
         norm = self._keep(self.names.norm(at + "norm.weight").contiguous())
+        if self.config.sparse[index]:
+            return native.Layer(mlp_norm=norm, **self._experts(at))
         if alone[index]:
             return native.Layer(mlp_norm=norm, **self._mlp(at + "mlp.", self.config.inner))
         return native.Layer(attention_norm=norm, **self._attention(at + "self_attn.", index))

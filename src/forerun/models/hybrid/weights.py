@@ -54,6 +54,8 @@ class HybridCheckpoint(Checkpoint):
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
         norm, after, mlp_norm, mlp_after = self.norms(at)
         alone = recurrent.mlp_alone if recurrent is not None else ()
+        if alone and self.config.sparse[index]:
+            return HybridBlock(None, None, norm, None, self._experts(at))
         if alone and alone[index]:
             up, down = (self._linear(f"{at}mlp.{name}_proj.", *sizes) for name, sizes in self._plain_mlp().items())
             return HybridBlock(None, None, norm, RowMlp(up, down), None)

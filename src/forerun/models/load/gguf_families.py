@@ -31,6 +31,7 @@ _KEYS = {
     "head_dim": ".attention.key_length",
     "intermediate_size": ".feed_forward_length",
     "moe_intermediate_size": ".expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
     "shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
     "num_local_experts": ".expert_count",
     "num_experts": ".expert_count",
@@ -194,7 +195,8 @@ def _states_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     kinds = list[str]()
     for at in (f"blk.{i}." for i in range(_count_layers(metadata, file))):
         alone = not family.gated and not any(f"{at}{part}.weight" in file.tensors for part in ("ssm_in", "attn_output"))
-        kinds.append("mlp" if alone else "full_attention" if f"{at}attn_output.weight" in file.tensors else word)
+        alone_kind = "moe" if f"{at}ffn_gate_inp.weight" in file.tensors else "mlp"
+        kinds.append(alone_kind if alone else "full_attention" if f"{at}attn_output.weight" in file.tensors else word)
     settings: dict[str, Any] = {"layer_types": kinds}
     if family.recurrent == "short_conv":
         return settings | {"conv_L_cache": metadata.integer(".shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
@@ -209,6 +211,17 @@ def _states_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     settings |= {start + name: size for name, size in zip(names, [*sizes, heads, inner // heads], strict=True)}
     if family.experts == "qwen":
         settings |= _qwen_moe_extra(metadata, file)
+    return settings
+
+
+def _nemotron_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    settings = _states_extra(metadata, file)
+    if "mlp" in settings["layer_types"]:
+        dense = file.tensors.get(f"blk.{settings['layer_types'].index('mlp')}.ffn_up.weight")
+        settings["intermediate_size"] = 0 if dense is None else dense.shape[0]
+    if "moe" in settings["layer_types"]:
+        shared = metadata.integer(".expert_shared_feed_forward_length")
+        settings |= {**_sigmoid_moe_extra(metadata, file), "moe_shared_expert_intermediate_size": shared}
     return settings
 
 
@@ -277,7 +290,7 @@ _EXTRAS: dict[str, Extra] = {
     "qwen3_next": _states_extra,
     "qwen3_5_text": _states_extra,
     "qwen3_5_moe_text": _states_extra,
-    "nemotron_h": _states_extra,
+    "nemotron_h": _nemotron_extra,
     "granitemoehybrid": _granite_hybrid_extra,
     "gemma4_text": _gemma4_extra,
 }
@@ -286,6 +299,7 @@ _EXTRAS: dict[str, Extra] = {
 def model_type_of(metadata: Metadata) -> str:
     """Hugging Face's name of a file's family; one architecture name, "llama", covers three."""
     known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf is not None}
+    known["nemotron_h_moe"] = "nemotron_h"
     found = known.get(metadata.architecture)
     if found is None:
         raise UnsupportedModel(

@@ -195,7 +195,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
         old_names = f"{at}experts.0.w1.weight" in weights
-        into, out = (("w1", "w3"), "w2") if old_names else (("gate_proj", "up_proj"), "down_proj")
+        *into, out = config.expert_names(old_names)
         for i in range(moe.experts):
             for name in into:
                 yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)

@@ -297,10 +297,9 @@ class NativeReader:
             self._check(at + "experts.down_proj", (moe.experts, width, inner))
             both = self._pack(self.weights[stacked][index], None)
             return [both], [self._pack(self.weights[at + "experts.down_proj"][index], None)]
-        old_names = f"{at}experts.0.w1.weight" in self.weights
-        names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
-        gate, up, down = (f"{at}experts.{index}.{name}.weight" for name in names)
-        into = [self._linear(name, inner, width, moe.biases) for name in (gate, up)]
+        names = self.config.expert_names(f"{at}experts.0.w1.weight" in self.weights)
+        *ups, down = (f"{at}experts.{index}.{name}.weight" for name in names)
+        into = [self._linear(name, inner, width, moe.biases) for name in ups]
         return into, [self._linear(down, width, inner, moe.biases)]
 
     def _projection(self, at: str, fused: str, sizes: dict[str, int], inputs: int) -> Parts:

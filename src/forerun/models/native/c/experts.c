@@ -168,6 +168,10 @@ static void gate_segments(void *arg, int64_t begin, int64_t end, int worker) {
     fr_gate_row *row = fr_chosen_gate();
     for (int64_t p = begin * k; p < end * k; p++) {
         int64_t at = job->r->place[p];
+        if (job->e->activation == FR_RELU2) {
+            fr_square_row(job->r->gate_up + at * inner, job->r->mlp + at * inner, inner);
+            continue;
+        }
         float *gate = job->r->gate_up + 2 * at * inner;
         if (job->e->limit) limit_row(gate, gate + inner, inner, job->e->limit, job->e->alpha);
         row(gate, gate + inner, job->r->mlp + at * inner, inner, (int)job->e->activation);

@@ -83,6 +83,7 @@ enum { FR_SILU, FR_GELU_TANH, FR_RELU2 }; /* activations; the last is the square
 typedef void fr_gate_row(const float *gate, const float *up, float *y, int64_t width, int activation);
 fr_gate_row fr_gate_row_least, fr_gate_row_avx512;
 fr_gate_row *fr_chosen_gate(void); /* dispatch.c */
+void fr_square_row(const float *x, float *y, int64_t width); /* FR_RELU2 */
 void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation);
 void fr_open_gates(const float *gates, float *y, int64_t rows, int64_t width); /* y times a sigmoid of the gates */
 /* x times scale, and where there is a cap, cap tanh(x / cap). */
