@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import Experts, Mlp, pair_up
 from forerun.models.load.quantized.unstacked import unstack
+from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import Weights, missing_weight, wrong_shape
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -140,7 +141,7 @@ class Checkpoint:
             gate_up = torch.empty(stacked[0], dtype=self.dtype, device=self.device)
             down = torch.empty(stacked[1], dtype=self.dtype, device=self.device)
             for i in range(moe.experts):
-                *ups, last = self.config.expert_names(f"{at}experts.0.w1.weight" in self.weights)
+                *ups, last = expert_names(self.config, f"{at}experts.0.w1.weight" in self.weights)
                 self._fill(gate_up[i], [f"{at}experts.{i}.{name}.weight" for name in ups])
                 self._fill(down[i], [f"{at}experts.{i}.{last}.weight"])
         shared = moe.shared_inner

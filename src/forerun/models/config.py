@@ -165,12 +165,6 @@ class DecoderConfig:
         """The feed-forward width of a layer."""
         return self.inner if self.varied is None else self.varied.inners[layer]
 
-    def expert_names(self, old: bool) -> tuple[str, ...]:
-        """What the files call the matrices of one expert, that of its output last; `old`: as Mixtral's do."""
-        if old:
-            return "w1", "w3", "w2"
-        return ("gate_proj", "up_proj", "down_proj") if self.gated else ("up_proj", "down_proj")
-
     @property
     def kv_parts(self) -> int:
         """Rows per token, head and layer in the KV cache: a key and a value, or one latent that is both."""
@@ -253,17 +247,14 @@ def _size(values: Mapping[str, Any], key: str, most: int = _LARGEST, default: in
 
 
 def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
-    layers, heads = (
-        _size(values, "num_hidden_layers", _MOST_LAYERS),
-        _size(values, "num_attention_heads", _MOST_HEADS),
-    )
+    layers = _size(values, "num_hidden_layers", _MOST_LAYERS)
+    heads = _size(values, "num_attention_heads", _MOST_HEADS)
     width = _size(values, "hidden_size")
     head_dim = _size(values, "head_dim", _MOST_HEADS, max(1, width // heads))
     kv_heads = _size(values, "num_key_value_heads", _MOST_HEADS, heads)
     if heads % kv_heads or head_dim % 2:
-        raise ValueError(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
-        )
+        said = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        raise ValueError(f"{said}, or head_dim {head_dim} odd")
     described = FAMILIES[family]
     latent, kinds = _latent(values) if described.latent else None, _layer_types(family, values, layers)
     varied = _varied(values, kinds, kv_heads, head_dim) if described.varied else None
@@ -451,11 +442,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
-    if config.get("use_bidirectional_attention") not in (
-        None,
-        False,
-        "vision",
-    ):  # of text, all are causal with the last
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # with the last, text is causal
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}

@@ -185,6 +185,13 @@ def _with_bias(weights: Weights, name: str, outputs: int, inputs: int) -> Iterat
         yield f"{name}.bias", (outputs,)
 
 
+def expert_names(config: DecoderConfig, old: bool) -> tuple[str, ...]:
+    """What the files call the matrices of one expert, that of its output last; `old`: as Mixtral's do."""
+    if old:
+        return "w1", "w3", "w2"
+    return ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
+
+
 def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     width = config.width
     old = f"{at}block_sparse_moe.gate.weight" in weights
@@ -195,7 +202,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
         old_names = f"{at}experts.0.w1.weight" in weights
-        *into, out = config.expert_names(old_names)
+        *into, out = expert_names(config, old_names)
         for i in range(moe.experts):
             for name in into:
                 yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)

@@ -19,6 +19,7 @@ from forerun.models.blocks import Checkpoint
 from forerun.models.config import Activation, DecoderConfig, LatentConfig, MoeConfig
 from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks, dequantize
+from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Latent, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
@@ -297,7 +298,7 @@ class NativeReader:
             self._check(at + "experts.down_proj", (moe.experts, width, inner))
             both = self._pack(self.weights[stacked][index], None)
             return [both], [self._pack(self.weights[at + "experts.down_proj"][index], None)]
-        names = self.config.expert_names(f"{at}experts.0.w1.weight" in self.weights)
+        names = expert_names(self.config, f"{at}experts.0.w1.weight" in self.weights)
         *ups, down = (f"{at}experts.{index}.{name}.weight" for name in names)
         into = [self._linear(name, inner, width, moe.biases) for name in ups]
         return into, [self._linear(down, width, inner, moe.biases)]
