@@ -1,8 +1,8 @@
 """A small hybrid out of SmolLM2: short convolutions in two layers of three, trained on SmolLM2's texts; and its drafts.
 
-    forerun data make --target smollm2 --out texts --own-prompts 20000 --temperatures 0 --temperatures 1
-    python -m tests.gpu.small_hybrid train --data texts --out hybrid --seconds 120
-    forerun train eagle3 --target hybrid --data texts --out hybrid-head --steps 600 --vocab 16384
+    forerun data make --target smollm2 --out texts --own-prompts 12000 --temperatures 0,1 --max-answer 256 --batch 2048
+    python -m tests.gpu.small_hybrid train --data texts --out hybrid
+    forerun train eagle3 --target hybrid --data texts --out hybrid-head --steps 350 --vocab 16384 --holdout 0.04
     python -m tests.gpu.small_hybrid measure --data texts --model hybrid --head hybrid-head
 
 `train` writes transformers' LFM2 with SmolLM2's embedding, feed-forward layers and, in every third layer, attention. It
@@ -51,13 +51,13 @@ def main() -> None:
     trains, measures = commands.add_parser("train"), commands.add_parser("measure")
     for one in (trains, measures):
         one.add_argument("--data", required=True, help="a folder that `forerun data make` filled")
-        one.add_argument("--holdout", type=float, default=0.02, help="share of prompts; default: %(default)s")
+        one.add_argument("--holdout", type=float, default=0.04, help="share of prompts; default: %(default)s")
         one.add_argument("--device", default="auto")
     add = trains.add_argument
     add("--teacher", default="smollm2")
     add("--out", type=Path, required=True)
-    add("--seconds", type=float, default=120.0, help="default: %(default)s")
-    add("--layers", type=int, default=30, help="of SmolLM2's 30; default: %(default)s")
+    add("--seconds", type=float, default=90.0, help="default: %(default)s")
+    add("--layers", type=int, default=18, help="of SmolLM2's 30; default: %(default)s")
     add("--batch-tokens", type=int, default=16384, help="default: %(default)s")
     add("--rate", type=float, default=6e-4, help="highest learning rate; default: %(default)s")
     trains.set_defaults(work=train)
@@ -65,9 +65,11 @@ def main() -> None:
     add("--model", required=True)
     add("--head", help="of that model; default: look-ups alone")
     add("--prompts", type=int, default=200, help="held back from training; default: %(default)s")
-    add("--timed", type=int, default=24, help="of them one at a time; default: %(default)s")
-    add("--batch", type=int, default=8, help="default: %(default)s")
-    add("--max-tokens", type=int, default=96, help="default: %(default)s")
+    add("--timed", type=int, default=12, help="of them one at a time; default: %(default)s")
+    add("--turns", type=int, default=40, help="conversations; default: %(default)s")
+    add("--repeats", type=int, default=2, help="default: %(default)s")
+    add("--batch", type=int, default=32, help="default: %(default)s")
+    add("--max-tokens", type=int, default=64, help="default: %(default)s")
     measures.set_defaults(work=measure)
     given = parser.parse_args()
     given.work(given)
@@ -186,12 +188,13 @@ def measure(given: argparse.Namespace) -> None:
     if given.head:
         names += ["eagle3", "auto"]
     seen = {name: Seen() for name in names}
-    for repeat in range(3):  # the first one compiles
+    for repeat in range(1 + given.repeats):
+        some = prompts[: given.timed if repeat else 2]  # the first ones compile
         for name, one in seen.items():
-            run_alone(llm, name, prompts[: given.timed], given.max_tokens, one, timed=repeat > 0)
+            run_alone(llm, name, some, given.max_tokens, one, timed=repeat > 0)
     for name, one in seen.items():
         run_batch(llm, name, prompts, given.max_tokens, one)
-        run_turns(llm, name, prompts[: given.timed], one)
+        run_turns(llm, name, prompts[: given.turns], one)
     plain, wrong = seen["none"], 0
     print("drafter | alone, tokens/s | over plain | tokens per round | batch, tokens/s | over plain | differ | cached")
     for name, one in seen.items():
@@ -237,13 +240,11 @@ def run_batch(llm: LLM, name: str, prompts: list[list[int]], longest: int, seen:
 def run_turns(llm: LLM, name: str, prompts: list[list[int]], seen: Seen) -> None:
     """Conversations of two turns, cached apart from other drafters'."""
     more = llm.tokenizer.encode(MORE, add_special=False)
-    for prompt in prompts:
-        first = llm.generate(prompt, drafter=name, max_tokens=100, cache_salt=name)
-        second = [*prompt, *first.token_ids, *more]
-        done = llm.generate(second, drafter=name, max_tokens=32, cache_salt=name)
-        seen.turns += [first.token_ids, done.token_ids]
-        seen.found.append(done.cached_tokens)
-        seen.asked += len(second)
+    firsts = llm.generate(prompts, drafter=name, max_tokens=100, cache_salt=name)
+    asked = [[*prompt, *first.token_ids, *more] for prompt, first in zip(prompts, firsts, strict=True)]
+    seconds = llm.generate(asked, drafter=name, max_tokens=32, cache_salt=name)
+    seen.turns = [one.token_ids for one in (*firsts, *seconds)]
+    seen.found, seen.asked = [one.cached_tokens for one in seconds], sum(map(len, asked))
 
 
 if __name__ == "__main__":
