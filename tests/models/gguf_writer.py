@@ -212,6 +212,10 @@ def converted_weight(
         k, v = weight.view(parsed.heads, -1, latent.rank).split([latent.key_dim, latent.value_dim], 1)
         yield f"{layer}.attn_k_b.weight", k.transpose(1, 2)
         yield f"{layer}.attn_v_b.weight", v
+    elif family == "gemma4_text" and key.endswith("experts.gate_up_proj"):
+        yield f"{layer}.ffn_gate_up_exps.weight", weight
+    elif key.endswith(("router.scale", "per_expert_scale")):
+        yield f"{layer}.{'ffn_down_exps' if 'per_expert' in key else 'ffn_gate_inp'}.scale", weight
     elif key.endswith(("input_linear.weight", "experts.gate_up_proj")):
         gate, up = weight.chunk(2, -2)
         end = "" if config.get("num_local_experts") == 0 else "_shexp" if "shared_mlp" in key else "_exps"

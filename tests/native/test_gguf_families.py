@@ -35,7 +35,7 @@ NAMES = [
     "lfm2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite4", "granite4-experts", "nemotron_h", "nemotron_h-experts",
     "deepseek_v2",
     "deepseek_v2-groups", "deepseek_v3", "deepseek_v3-wide", "glm4_moe_lite", "glm4_moe", "glm4_moe-groups", "gemma4",
-    "gemma4-equal", "gemma4-odd",
+    "gemma4-equal", "gemma4-odd", "gemma4-experts",
 ]  # fmt: skip
 TEXT = random.Random(11).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
@@ -111,7 +111,17 @@ def test_a_change_of_the_converter_that_is_not_undone_is_caught(
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", "qwen3_next", "qwen3_5", "granite4-experts", "nemotron_h-experts", "deepseek_v3", "glm4_moe", "gemma4"],
+    [
+        "lfm2",
+        "qwen3_next",
+        "qwen3_5",
+        "granite4-experts",
+        "nemotron_h-experts",
+        "deepseek_v3",
+        "glm4_moe",
+        "gemma4",
+        "gemma4-experts",
+    ],
 )
 def test_blocks_stay_packed(name: str, kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """Rows are rounded to eight bits before packed weights, so logits are near those of the same numbers in float32."""
@@ -126,8 +136,8 @@ def test_blocks_stay_packed(name: str, kind: str, made: Callable[[str], Made], t
     made_of = (native_decoder(parsed, found, mode, None, None) for mode in ("gguf", "float32"))
     got, wanted = (score_chain(one, TEXT, 13, len(TEXT)) for one in made_of if one is not None)
     errors = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    # a row whose routing is a near-tie picks another expert, which the states of later rows keep
-    assert 0 < float(errors.median()) < (0.25 if parsed.recurrent and parsed.moe else 0.05)
+    # a row whose routing is a near-tie picks another expert, which states, or six layers of such, carry on
+    assert 0 < float(errors.median()) < (0.3 if parsed.moe and (parsed.recurrent or parsed.varied) else 0.05)
 
 
 def test_layers_that_only_draft_are_left_out(made: Callable[[str], Made], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import Experts, Mlp, pair_up
 from forerun.models.load.quantized.unstacked import unstack
@@ -84,6 +85,11 @@ class Checkpoint:
         """Of a layer, in the order of `Norms`."""
         return [None if name is None else self.norm(f"{at}{name}.weight") for name in self.config.norms]
 
+    def norms_apart(self, at: str) -> tuple[Tensor, ...]:
+        """Before a layer's experts, behind them, and behind the dense layer beside them; none where they have none."""
+        apart = self.config.moe is not None and self.config.moe.normed_apart
+        return tuple(self.norm(f"{at}mlp.norms.{place}.weight") for place in ("before", "after", "dense") if apart)
+
     def _has_bias(self, at: str) -> bool:
         return any(f"{at}self_attn.{name}_proj.bias" in self.weights for name in ("q", "qkv"))
 
@@ -146,7 +152,10 @@ class Checkpoint:
                 self._fill(down[i], [f"{at}experts.{i}.{last}.weight"])
         shared = moe.shared_inner
         biases = self._expert_biases(at, moe) if moe.biases else {}
-        router, wide = self._get(at + "gate.weight", (moe.experts, width)), torch.float32
+        router, wide, scales = self._get(at + "gate.weight", (moe.experts, width)), torch.float32, None
+        if moe.normed_apart:
+            router = self.router_behind(at)
+            scales = self._get(at + "gate.per_expert_scale", (moe.experts,)).to(self.device, wide)
         return Experts(
             router=router.to(self.device, wide if moe.wide_router else self.dtype).contiguous(),
             gate_up=gate_up,
@@ -158,8 +167,19 @@ class Checkpoint:
             correction=self._get(at + "gate.e_score_correction_bias", (moe.experts,)).to(self.device, wide)
             if moe.sigmoid
             else None,
+            scales=scales,
             **biases,
         )
+
+    def router_behind(self, at: str) -> Tensor:
+        """Of rows that the experts' norm has multiplied: it reads the same rows behind a norm of its own."""
+        width, moe = self.config.width, self.config.moe
+        assert moe is not None
+        own, theirs = (self._get(at + name, (width,)).float() for name in ("gate.scale", "norms.before.weight"))
+        if not bool(theirs.all()):
+            raise UnsupportedModel("a norm before experts has a weight of 0, behind which the router sees nothing")
+        router: Tensor = self._get(at + "gate.weight", (moe.experts, width)).float() * (own * width**-0.5 / theirs)
+        return router
 
     def _expert_biases(self, at: str, moe: MoeConfig) -> dict[str, Tensor]:
         width = self.config.width

@@ -46,6 +46,7 @@ class MoeConfig:
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
     beside_mlp: bool = False  # what a dense feed-forward layer gives is added
+    normed_apart: bool = False  # both are normed before that, and experts read rows of a norm of their own (Gemma 4)
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
     sigmoid: bool = False  # scores are sigmoids; for the choice, a learned number is added to each
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row may pick from: those of the best scores
@@ -305,10 +306,6 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
 
 def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim: int) -> VariedConfig:
     """By layer, from the file's list of exceptions, or from the settings of layers without a window."""
-    if values["enable_moe_block"]:
-        raise UnsupportedModel(
-            "enable_moe_block=True: experts beside a dense layer are not supported; use transformers"
-        )
     layers, full, equal = len(kinds), "full_attention", bool(values["attention_k_eq_v"])
     whole = {"head_dim": values["global_head_dim"]}
     if equal and values["num_global_key_value_heads"]:
@@ -568,19 +565,21 @@ def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     if described.experts == "deepseek":
         alone = described.recurrent is not None and "moe" not in (values["layer_types"] or ())
         return None if alone else _deepseek_moe(described, values)
-    key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
-    if described.experts is None or not values.get(key):
+    key, apart = "num_local_experts" if values.get("num_local_experts") else "num_experts", described.varied
+    if described.experts is None or not values.get(key) or (apart and not values["enable_moe_block"]):
         return None
     experts, qwen = _size(values, key, _MOST_LAYERS), described.experts == "qwen"
     shared, limit = "shared_expert_intermediate_size", "swiglu_limit"
     return MoeConfig(
         experts=experts,
-        per_token=_size(values, "num_experts_per_tok", experts),
-        inner=_size(values, "moe_intermediate_size" if qwen else "intermediate_size"),
+        per_token=_size(values, "top_k_experts" if apart else "num_experts_per_tok", experts),
+        inner=_size(values, "moe_intermediate_size" if qwen or apart else "intermediate_size"),
         renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
         shared_inner=_size(values, shared) if shared in described.settings else None,
         biases=described.experts == "gpt_oss",
-        beside_mlp=described.experts == "granite",
+        beside_mlp=described.experts in ("granite", "gemma"),
+        normed_apart=apart,
+        wide_router=apart,
         clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
     )
 

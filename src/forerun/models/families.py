@@ -75,7 +75,7 @@ class Family:
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
-    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek"] | None = None
+    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek", "gemma"] | None = None
     varied: bool = False  # layers of two sizes, some of which read the keys and values of earlier ones (Gemma 4)
     latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
@@ -256,8 +256,18 @@ FAMILIES: dict[str, Family] = {
             "use_double_wide_mlp": False,
             "hidden_size_per_layer_input": 256,
             "enable_moe_block": False,
+            "top_k_experts": None,
         },
         norms=_SANDWICH,
+        experts="gemma",
+        names=(
+            ("mlp.gate.weight", "router.proj.weight"),
+            ("mlp.gate.", "router."),
+            ("mlp.experts.", "experts."),
+            ("mlp.norms.before", "pre_feedforward_layernorm_2"),
+            ("mlp.norms.after", "post_feedforward_layernorm_2"),
+            ("mlp.norms.dense", "post_feedforward_layernorm_1"),
+        ),
         scaled_embedding=True,
         qk_norm="head",
         slides=_but_every_nth,

@@ -45,6 +45,7 @@ class HybridBlock:
     after_mixer: Tensor | None = None  # [D]; where what attention gives is normed
     after_mlp: Tensor | None = None
     end: LayerEnd | None = None
+    apart: tuple[Tensor, ...] = ()  # [D] norms before experts, behind them, and behind the dense layer beside them
 
 
 class HybridCheckpoint(Checkpoint):
@@ -66,7 +67,8 @@ class HybridCheckpoint(Checkpoint):
             plain = self._mlp(at + "mlp.", self.config.inner_of(index))
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         end = None if varied is None else self._end(at, varied)
-        return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end)
+        apart = self.norms_apart(at) if experts is not None else ()
+        return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end, apart)
 
     def _mixer(self, at: str, index: int) -> GatedAttention | LatentAttention | SizedAttention | Mixer:
         config, recurrent = self.config, self.config.recurrent

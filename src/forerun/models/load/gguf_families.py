@@ -36,6 +36,7 @@ _KEYS = {
     "num_local_experts": ".expert_count",
     "num_experts": ".expert_count",
     "num_experts_per_tok": ".expert_used_count",
+    "top_k_experts": ".expert_used_count",
     "rms_norm_eps": ".attention.layer_norm_rms_epsilon",
     "max_position_embeddings": ".context_length",
     "sliding_window": ".attention.sliding_window",
@@ -264,6 +265,9 @@ def _gemma4_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         "hidden_size_per_layer_input": metadata.integer(".embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
         "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
+        "num_experts": metadata.integer(".expert_count", 0, least=0),
+        "top_k_experts": metadata.integer(".expert_used_count", 0, least=0),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length", 0, least=0),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 

@@ -37,6 +37,7 @@ class Origin:
     tensor: str
     heads: int = 0  # rows are interleaved within this many heads; 0 = they are not
     expert: int | None = None  # a slice of a stacked tensor
+    half: int | None = None  # of that slice: gates are the first half of the rows there, ups the second
     plus_one: bool = False
     shape: tuple[int, ...] = ()  # where the file has the same numbers in another one
     negative_exp: bool = False  # the file has -exp of it
@@ -94,6 +95,9 @@ _VARIED = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "mlp.norms.before",
+    "post_ffw_norm_2": "mlp.norms.after",
+    "post_ffw_norm_1": "mlp.norms.dense",
 }
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _EXPERTS = {
@@ -102,6 +106,7 @@ _EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -117,8 +122,9 @@ _MIXTRAL = {
 _FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}  # where a file has no ffn_gate
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ONE_EACH = ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta")  # of a value head: one number, or one row
+_SCALES = {"ffn_gate_inp": "mlp.gate.scale", "ffn_down_exps": "mlp.gate.per_expert_scale"}  # Gemma 4's
 _BARE = ("sinks", "A_log", "D", "dt_bias", "layer_scalar", "e_score_correction_bias")  # weights without .weight
-LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(\d+))?(?:\.(weight|bias))?")
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
 _LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 
 
@@ -177,10 +183,18 @@ def _map_tensor(file: GgufFile, tensor: str, names: dict[str, str], config: dict
     if match is None or part not in names:
         raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {config['model_type']}")
     name = f"model.layers.{match[1]}.{names[part]}"
+    if match[4] == "scale":
+        if not family.varied or part not in _SCALES:
+            raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {config['model_type']}")
+        return {f"model.layers.{match[1]}.{_SCALES[part]}": Origin(tensor)}
     if not names[part].endswith(_BARE):
         name += f".{match[4] or 'weight'}"
     if match[3] is not None:
         return {name.format(match[3]): Origin(tensor)}
+    if part == "ffn_gate_up_exps":
+        halves = [(name.replace("gate_up", one), half) for half, one in enumerate(("gate", "up"))]
+        count = range(_count_experts(file, tensor))
+        return {one.format(i): Origin(tensor, expert=i, half=half) for one, half in halves for i in count}
     if part.endswith("_exps"):
         return {name.format(i): Origin(tensor, expert=i) for i in range(_count_experts(file, tensor))}
     return {name: _origin_in_layer(file, tensor, part, family, config)}

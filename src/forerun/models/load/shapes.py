@@ -216,5 +216,9 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
         if moe.shared_gate:
             yield at + "shared_expert_gate.weight", (1, width)
+    if moe.normed_apart:
+        yield at + "gate.scale", (width,)
+        yield at + "gate.per_expert_scale", (moe.experts,)
+        yield from ((f"{at}norms.{place}.weight", (width,)) for place in ("before", "after", "dense"))
     if moe.sigmoid:
         yield at + "gate.e_score_correction_bias", (moe.experts,)

@@ -116,7 +116,8 @@ class GgufWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
         shape = self.file.tensors[origin.tensor].shape
-        return origin.shape or (shape if origin.expert is None else shape[1:])
+        shape = origin.shape or (shape if origin.expert is None else shape[1:])
+        return shape if origin.half is None else (shape[0] // 2, *shape[1:])
 
     def kind(self, name: str) -> int:
         """The GGUF type of what `blocks` gives."""
@@ -139,6 +140,8 @@ class GgufWeights(Weights):
         data = packed.data
         if origin.expert is not None:
             data = data.view(packed.shape[0], -1)[origin.expert]
+        if origin.half is not None:
+            data = data.view(2, -1)[origin.half]
         if origin.heads:
             if shape[0] % (2 * origin.heads) or data.numel() % shape[0]:
                 raise self._no_heads(origin, shape[0], origin.heads)

@@ -110,6 +110,7 @@ static void pick(const fr_experts *e, float *laws, float *choice, int32_t *picke
         kept += weights[j];
     }
     for (int64_t j = 0; j < k; j++) weights[j] = (e->renormalise ? weights[j] / kept : weights[j]) * e->scale;
+    for (int64_t j = 0; e->scales && j < k; j++) weights[j] *= e->scales[picked[j]];
 }
 
 /* Segments of the experts that were picked, in order, and the place of every pick in them; returns how many. */

@@ -158,6 +158,7 @@ typedef struct {
     int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
     int64_t activation;
     float scale;                      /* of the weights of a row's experts */
+    const float *scales;              /* [count] of what each expert gives; NULL = 1 */
     const float *correction;          /* [count] added to the scores for the choice only; NULL = nothing */
     float limit, alpha;               /* 0, or as gpt-oss: gate sigmoid(alpha gate) (up + 1), both limited first */
     fr_weights router;                /* [count, width] */
@@ -259,7 +260,7 @@ typedef struct {
     fr_weights qkv, output, gate_up, down;  /* without weights for qkv, or for gate_up, that part is left out */
     int64_t window;            /* 0 = everything */
     int64_t rotate;            /* by which rope, from 1 on; 0: this layer has no positions */
-    const fr_experts *experts; /* in place of gate_up and down, or NULL */
+    const fr_experts *experts; /* in place of gate_up and down, or beside them (experts_norm), or NULL */
     const float *after_attention, *after_mlp; /* [width] norms of what these parts add, or NULL */
     const float *sinks;                       /* [heads] or NULL */
     const fr_mixer *mixer; /* in the place of attention, or NULL; such a layer has no keys and values */
@@ -272,6 +273,9 @@ typedef struct {
     const float *after_input;            /* [width] norm of what that adds */
     float scale;                         /* of the rows that leave the layer; 0 = 1 */
     const fr_latent *latent;             /* in the place of qkv, or NULL */
+    /* [width] norms of a layer that has experts beside gate_up and down: of what enters the experts, of what they give,
+     * and of what the dense part gives; or NULL. */
+    const float *experts_norm, *after_experts, *after_dense;
 } fr_layer;
 
 typedef struct {
