@@ -26,6 +26,7 @@ from torch import Tensor
 
 from forerun.api.llm import LLM
 from forerun.core.params import EngineConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.teacher import load_net, torch_device
@@ -124,7 +125,7 @@ def make_hybrid(checkpoint: Checkpoint, layers: int, folder: Path) -> Any:
         pad_token_id=settings["eos_token_id"],
         num_hidden_layers=layers,
         norm_eps=theirs["rms_norm_eps"],
-        rope_parameters={"rope_type": "default", "rope_theta": theirs["rope_theta"]},
+        rope_parameters={"rope_type": "default", "rope_theta": DecoderConfig.from_hf(theirs).ropes[0].theta},
         layer_types=["full_attention" if i % 3 == 2 else "conv" for i in range(layers)],
         block_auto_adjust_ff_dim=False,
         tie_word_embeddings=True,
