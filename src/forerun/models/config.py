@@ -103,6 +103,7 @@ class RecurrentConfig:
     key_dim: int = 0  # of a head
     value_dim: int = 0
     norm_groups: int = 1  # Mamba-2: what is found is normed in so many groups
+    in_turns: bool = False  # value heads are the first of every key head, then the second; or key head by key head
     least_step: float = 0.0  # Mamba-2: steps are at least as long
     mlp_alone: tuple[bool, ...] = ()  # [L] a layer is one part: which are feed-forward ones; () = layers have both
 
@@ -372,7 +373,8 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
     if parts:  # Nemotron-H
         least, alone = float(values["time_step_min"]), tuple(one in parts for one in kinds)
         value_dim = _size(values, "mamba_d_head", _MOST_HEADS)
-        return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, key_heads, least, alone)
+        sizes = key_heads, value_heads, key_dim, value_dim, key_heads
+        return RecurrentConfig(kind, which, kernel, *sizes, least_step=least, mlp_alone=alone)
     if kind == "mamba2":
         low, high = values.get("time_step_limit") or (0.0, float("inf"))
         if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
@@ -382,7 +384,8 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
             raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r:.40} with {value_heads} heads")
     else:
         value_dim = _size(values, "linear_value_head_dim", _MOST_HEADS)
-    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim)
+    in_turns = bool(values.get("linear_heads_in_turns"))
+    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, in_turns=in_turns)
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:

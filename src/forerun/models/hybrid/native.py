@@ -57,7 +57,7 @@ class HybridReader(NativeReader):
         mixer = make(at, recurrent)
         mixer.kind, mixer.kernel = _KINDS[recurrent.kind], recurrent.kernel
         mixer.key_heads, mixer.value_heads = recurrent.key_heads, recurrent.value_heads
-        mixer.key_dim, mixer.value_dim = recurrent.key_dim, recurrent.value_dim
+        mixer.key_dim, mixer.value_dim, mixer.in_turns = recurrent.key_dim, recurrent.value_dim, recurrent.in_turns
         mixer.state = recurrent.layers[:index].count(True) * native.library().fr_state_numbers(ctypes.byref(mixer))
         self.kept.append(mixer)
         return {"mixer": ctypes.pointer(mixer)}

@@ -210,6 +210,8 @@ def _states_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         names = ["d_conv", "n_groups", "d_state", "n_heads", "d_head"]
     start = "mamba_" if family.recurrent == "mamba2" else "linear_"
     settings |= {start + name: size for name, size in zip(names, [*sizes, heads, inner // heads], strict=True)}
+    if metadata.architecture.startswith("qwen35"):  # the converter reorders them
+        settings["linear_heads_in_turns"] = True
     if family.experts == "qwen":
         settings |= _qwen_moe_extra(metadata, file)
     return settings

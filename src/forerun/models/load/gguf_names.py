@@ -3,8 +3,8 @@
 llama.cpp's converter changes some tensors on the way in, and `Origin` says how to undo it: for the Llama family it
 interleaves the rows of the query and key projections per head (its rope rotates neighbouring pairs), for Gemma it
 stores the norm weight plus one, and it stacks the experts of a layer into one tensor. Of recurrent layers it stores the
-rates that the model's logarithms stand for, and may put the value heads of all key heads in turns; what expands latent
-attention's rows is two tensors there, of which the keys' one is turned.
+rates that the model's logarithms stand for (and Qwen3.5's value heads in another order, which stays: `in_turns`); what
+expands latent attention's rows is two tensors there, of which the keys' one is turned.
 """
 
 from __future__ import annotations
@@ -20,17 +20,6 @@ from forerun.models.load.gguf import GgufFile
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Value heads that come in turns, the first of every key head, then the second: ours come key head by key head."""
-
-    first: int  # rows in front of them, or columns
-    keys: int
-    each: int  # value heads of a key head
-    size: int  # of a value head
-    columns: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Origin:
     """Where a weight comes from, and what the converter did to it."""
 
@@ -42,12 +31,11 @@ class Origin:
     shape: tuple[int, ...] = ()  # where the file has the same numbers in another one
     negative_exp: bool = False  # the file has -exp of it
     values: str = ""  # the tensor that is the second half of every head; the first one has heads of [rank, size]
-    turns: Turns | None = None
 
     @property
     def computed(self) -> bool:
-        """Are its numbers, or their order within rows, others than the file's?"""
-        return self.negative_exp or bool(self.values) or (self.turns is not None and self.turns.columns)
+        """Are its numbers, or their places within rows, others than the file's?"""
+        return self.negative_exp or bool(self.values)
 
 
 _TOP = {
@@ -121,7 +109,6 @@ _MIXTRAL = {
 }
 _FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}  # where a file has no ffn_gate
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_ONE_EACH = ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta")  # of a value head: one number, or one row
 _SCALES = {"ffn_gate_inp": "mlp.gate.scale", "ffn_down_exps": "mlp.gate.per_expert_scale"}  # Gemma 4's
 _BARE = ("sinks", "A_log", "D", "dt_bias", "layer_scalar", "e_score_correction_bias")  # weights without .weight
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
@@ -223,18 +210,7 @@ def _origin_in_layer(file: GgufFile, tensor: str, part: str, family: Family, con
         shape=shape,
         negative_exp=part == "ssm_a",
         values=values,
-        turns=_turns(part, config) if family.gguf in ("qwen35", "qwen35moe") else None,
     )
-
-
-def _turns(part: str, config: dict[str, Any]) -> Turns | None:
-    """Of Qwen3.5's recurrent layers; the converter leaves them where every key head has one value head."""
-    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    size, before = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
-    if keys == heads or part not in ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out", *_ONE_EACH):
-        return None
-    first = before if part in ("attn_qkv", "ssm_conv1d") else 0
-    return Turns(first, keys, heads // keys, 1 if part in _ONE_EACH else size, columns=part == "ssm_out")
 
 
 def _count_experts(file: GgufFile, tensor: str) -> int:

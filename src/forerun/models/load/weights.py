@@ -21,7 +21,7 @@ from torch import Tensor
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.families import Family
 from forerun.models.load.gguf import GgufFile
-from forerun.models.load.gguf_names import Origin, Turns, tensor_of
+from forerun.models.load.gguf_names import Origin, tensor_of
 from forerun.models.load.quantized.scheme import Quantization
 from forerun.models.load.quants import F32, Blocks, dequantize
 
@@ -147,20 +147,10 @@ class GgufWeights(Weights):
                 raise self._no_heads(origin, shape[0], origin.heads)
             pairs = shape[0] // origin.heads // 2
             data = data.view(origin.heads, pairs, 2, -1).transpose(1, 2).reshape(-1)
-        if origin.turns is not None and not origin.turns.columns:
-            data = self._in_turns(data.view(shape[0], -1), origin, origin.turns).reshape(-1)
         return Blocks(packed.kind, shape, data)
 
-    def _in_turns(self, rows: Tensor, origin: Origin, turns: Turns) -> Tensor:
-        """Key head by key head."""
-        first, heads = turns.first, turns.keys * turns.each
-        if len(rows) != first + heads * turns.size:
-            raise self._no_heads(origin, len(rows), heads)
-        moved = rows[first:].view(turns.each, turns.keys, turns.size, -1).transpose(0, 1)
-        return torch.cat((rows[:first], moved.reshape(len(rows) - first, -1)))
-
     def _no_heads(self, origin: Origin, rows: int, heads: int) -> DamagedFile:
-        said = f"{origin.tensor} has {rows} rows or columns for {heads} heads"
+        said = f"{origin.tensor} has {rows} rows for {heads} heads"
         return DamagedFile(f"{self.file.path} is damaged: {said}; pull it again")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -171,8 +161,6 @@ class GgufWeights(Weights):
                 raise self._no_heads(origin, values.shape[0], keys.shape[0])
             return torch.cat((keys.transpose(1, 2), values), 1).view(origin.shape)
         weight = dequantize(self._packed(name), self.device)
-        if origin.turns is not None and origin.turns.columns:
-            weight = self._in_turns(weight.t().contiguous(), origin, origin.turns).t().contiguous()
         if origin.negative_exp:
             return (-weight).log()
         return weight - 1 if origin.plus_one else weight

@@ -212,6 +212,7 @@ typedef struct {
     int64_t kind, kernel, channels; /* every channel is convolved with the last `kernel` inputs of a row's own path */
     int64_t wide, convolved_at, gates_at, steps_at;
     int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t in_turns; /* value heads are the first of every key head, then the second; or key head by key head */
     int64_t state, norm_size; /* where its state begins in a sequence's, in numbers; how many numbers are normed together */
     fr_weights inputs, output;
     const float *taps, *bias;              /* [kernel, channels], [channels] or NULL */
