@@ -41,8 +41,7 @@ _ORDINARY: dict[str, Any] = {
 }  # fmt: skip
 
 _REFUSED: dict[str, dict[str, Any]] = {  # what checkpoints of a family may have that is not there yet
-    "nemotron_h": {"hybrid_override_pattern": "ME*E"},
-    "gemma4_text": {"enable_moe_block": True},
+    "nemotron_h": {"hybrid_override_pattern": "ME*E", "moe_latent_size": 1024}
 }
 
 

@@ -91,8 +91,10 @@ def test_there_may_be_no_room_for_a_longer_context() -> None:
     assert context_slopes(TableLM(40), curve, [1, 2, 3]) == (0.0, 0.0)
 
 
-def test_a_context_that_nobody_read_holds_pages_until_it_is_released(tmp_path: Path) -> None:
-    target = make_decoder(*save(make_reference("llama2"), tmp_path))
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", ["llama2", "lfm2-biased", "qwen3_5", "nemotron_h", "deepseek_v3", "gemma4"])
+def test_a_context_that_nobody_read_holds_pages_until_it_is_released(name: str, native: bool, tmp_path: Path) -> None:
+    target = make_decoder(*save(make_reference(name), tmp_path), native=native)
     probe = FakeSeq(-1, [1] * 50, max_length=60)
     target.occupy(probe)
     assert target.cached_tokens(probe) == 49

@@ -26,8 +26,9 @@ from forerun.models.cuda.cubin import products as cubin
 from forerun.models.cuda.cubin.products import Products
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips
+from forerun.models.families import FAMILIES
 from forerun.models.load.gguf import GgufFile, TensorInfo
-from forerun.models.load.gguf_families import Origin
+from forerun.models.load.gguf_names import Origin
 from forerun.models.load.quants import LAYOUTS, Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.testing import FakeSeq
@@ -54,7 +55,7 @@ class RandomGguf(GgufWeights):
             for key, size in shaped.shapes.items()
         }
         file = cast(GgufFile, SimpleNamespace(tensors=tensors, path=Path("random.gguf")))
-        super().__init__(file, {key: Origin(key) for key in tensors}, "cuda")
+        super().__init__(file, {key: Origin(key) for key in tensors}, FAMILIES["llama"], "cuda")
 
     @staticmethod
     def _type(name: str, mixture: str, layers: int) -> str:

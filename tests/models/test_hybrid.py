@@ -304,14 +304,15 @@ def test_time_steps_with_limits_are_refused(made: Any) -> None:
         DecoderConfig.from_hf({**config, "time_step_limit": [0.0, 0.5]})
 
 
-def test_patterns_of_nemotron_name_its_layers_and_experts_are_refused(made: Any) -> None:
+def test_patterns_of_nemotron_name_its_layers(made: Any) -> None:
     config = made("nemotron_h")[1]
     old = {key: value for key, value in config.items() if key != "layers_block_type"}
     read = DecoderConfig.from_hf({**old, "hybrid_override_pattern": "M-*-M"})
     assert read == DecoderConfig.from_hf(config)
     assert read.kv_layers == 1
-    with pytest.raises(UnsupportedModel, match="layers of experts"):
-        DecoderConfig.from_hf({**old, "hybrid_override_pattern": "ME*-M"})
+    assert DecoderConfig.from_hf({**old, "hybrid_override_pattern": "ME*-M"}).sparse == (False, True, *[False] * 3)
+    with pytest.raises(UnsupportedModel, match="moe_latent_size"):
+        DecoderConfig.from_hf({**old, "hybrid_override_pattern": "ME*-M", "moe_latent_size": 16})
 
 
 def test_vision_wrappers_are_read_as_text(made: Any, make: Make) -> None:

@@ -49,6 +49,7 @@ SPREAD = [
     TREES[1],
     "gemma4-equal",
     "gemma4-odd",
+    "gemma4-experts",
     TREES[2],
 ]
 assert sorted(SPREAD) == ALL
@@ -243,11 +244,25 @@ def test_a_part_of_gemma_4_that_is_wrong_is_caught(wrong: str, made: Made) -> No
     assert far_from(model, target, text(1, 60)) > 1e-3
 
 
+@pytest.mark.parametrize("part", ["router.scale", "per_expert_scale", "layernorm_1.weight", "layernorm_2.weight"])
+def test_a_part_of_gemma_4s_experts_that_is_left_out_is_caught(part: str, made: Made) -> None:
+    model, config, weights = made("gemma4-experts")
+    wrong = {key: torch.ones_like(weight) if key.endswith(part) else weight for key, weight in weights.items()}
+    target = RowDecoder(DecoderConfig.from_hf(config), wrong, dtype=torch.float32, device="cpu", kv_slots=None)
+    assert far_from(model, target, text(1, 60)) > 1e-3
+
+
+def test_a_norm_before_experts_without_weight_is_refused(made: Made) -> None:
+    _, config, weights = made("gemma4-experts")
+    name = "model.layers.2.pre_feedforward_layernorm_2.weight"
+    wrong = {**weights, name: torch.zeros_like(weights[name])}
+    with pytest.raises(UnsupportedModel, match="norm before experts"):
+        RowDecoder(DecoderConfig.from_hf(config), wrong, dtype=torch.float32, device="cpu", kv_slots=None)
+
+
 def test_gemma_4_keeps_keys_of_some_layers_only(made: Made, tmp_path: Path) -> None:
     config = DecoderConfig.from_hf(made("gemma4")[1])
     assert (config.kv_layers, config.layers) == (3, 6)
-    with pytest.raises(UnsupportedModel, match="enable_moe_block"):
-        DecoderConfig.from_hf({**made("gemma4")[1], "enable_moe_block": True})
     with pytest.raises(InvalidInput, match="layers of different sizes") as raised:
         LLM(make_tiny_folder(tmp_path, "gemma4"), device="cpu", tensor_parallel_size=2)
     assert "\n" not in str(raised.value)

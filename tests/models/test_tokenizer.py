@@ -82,13 +82,49 @@ def test_smollm_splits_digits_before_anything_else(tmp_path: Path) -> None:
     assert pieces(plain, "ab  01") == ["ab", "Ġ", "Ġ", "01"]
 
 
-@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
+@pytest.mark.parametrize(
+    "pre", ["default", "smollm", "llama-bpe", "qwen2", "qwen35", "deepseek-v3", "tekken", "gpt-4o"]
+)
 def test_special_tokens_stay_whole(pre: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(build_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre)))
     ids = tokenizer.encode("<|im_start|>ab<think>cd<|im_end|>", add_special=False)
     assert [tokenizer.token(i) for i in ids] == ["<|im_start|>", "ab", "<think>", "c", "d", "<|im_end|>"]
     assert tokenizer.decode(ids) == "ab<think>cd"
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>ab<think>cd<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("qwen2", "e\u0301te\u0301 \u093f12", ["\u00e9t\u00e9", " \u093f", "1", "2"]),
+        ("qwen35", "\u0928\u093f\u0928 \u093f1", ["\u0928\u093f\u0928", " \u093f", "1"]),
+        ("qwen2", "\u0928\u093f\u0928", ["\u0928", "\u093f\u0928"]),
+        ("glm4", "12345 it's", ["123", "45", " it", "'s"]),
+        (
+            "deepseek-v3",
+            "x=12345\u6f22\u304b\u5b57 it's (a)",
+            ["x", "=", "123", "45", "\u6f22\u304b\u5b57", " it", "'s", " (", "a", ")"],
+        ),
+        ("glm4", "\u6f22a", ["\u6f22a"]),
+        ("deepseek-v3", "\u6f22a", ["\u6f22", "a"]),
+    ],
+)
+def test_words_of_newer_families(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
+    built = build_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre))
+    normal = built.normalizer.normalize_str(text) if built.normalizer else text
+    split = built.pre_tokenizer.pre_tokenize_str(normal)
+    assert [normal[first:end] for _, (first, end) in split] == words
+
+
+def test_gemma4_has_merges_and_no_scores(tmp_path: Path) -> None:
+    more = {"ggml.model": "gemma4", "ggml.scores": [], "ggml.merges": ["l l", "h e", "he ll", "▁ hell"]}
+    metadata = sentencepiece(tmp_path / "m.gguf", **more)
+    metadata.values["tokenizer.ggml.tokens"] += ["hell", "▁hell"]
+    metadata.values["tokenizer.ggml.token_type"] += [1, 1]
+    tokenizer = Tokenizer(build_tokenizer(Metadata(metadata.path, metadata.values, "gemma4")))
+    ids = tokenizer.encode("hello hello", add_special=False)
+    assert [tokenizer.token(i) for i in ids] == ["hell", "o", "▁hell", "o"]
+    assert tokenizer.decode(ids) == "hello hello"
 
 
 def test_bos_is_added_where_the_file_says(tmp_path: Path) -> None:

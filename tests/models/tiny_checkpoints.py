@@ -298,6 +298,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # layers with a recurrent state: HybridD
         "chunk_size": 16,
         "time_step_min": 0.6,
     },
+    "nemotron_h-experts": {
+        "model_type": "nemotron_h",
+        "max_position_embeddings": 512,
+        "head_dim": 12,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+        "routed_scaling_factor": 1.7,
+        "n_group": 4,
+        "topk_group": 2,
+    },
 }
 _LATENT = {
     "num_key_value_heads": 4,
@@ -405,6 +423,16 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
         "num_kv_shared_layers": 1,
         "attention_bias": True,
     },
+    "gemma4-experts": {  # as 26B-A4B
+        **_SIZED,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+    },
     "gemma4-odd": {  # a group of three queries, one size of heads rotates whole, inputs wider than what is within
         **_SIZED,
         "hidden_size": 36,
@@ -422,9 +450,9 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
 }
 
 
-def make_reference(name: str) -> Any:
+def make_reference(name: str, more: dict[str, Any] | None = None) -> Any:
     """transformers' model of a family with random weights, norms and biases included."""
-    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name]}
+    settings = {**_BASE, **{**FAMILIES, **HYBRIDS, **LATENT, **SIZED}[name], **(more or {})}
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = (

@@ -42,6 +42,7 @@ NEW = [
     "gemma4",
     "gemma4-equal",
     "gemma4-odd",
+    "gemma4-experts",
     "deepseek_v2",
     "deepseek_v2-groups",
     "deepseek_v3",

@@ -23,7 +23,7 @@ from forerun.train.checkpoint import write_provenance
 from forerun.train.data.corpus import Corpus
 from forerun.train.data.folder import keep_settings, other_targets
 from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for
-from forerun.train.data.prompts import around_user_turn, read_prompts
+from forerun.train.data.prompts import Renderer, Sources, around_user_turn, read_prompts
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
 
@@ -92,6 +92,22 @@ def test_prompts_begin_as_asked_and_may_then_be_cut(tmp_path: Path) -> None:
 
     prompts = write_prompts(options, Words(), write, tmp_path, lambda progress: None)
     assert prompts == ["Summarize: text bbbbbbbbb", "Summarize: text ddddddddd"]
+
+
+def test_a_model_without_a_chat_template_continues_its_own_texts(tmp_path: Path) -> None:
+    """Which need not have ended, as a question must have."""
+    options, asked = options_for(tmp_path, own_prompts=3), list[Order]()
+
+    def write(orders: Iterable[Order]) -> Iterator[Written]:
+        for order in orders:
+            asked.append(order)
+            said = f"{'abc'[order.number] * 9} and more"
+            yield Written(order, [*order.prompt, *(ord(letter) for letter in said)], False)
+
+    prompts = write_prompts(options, Sources(Words()), write, tmp_path, lambda progress: None)
+    assert prompts == [f"{letter * 9} and more" for letter in "abc"]
+    assert [order.prompt for order in asked] == [[0]] * 3
+    assert Renderer(Sources(Words()))("text") == [ord(letter) for letter in "text"]
 
 
 def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.loop import Trainer
 from forerun.train.options import Method
 from forerun.train.run import make_recipe
 from forerun.train.teacher import NetTeacher, TransformersTeacher, load_teacher, torch_device
+from tests.models.gguf_writer import write_gguf
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 from tests.train.test_recipes import options_for
 
@@ -46,6 +47,25 @@ def test_other_families_are_taught_by_transformers(texts: Path, tmp_path: Path) 
     trainer = Trainer(options, make_recipe(options, checkpoint, teacher, corpus), corpus, tmp_path / "out")
     losses = [trainer.one_step().loss for _ in range(2)]
     assert all(loss > 0 for loss in losses)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "glm4_moe", "gemma4"])
+def test_gguf_files_of_other_families_teach_as_their_folders_do(name: str, tmp_path: Path) -> None:
+    more = {"time_step_min": 0.001} if name == "nemotron_h" else None
+    model = make_reference(name, more)
+    config, weights = save(model, tmp_path)
+    teacher = load_teacher(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", config, weights)), CPU)
+    tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    kept, last = teacher.features(tokens, (1, -1))
+    wanted, wanted_last = TransformersTeacher(model).features(tokens, (1, -1))
+    torch.testing.assert_close((kept[1], last), (wanted[1], wanted_last), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(teacher.head, model.get_output_embeddings().weight)
+
+
+def test_a_gguf_file_in_another_form_than_transformers_cannot_teach(tmp_path: Path) -> None:
+    config, weights = save(make_reference("granite4"), tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"cannot teach.*Hugging Face folder"):
+        load_teacher(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", config, weights)), CPU)
 
 
 @pytest.mark.parametrize("method", ["draft-model", "medusa"])

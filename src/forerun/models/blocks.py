@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layers import Experts, Mlp, pair_up
 from forerun.models.load.quantized.unstacked import unstack
+from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import Weights, missing_weight, wrong_shape
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -83,6 +85,11 @@ class Checkpoint:
         """Of a layer, in the order of `Norms`."""
         return [None if name is None else self.norm(f"{at}{name}.weight") for name in self.config.norms]
 
+    def norms_apart(self, at: str) -> tuple[Tensor, ...]:
+        """Before a layer's experts, behind them, and behind the dense layer beside them; none where they have none."""
+        apart = self.config.moe is not None and self.config.moe.normed_apart
+        return tuple(self.norm(f"{at}mlp.norms.{place}.weight") for place in ("before", "after", "dense") if apart)
+
     def _has_bias(self, at: str) -> bool:
         return any(f"{at}self_attn.{name}_proj.bias" in self.weights for name in ("q", "qkv"))
 
@@ -112,6 +119,9 @@ class Checkpoint:
 
     def _mlp(self, at: str, inner: int) -> Mlp:
         width = self.config.width
+        if not self.config.gated:
+            up = self._read(at + "up_proj.weight", (inner, width))
+            return Mlp(up, self._read(at + "down_proj.weight", (width, inner)), None, None)
         gate_up = torch.empty(2 * inner, width, dtype=self.dtype, device=self.device)
         if at + "gate_up_proj.weight" in self.weights:
             gate_up.copy_(self._get(at + "gate_up_proj.weight", (2 * inner, width)))
@@ -128,22 +138,24 @@ class Checkpoint:
         assert moe is not None
         old_mixtral = f"{at}block_sparse_moe.gate.weight" in self.weights
         at += "block_sparse_moe." if old_mixtral else "mlp."
-        stacked = (moe.experts, 2 * moe.inner, width), (moe.experts, width, moe.inner)
+        into = 2 * moe.inner if self.config.gated else moe.inner
+        stacked = (moe.experts, into, width), (moe.experts, width, moe.inner)
         if at + "experts.gate_up_proj" in self.weights:
             gate_up = self._read(at + "experts.gate_up_proj", stacked[0])
             down = self._read(at + "experts.down_proj", stacked[1])
         else:
             gate_up = torch.empty(stacked[0], dtype=self.dtype, device=self.device)
             down = torch.empty(stacked[1], dtype=self.dtype, device=self.device)
-            old_names = f"{at}experts.0.w1.weight" in self.weights
-            names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
             for i in range(moe.experts):
-                files = [f"{at}experts.{i}.{name}.weight" for name in names]
-                self._fill(gate_up[i], files[:2])
-                self._fill(down[i], files[2:])
+                *ups, last = expert_names(self.config, f"{at}experts.0.w1.weight" in self.weights)
+                self._fill(gate_up[i], [f"{at}experts.{i}.{name}.weight" for name in ups])
+                self._fill(down[i], [f"{at}experts.{i}.{last}.weight"])
         shared = moe.shared_inner
         biases = self._expert_biases(at, moe) if moe.biases else {}
-        router, wide = self._get(at + "gate.weight", (moe.experts, width)), torch.float32
+        router, wide, scales = self._get(at + "gate.weight", (moe.experts, width)), torch.float32, None
+        if moe.normed_apart:
+            router = self.router_behind(at)
+            scales = self._get(at + "gate.per_expert_scale", (moe.experts,)).to(self.device, wide)
         return Experts(
             router=router.to(self.device, wide if moe.wide_router else self.dtype).contiguous(),
             gate_up=gate_up,
@@ -155,8 +167,19 @@ class Checkpoint:
             correction=self._get(at + "gate.e_score_correction_bias", (moe.experts,)).to(self.device, wide)
             if moe.sigmoid
             else None,
+            scales=scales,
             **biases,
         )
+
+    def router_behind(self, at: str) -> Tensor:
+        """Of rows that the experts' norm has multiplied: it reads the same rows behind a norm of its own."""
+        width, moe = self.config.width, self.config.moe
+        assert moe is not None
+        own, theirs = (self._get(at + name, (width,)).float() for name in ("gate.scale", "norms.before.weight"))
+        if not bool(theirs.all()):
+            raise UnsupportedModel("a norm before experts has a weight of 0, behind which the router sees nothing")
+        router: Tensor = self._get(at + "gate.weight", (moe.experts, width)).float() * (own * width**-0.5 / theirs)
+        return router
 
     def _expert_biases(self, at: str, moe: MoeConfig) -> dict[str, Tensor]:
         width = self.config.width

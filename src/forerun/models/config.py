@@ -46,6 +46,7 @@ class MoeConfig:
     shared_inner: int | None  # width of the expert that every row also goes through
     biases: bool = False  # of the router and of every expert
     beside_mlp: bool = False  # what a dense feed-forward layer gives is added
+    normed_apart: bool = False  # both are normed before that, and experts read rows of a norm of their own (Gemma 4)
     clamp: tuple[float, float] | None = None  # gpt-oss's gates: a limit, and what multiplies the gate in the sigmoid
     sigmoid: bool = False  # scores are sigmoids; for the choice, a learned number is added to each
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row may pick from: those of the best scores
@@ -102,6 +103,7 @@ class RecurrentConfig:
     key_dim: int = 0  # of a head
     value_dim: int = 0
     norm_groups: int = 1  # Mamba-2: what is found is normed in so many groups
+    in_turns: bool = False  # value heads are the first of every key head, then the second; or key head by key head
     least_step: float = 0.0  # Mamba-2: steps are at least as long
     mlp_alone: tuple[bool, ...] = ()  # [L] a layer is one part: which are feed-forward ones; () = layers have both
 
@@ -247,17 +249,14 @@ def _size(values: Mapping[str, Any], key: str, most: int = _LARGEST, default: in
 
 
 def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
-    layers, heads = (
-        _size(values, "num_hidden_layers", _MOST_LAYERS),
-        _size(values, "num_attention_heads", _MOST_HEADS),
-    )
+    layers = _size(values, "num_hidden_layers", _MOST_LAYERS)
+    heads = _size(values, "num_attention_heads", _MOST_HEADS)
     width = _size(values, "hidden_size")
     head_dim = _size(values, "head_dim", _MOST_HEADS, max(1, width // heads))
     kv_heads = _size(values, "num_key_value_heads", _MOST_HEADS, heads)
     if heads % kv_heads or head_dim % 2:
-        raise ValueError(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}, or head_dim {head_dim} odd"
-        )
+        said = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        raise ValueError(f"{said}, or head_dim {head_dim} odd")
     described = FAMILIES[family]
     latent, kinds = _latent(values) if described.latent else None, _layer_types(family, values, layers)
     varied = _varied(values, kinds, kv_heads, head_dim) if described.varied else None
@@ -302,16 +301,12 @@ def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
         recurrent=None if described.recurrent is None else _recurrent(described.recurrent, values, layers),
         gated_attention=described.gated_attention,
         gated=described.gated,
-        names=described.names,
+        names=() if values.get("named_as_llama") else described.names,
     )
 
 
 def _varied(values: Mapping[str, Any], kinds: list[str], kv_heads: int, head_dim: int) -> VariedConfig:
     """By layer, from the file's list of exceptions, or from the settings of layers without a window."""
-    if values["enable_moe_block"]:
-        raise UnsupportedModel(
-            "enable_moe_block=True: experts beside a dense layer are not supported; use transformers"
-        )
     layers, full, equal = len(kinds), "full_attention", bool(values["attention_k_eq_v"])
     whole = {"head_dim": values["global_head_dim"]}
     if equal and values["num_global_key_value_heads"]:
@@ -363,9 +358,7 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
         every = _size(values, "full_attention_interval", default=layers + 1)
         made = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
     kinds, attention = values.get("layer_types") or made, ("full_attention", "attention")
-    parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp",)  # of layers that are one part
-    if "moe" in kinds:
-        raise UnsupportedModel("layers of experts ('moe') beside recurrent ones are not supported; dense models are")
+    parts = () if "mamba_expand" in values or kind != "mamba2" else ("mlp", "moe")  # of layers that are one part
     if len(kinds) != layers or not set(kinds) <= {*attention, *parts, "conv", "linear_attention", "mamba"}:
         raise UnsupportedModel(f"layer_types={kinds!r:.120}: must be {layers} of full_attention or a recurrent kind")
     which = tuple(one not in (*attention, *parts) for one in kinds)
@@ -380,7 +373,8 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
     if parts:  # Nemotron-H
         least, alone = float(values["time_step_min"]), tuple(one in parts for one in kinds)
         value_dim = _size(values, "mamba_d_head", _MOST_HEADS)
-        return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, key_heads, least, alone)
+        sizes = key_heads, value_heads, key_dim, value_dim, key_heads
+        return RecurrentConfig(kind, which, kernel, *sizes, least_step=least, mlp_alone=alone)
     if kind == "mamba2":
         low, high = values.get("time_step_limit") or (0.0, float("inf"))
         if low != 0.0 or high not in (float("inf"), {"__float__": "Infinity"}):
@@ -390,7 +384,8 @@ def _recurrent(kind: RecurrentKind, values: Mapping[str, Any], layers: int) -> R
             raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r:.40} with {value_heads} heads")
     else:
         value_dim = _size(values, "linear_value_head_dim", _MOST_HEADS)
-    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim)
+    in_turns = bool(values.get("linear_heads_in_turns"))
+    return RecurrentConfig(kind, which, kernel, key_heads, value_heads, key_dim, value_dim, in_turns=in_turns)
 
 
 def _attention_scale(values: Mapping[str, Any], head_dim: int) -> float:
@@ -447,11 +442,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
-    if config.get("use_bidirectional_attention") not in (
-        None,
-        False,
-        "vision",
-    ):  # of text, all are causal with the last
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # with the last, text is causal
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
@@ -552,6 +543,11 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
     if method != "greedy":
         count = _size(values, "n_group", experts)
         groups = (1, 1) if count == 1 else (count, _size(values, "topk_group", count))
+    shared = inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None
+    if "moe_shared_expert_intermediate_size" in described.settings:  # Nemotron-H
+        shared = _size(values, "moe_shared_expert_intermediate_size")
+        if values["moe_latent_size"] is not None:
+            raise UnsupportedModel("moe_latent_size: experts of a narrower row are not supported; use transformers")
     if experts % groups[0] or experts < 2 * groups[0]:
         raise ValueError(f"n_routed_experts {experts} cannot be in n_group {groups[0]}")
     return MoeConfig(
@@ -559,7 +555,7 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
         per_token=_size(values, "num_experts_per_tok", experts // groups[0] * groups[1]),
         inner=inner,
         renormalise=scoring == "sigmoid" and bool(values["norm_topk_prob"]),
-        shared_inner=inner * _size(values, "n_shared_experts") if values.get("n_shared_experts") else None,
+        shared_inner=shared,
         sigmoid=scoring == "sigmoid",
         groups=groups,
         scale=_positive(values, "routed_scaling_factor"),
@@ -570,25 +566,30 @@ def _deepseek_moe(described: Family, values: Mapping[str, Any]) -> MoeConfig:
 
 def _moe(described: Family, values: Mapping[str, Any]) -> MoeConfig | None:
     if described.experts == "deepseek":
-        return _deepseek_moe(described, values)
-    key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
-    if described.experts is None or not values.get(key):
+        alone = described.recurrent is not None and "moe" not in (values["layer_types"] or ())
+        return None if alone else _deepseek_moe(described, values)
+    key, apart = "num_local_experts" if values.get("num_local_experts") else "num_experts", described.varied
+    if described.experts is None or not values.get(key) or (apart and not values["enable_moe_block"]):
         return None
     experts, qwen = _size(values, key, _MOST_LAYERS), described.experts == "qwen"
     shared, limit = "shared_expert_intermediate_size", "swiglu_limit"
     return MoeConfig(
         experts=experts,
-        per_token=_size(values, "num_experts_per_tok", experts),
-        inner=_size(values, "moe_intermediate_size" if qwen else "intermediate_size"),
+        per_token=_size(values, "top_k_experts" if apart else "num_experts_per_tok", experts),
+        inner=_size(values, "moe_intermediate_size" if qwen or apart else "intermediate_size"),
         renormalise=not qwen or bool(values.get("norm_topk_prob", False)),
         shared_inner=_size(values, shared) if shared in described.settings else None,
         biases=described.experts == "gpt_oss",
-        beside_mlp=described.experts == "granite",
+        beside_mlp=described.experts in ("granite", "gemma"),
+        normed_apart=apart,
+        wide_router=apart,
         clamp=(_positive(values, limit), _positive(values, "swiglu_alpha")) if limit in described.settings else None,
     )
 
 
 def _sparse_layers(values: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if "moe" in (kinds := values.get("layer_types") or ()):
+        return tuple(kind == "moe" for kind in kinds)
     if kinds := values.get("mlp_layer_types"):
         if len(kinds) != layers or not set(kinds) <= {"sparse", "dense"}:
             raise ValueError(f"mlp_layer_types={kinds!r:.120}: must be {layers} of sparse or dense")

@@ -75,7 +75,7 @@ class Family:
     local_rope: bool = False  # layers with a window have a rope of their own
     rope_pairs: Literal["halves", "neighbours"] = "halves"  # which dimensions rotate together
     sinks: bool = False  # every query head has a learned score that takes weight and brings no value
-    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek"] | None = None
+    experts: Literal["mixtral", "qwen", "gpt_oss", "granite", "deepseek", "gemma"] | None = None
     varied: bool = False  # layers of two sizes, some of which read the keys and values of earlier ones (Gemma 4)
     latent: bool = False  # keys and values of all heads are made of one short row per token (MLA)
     recurrent: RecurrentKind | None = None  # what the layers that layer_types calls neither full nor sliding are
@@ -138,6 +138,7 @@ _QWEN3_NEXT = Family(
     experts="qwen",
     recurrent="delta_net",
     gated_attention=True,
+    gguf="qwen3next",
 )
 
 _DEEPSEEK_V3 = Family(
@@ -163,6 +164,7 @@ _DEEPSEEK_V3 = Family(
     rope_pairs="neighbours",
     experts="deepseek",
     names=_SHARED_EXPERTS,
+    gguf="deepseek2",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -254,13 +256,24 @@ FAMILIES: dict[str, Family] = {
             "use_double_wide_mlp": False,
             "hidden_size_per_layer_input": 256,
             "enable_moe_block": False,
+            "top_k_experts": None,
         },
         norms=_SANDWICH,
+        experts="gemma",
+        names=(
+            ("mlp.gate.weight", "router.proj.weight"),
+            ("mlp.gate.", "router."),
+            ("mlp.experts.", "experts."),
+            ("mlp.norms.before", "pre_feedforward_layernorm_2"),
+            ("mlp.norms.after", "post_feedforward_layernorm_2"),
+            ("mlp.norms.dense", "post_feedforward_layernorm_1"),
+        ),
         scaled_embedding=True,
         qk_norm="head",
         slides=_but_every_nth,
         local_rope=True,
         varied=True,
+        gguf="gemma4",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -374,6 +387,7 @@ FAMILIES: dict[str, Family] = {
         rope_pairs="neighbours",
         experts="deepseek",
         names=_SHARED_EXPERTS,
+        gguf="deepseek2",
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
@@ -415,6 +429,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         experts="deepseek",
         names=_SHARED_EXPERTS,
+        gguf="glm4moe",
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",
@@ -448,12 +463,17 @@ FAMILIES: dict[str, Family] = {
             ("mlp.up_proj.", "feed_forward.w3."),
             ("mlp.down_proj.", "feed_forward.w2."),
         ),
+        gguf="lfm2",
     ),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": replace(
-        _QWEN3_NEXT, class_name="Qwen3_5ForCausalLM", settings={**_DELTA_NET, "num_key_value_heads": 4}, experts=None
+        _QWEN3_NEXT,
+        class_name="Qwen3_5ForCausalLM",
+        settings={**_DELTA_NET, "num_key_value_heads": 4},
+        experts=None,
+        gguf="qwen35",
     ),
-    "qwen3_5_moe_text": replace(_QWEN3_NEXT, class_name="Qwen3_5MoeForCausalLM"),
+    "qwen3_5_moe_text": replace(_QWEN3_NEXT, class_name="Qwen3_5MoeForCausalLM", gguf="qwen35moe"),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         {
@@ -482,8 +502,10 @@ FAMILIES: dict[str, Family] = {
             ("mlp.experts.down_proj", "block_sparse_moe.output_linear.weight"),
             ("mlp.gate.weight", "block_sparse_moe.router.layer.weight"),
         ),
+        gguf="granitehybrid",
+        gguf_interleaves=True,
     ),
-    "nemotron_h": Family(  # a layer is one part: Mamba-2, attention or a feed-forward layer
+    "nemotron_h": Family(  # a layer is one part: Mamba-2, attention, a feed-forward layer or experts
         "NemotronHForCausalLM",
         {
             "num_key_value_heads": 8,
@@ -500,8 +522,15 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_head": 64,
             "mamba_d_conv": 4,
             "time_step_min": 0.001,
+            **_SIGMOID_ROUTER,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+            "n_routed_experts": 8,
+            "moe_shared_expert_intermediate_size": 7688,
+            "moe_latent_size": None,
         },
         norms=Norms("norm", None, None, None),
+        experts="deepseek",
         recurrent="mamba2",
         gated=False,
         spellings={
@@ -515,6 +544,7 @@ FAMILIES: dict[str, Family] = {
             "conv_kernel": "mamba_d_conv",
         },
         names=(
+            *_SHARED_EXPERTS,
             ("model.norm.", "backbone.norm_f."),
             ("model.", "backbone."),
             ("embed_tokens.", "embeddings."),
@@ -522,6 +552,7 @@ FAMILIES: dict[str, Family] = {
             ("mamba.", "mixer."),
             ("mlp.", "mixer."),
         ),
+        gguf="nemotron_h",
     ),
 }
 

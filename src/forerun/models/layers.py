@@ -184,6 +184,7 @@ class Experts:
     correction: Tensor | None = None  # [E] fp32, added to the scores for the choice only
     gate_up_bias: Tensor | None = None  # [E, 2I]
     down_bias: Tensor | None = None  # [E, D]
+    scales: Tensor | None = None  # [E] fp32, of what each gives
 
 
 def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation, over: Over | None = None) -> Tensor:
@@ -214,6 +215,8 @@ def _at_once(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 def _routed(x: Tensor, experts: Experts, config: MoeConfig) -> Tensor:
     """[M, 2 K] what `route` gives, side by side."""
     weights, picked = route(x, experts.router, config, experts.router_bias, experts.correction)
+    if experts.scales is not None:
+        weights = weights * experts.scales[picked]
     return torch.cat((weights.float(), picked.float()), -1)
 
 

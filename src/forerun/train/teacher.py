@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forerun.core.errors import InvalidInput
+from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.types import Needs, PlainSeq
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.config import supports as has_encoder
+from forerun.models.families import FAMILIES
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.shapes import check_shapes
 from forerun.models.load.tokenizer import read_json
@@ -144,8 +145,34 @@ def load_teacher(checkpoint: Checkpoint, device: torch.device, *, compiled: bool
     from transformers import AutoModelForCausalLM
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if not checkpoint.path.is_dir():
+        return TransformersTeacher(_model_of_file(checkpoint, dtype).to(device))
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=dtype, use_safetensors=True)
     return TransformersTeacher(model.to(device))
+
+
+def _model_of_file(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """transformers' model with the weights of a GGUF file, which are named as in its own files."""
+    import transformers
+
+    config = dict(checkpoint.config)
+    kind = config.pop("model_type")
+    config |= {own: config[common] for own, common in FAMILIES[kind].spellings.items() if common in config}
+    names = DecoderConfig.from_hf({**checkpoint.config, "named_as_llama": False})
+    model, found = getattr(transformers, FAMILIES[kind].class_name).from_pretrained(
+        None,
+        config=transformers.AutoConfig.for_model(kind, **config),
+        state_dict={names.file_name(name): weight.to(dtype) for name, weight in checkpoint.weights.items()},
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are told below
+    )
+    if wrong := [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]:
+        raise UnsupportedModel(
+            f"{checkpoint.path} cannot teach: transformers holds {len(wrong)} weights of {kind} in another form; use "
+            "the model's Hugging Face folder"
+        )
+    return model
 
 
 _BANNED = -1e4  # a logit that no other falls below, and finite: gradients stay numbers

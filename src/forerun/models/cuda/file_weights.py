@@ -266,7 +266,7 @@ def is_packed(weights: GgufWeights) -> bool:
 
 def type_of(weights: GgufWeights, name: str) -> str:
     """The GGUF type of a weight."""
-    return LAYOUTS[weights.file.tensors[weights.origins[name].tensor].kind].name
+    return LAYOUTS[weights.kind(name)].name
 
 
 def pack_gguf(stored: GgufNumbers, role: Role) -> Strips:

@@ -178,7 +178,8 @@ class Memory(ABC):
 
     def _of_all_heads(self, one: Tensor) -> Tensor:
         """[N, Hk, Dk] queries or keys -> [N, Hv Dk]: heads of values share them."""
-        return one.repeat_interleave(self.heads // self.config.key_heads, 1).flatten(1)
+        each = self.heads // self.config.key_heads
+        return (one.repeat(1, each, 1) if self.config.in_turns else one.repeat_interleave(each, 1)).flatten(1)
 
     @abstractmethod
     def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class HybridReader(NativeReader):
         if not alone:
             return super()._layer(index)
         norm = self._keep(self.names.norm(at + "norm.weight").contiguous())
+        if self.config.sparse[index]:
+            return native.Layer(mlp_norm=norm, **self._experts(at))
         if alone[index]:
             return native.Layer(mlp_norm=norm, **self._mlp(at + "mlp.", self.config.inner))
         return native.Layer(attention_norm=norm, **self._attention(at + "self_attn.", index))
@@ -54,7 +56,7 @@ class HybridReader(NativeReader):
         mixer = make(at, recurrent)
         mixer.kind, mixer.kernel = _KINDS[recurrent.kind], recurrent.kernel
         mixer.key_heads, mixer.value_heads = recurrent.key_heads, recurrent.value_heads
-        mixer.key_dim, mixer.value_dim = recurrent.key_dim, recurrent.value_dim
+        mixer.key_dim, mixer.value_dim, mixer.in_turns = recurrent.key_dim, recurrent.value_dim, recurrent.in_turns
         mixer.state = recurrent.layers[:index].count(True) * native.library().fr_state_numbers(ctypes.byref(mixer))
         self.kept.append(mixer)
         return {"mixer": ctypes.pointer(mixer)}

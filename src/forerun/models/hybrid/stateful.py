@@ -89,6 +89,11 @@ class StatefulDecoder(Decoder):
             extent.reused = extent.found = reached.length
         self._states.now[seq.id] = reached
 
+    def occupy(self, seq: Seq) -> None:
+        """As before the first token."""
+        super().occupy(seq)
+        self._states.now[seq.id] = Reached(self.kv.extent(seq.id).length, self._empty_state())
+
     def _last_kept(self, tokens: Sequence[int], extent: Extent, length: int) -> Reached | None:
         """The last state that is kept of a sequence within its first `length` tokens, whose pages have names."""
         assert extent.start is not None

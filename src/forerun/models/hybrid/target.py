@@ -152,11 +152,14 @@ class RowDecoder(Decoder):
     def _feed_forward(self, x: Tensor, block: HybridBlock) -> Tensor:
         rows = self._normed(x, block.mlp_norm)
         activation, moe, added = self.config.activation, self.config.moe, list[Tensor]()
+        before, after, dense = block.apart or (None, None, None)
         if block.experts is not None:
             assert moe is not None
-            added.append(mix(rows, block.experts, moe, activation, by_rows))
+            mixed = mix(rows if before is None else self._normed(x, before), block.experts, moe, activation, by_rows)
+            added.append(self._normed(mixed, after))
         if block.mlp is not None:
-            added.append(block.mlp.down(by_rows(partial(gate, activation=activation), block.mlp.gate_up(rows))))
+            given = block.mlp.down(by_rows(partial(gate, activation=activation), block.mlp.gate_up(rows)))
+            added.append(self._normed(given, dense))
         return added[0] if len(added) == 1 else added[0] + added[1]
 
 

@@ -45,6 +45,7 @@ class HybridBlock:
     after_mixer: Tensor | None = None  # [D]; where what attention gives is normed
     after_mlp: Tensor | None = None
     end: LayerEnd | None = None
+    apart: tuple[Tensor, ...] = ()  # [D] norms before experts, behind them, and behind the dense layer beside them
 
 
 class HybridCheckpoint(Checkpoint):
@@ -54,6 +55,8 @@ class HybridCheckpoint(Checkpoint):
         recurrent, at = self.config.recurrent, f"{self.prefix}layers.{index}."
         norm, after, mlp_norm, mlp_after = self.norms(at)
         alone = recurrent.mlp_alone if recurrent is not None else ()
+        if alone and self.config.sparse[index]:
+            return HybridBlock(None, None, norm, None, self._experts(at))
         if alone and alone[index]:
             up, down = (self._linear(f"{at}mlp.{name}_proj.", *sizes) for name, sizes in self._plain_mlp().items())
             return HybridBlock(None, None, norm, RowMlp(up, down), None)
@@ -64,7 +67,8 @@ class HybridCheckpoint(Checkpoint):
             plain = self._mlp(at + "mlp.", self.config.inner_of(index))
             mlp = RowMlp(RowLinear(plain.gate_up, plain.gate_up_bias), RowLinear(plain.down, plain.down_bias))
         end = None if varied is None else self._end(at, varied)
-        return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end)
+        apart = self.norms_apart(at) if experts is not None else ()
+        return HybridBlock(norm, self._mixer(at, index), mlp_norm, mlp, experts, after, mlp_after, end, apart)
 
     def _mixer(self, at: str, index: int) -> GatedAttention | LatentAttention | SizedAttention | Mixer:
         config, recurrent = self.config, self.config.recurrent
@@ -245,13 +249,17 @@ class HybridCheckpoint(Checkpoint):
     def _delta_net_inputs(self, at: str, recurrent: RecurrentConfig) -> Tensor:
         width, heads = self.config.width, recurrent.value_heads
         keys, values = recurrent.key_heads * recurrent.key_dim, heads * recurrent.value_dim
+        share, outputs, parts = heads // recurrent.key_heads, {"qkv": 2 * keys + values, "z": values}, list[Tensor]()
         if f"{at}in_proj_qkvz.weight" in self.weights:  # Qwen3-Next: key head by key head
-            share = heads // recurrent.key_heads
             sizes = [recurrent.key_dim] * 2 + [share * recurrent.value_dim] * 2
-            first = self._by_heads(f"{at}in_proj_qkvz.weight", 2 * keys + 2 * values, sizes)
-            return torch.cat((first, self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share])))
-        outputs = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
-        return torch.cat([self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()])
+            parts.append(self._by_heads(f"{at}in_proj_qkvz.weight", 2 * keys + 2 * values, sizes))
+            outputs = {}
+        if f"{at}in_proj_ba.weight" not in self.weights:
+            outputs |= {"b": heads, "a": heads}
+        parts += [self._read(f"{at}in_proj_{n}.weight", (size, width)) for n, size in outputs.items()]
+        if f"{at}in_proj_ba.weight" in self.weights:
+            parts.append(self._by_heads(f"{at}in_proj_ba.weight", 2 * heads, [share, share]))
+        return torch.cat(parts)
 
     def _by_heads(self, name: str, outputs: int, sizes: list[int]) -> Tensor:
         """Rows that lie head by head, part after part."""

@@ -17,10 +17,11 @@ from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.adapters import AdaptedWeights, Adapter, is_adapter
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
-from forerun.models.families import WRAPPED
+from forerun.models.families import FAMILIES, WRAPPED
 from forerun.models.load.catalog import cache_folder, find_model
 from forerun.models.load.gguf import GgufFile, Metadata
-from forerun.models.load.gguf_families import config_of, in_keys, origins_of
+from forerun.models.load.gguf_families import config_of, in_keys
+from forerun.models.load.gguf_names import origins_of
 from forerun.models.load.marian_tokenizer import MarianTokenizer
 from forerun.models.load.quantized.layouts import QuantizedWeights
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
@@ -73,7 +74,7 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
         DecoderConfig.from_hf(config)
     except (DamagedFile, UnsupportedModel) as error:
         raise type(error)(in_keys(error, metadata)) from None
-    weights = GgufWeights(file, origins_of(file, config))
+    weights = GgufWeights(file, origins_of(file, config), FAMILIES[config["model_type"]])
     return Checkpoint(name, path, config, weights, cache(lambda: tokenizer_from_gguf(metadata, cache_folder())))
 
 

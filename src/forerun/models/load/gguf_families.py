@@ -1,11 +1,11 @@
-"""GGUF families: from a GGUF file's metadata and tensor names to Hugging Face's config and weight names.
+"""GGUF families: from a GGUF file's metadata to a config in Hugging Face's settings.
 
-llama.cpp's converter changes a few tensors on the way in, and `Origin` says how to undo it: for the Llama
-family it interleaves the rows of the query and key projections per head (its rope rotates neighbouring pairs),
-for Gemma it stores the norm weight plus one, and it stacks the experts of a layer into one tensor.
+Names of weights in that config are ours, whatever the family's own files call them (gguf_names.py). Which layers of a
+hybrid are which is read off their tensors.
 
 Two kinds of rope scaling are not named by the file but stored as tables of divisors per frequency: Llama 3's
-(`rope_freqs`), recognised by computing the table from the parameters that Llama 3 models use, and Phi's long rope.
+(`rope_freqs`), recognised by computing the table from the parameters that Llama 3 models use, and Phi's long rope. The
+third such table is Gemma 4's: what does not rotate is divided by 1e30.
 """
 
 from __future__ import annotations
@@ -13,59 +13,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from forerun.core.errors import DamagedFile, ForerunError, UnsupportedModel
-from forerun.models.families import FAMILIES, Family
+from forerun.models.families import FAMILIES
 from forerun.models.load.gguf import GgufFile, Metadata
+from forerun.models.load.gguf_names import LAYER_TENSOR
 from forerun.models.load.quants import dequantize
 
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a weight comes from, and what the converter did to it."""
-
-    tensor: str
-    heads: int = 0  # rows are interleaved within this many heads; 0 = they are not
-    expert: int | None = None  # a slice of a stacked tensor
-    plus_one: bool = False
-    as_row: bool = False  # a vector that Hugging Face keeps as a matrix of one row
-
-
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # in the order of forerun.models.families
-_OSS_NORMS = ("attn_norm", "", "post_attention_norm", "")
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-_DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_QWEN_MOE = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-_MIXTRAL = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-}
-_FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}  # where a file has no ffn_gate
-_ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
-_LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # where the settings of a config come from
 _KEYS = {
     "vocab_size": ".vocab_size",
@@ -76,10 +31,12 @@ _KEYS = {
     "head_dim": ".attention.key_length",
     "intermediate_size": ".feed_forward_length",
     "moe_intermediate_size": ".expert_feed_forward_length",
+    "moe_shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
     "shared_expert_intermediate_size": ".expert_shared_feed_forward_length",
     "num_local_experts": ".expert_count",
     "num_experts": ".expert_count",
     "num_experts_per_tok": ".expert_used_count",
+    "top_k_experts": ".expert_used_count",
     "rms_norm_eps": ".attention.layer_norm_rms_epsilon",
     "max_position_embeddings": ".context_length",
     "sliding_window": ".attention.sliding_window",
@@ -96,12 +53,37 @@ _KEYS = {
     "attention_multiplier": ".attention.scale",
     "residual_multiplier": ".residual_scale",
     "logits_scaling": ".logit_scale",
+    "n_routed_experts": ".expert_count",
+    "n_shared_experts": ".expert_shared_count",
+    "shared_intermediate_size": ".expert_shared_feed_forward_length",
+    "first_k_dense_replace": ".leading_dense_block_count",
+    "routed_scaling_factor": ".expert_weights_scale",
+    "scoring_func": ".expert_gating_func",
+    "n_group": ".expert_group_count",
+    "topk_group": ".expert_group_used_count",
+    "q_lora_rank": ".attention.q_lora_rank",
+    "kv_lora_rank": ".attention.kv_lora_rank",
+    "v_head_dim": ".attention.value_length_mla",
+    "conv_L_cache": ".shortconv.l_cache",
+    "linear_conv_kernel_dim": ".ssm.conv_kernel",
+    "linear_key_head_dim": ".ssm.state_size",
+    "linear_num_key_heads": ".ssm.group_count",
+    "linear_num_value_heads": ".ssm.time_step_rank",
+    "mamba_d_conv": ".ssm.conv_kernel",
+    "mamba_d_state": ".ssm.state_size",
+    "mamba_n_groups": ".ssm.group_count",
+    "mamba_n_heads": ".ssm.time_step_rank",
+    "global_head_dim": ".attention.key_length",
+    "num_kv_shared_layers": ".attention.shared_kv_layers",
+    "hidden_size_per_layer_input": ".embedding_length_per_layer_input",
 }
 # of these, the ones that a family reads and a file may have
 _REALS = (
     "final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier", "attention_multiplier",
     "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+
+_SIGMOID = 2  # what llama.cpp calls the function of a router
 
 Extra = Callable[[Metadata, GgufFile], dict[str, Any]]
 
@@ -125,7 +107,7 @@ def _qwen_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
         "num_experts": metadata.integer(".expert_count"),
         "num_experts_per_tok": metadata.integer(".expert_used_count"),
         "moe_intermediate_size": metadata.integer(".expert_feed_forward_length", width),
-        "norm_topk_prob": metadata.architecture == "qwen3moe",
+        "norm_topk_prob": metadata.architecture != "qwen2moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -170,6 +152,128 @@ def _smollm3_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _sigmoid_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    """GLM-4.5's and DeepSeek's experts."""
+    count = metadata.integer(".expert_count", 0, least=0)
+    return {
+        "n_routed_experts": count or None,
+        "num_experts_per_tok": metadata.integer(".expert_used_count", 0, least=0) or None,
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length"),
+        "n_shared_experts": metadata.integer(".expert_shared_count", 0, least=0),
+        "first_k_dense_replace": metadata.integer(".leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": metadata.real(".expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag(".expert_weights_norm", False),
+        "n_group": metadata.integer(".expert_group_count", 1),
+        "topk_group": metadata.integer(".expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+
+
+def _latent_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    """Newer files have the lengths of cached rows under the ordinary keys."""
+    rotary = metadata.integer(".rope.dimension_count")
+    both = metadata.integer(".attention.key_length_mla", metadata.integer(".attention.key_length"))
+    settings = {
+        **_sigmoid_moe_extra(metadata, file),
+        "num_key_value_heads": metadata.integer(".attention.head_count"),
+        "q_lora_rank": metadata.integer(".attention.q_lora_rank", 0, least=0) or None,
+        "kv_lora_rank": metadata.integer(".attention.kv_lora_rank"),
+        "head_dim": rotary,
+        "qk_nope_head_dim": both - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": metadata.integer(".attention.value_length_mla", metadata.integer(".attention.value_length")),
+    }
+    if model_type_of(metadata) == "deepseek_v2":
+        settings["topk_method"] = "greedy" if settings["n_group"] == 1 else "group_limited_greedy"
+    return settings
+
+
+def _states_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    """Of a hybrid: which layers keep a state, by their tensors, and its sizes."""
+    family = FAMILIES[model_type_of(metadata)]
+    word = {"short_conv": "conv", "delta_net": "linear_attention", "mamba2": "mamba", None: ""}[family.recurrent]
+    kinds = list[str]()
+    for at in (f"blk.{i}." for i in range(_count_layers(metadata, file))):
+        alone = not family.gated and not any(f"{at}{part}.weight" in file.tensors for part in ("ssm_in", "attn_output"))
+        alone_kind = "moe" if f"{at}ffn_gate_inp.weight" in file.tensors else "mlp"
+        kinds.append(alone_kind if alone else "full_attention" if f"{at}attn_output.weight" in file.tensors else word)
+    settings: dict[str, Any] = {"layer_types": kinds}
+    if family.recurrent == "short_conv":
+        return settings | {"conv_L_cache": metadata.integer(".shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+    heads, inner = metadata.integer(".ssm.time_step_rank"), metadata.integer(".ssm.inner_size")
+    if inner % heads:
+        metadata.wrong(".ssm.inner_size", inner, f"a multiple of {heads} heads")
+    sizes = [metadata.integer(key) for key in (".ssm.conv_kernel", ".ssm.group_count", ".ssm.state_size")]
+    names = ["conv_kernel_dim", "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim"]
+    if family.recurrent == "mamba2":
+        names = ["d_conv", "n_groups", "d_state", "n_heads", "d_head"]
+    start = "mamba_" if family.recurrent == "mamba2" else "linear_"
+    settings |= {start + name: size for name, size in zip(names, [*sizes, heads, inner // heads], strict=True)}
+    if metadata.architecture.startswith("qwen35"):  # the converter reorders them
+        settings["linear_heads_in_turns"] = True
+    if family.experts == "qwen":
+        settings |= _qwen_moe_extra(metadata, file)
+    return settings
+
+
+def _nemotron_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    settings = _states_extra(metadata, file)
+    if "mlp" in settings["layer_types"]:
+        dense = file.tensors.get(f"blk.{settings['layer_types'].index('mlp')}.ffn_up.weight")
+        settings["intermediate_size"] = 0 if dense is None else dense.shape[0]
+    if "moe" in settings["layer_types"]:
+        shared = metadata.integer(".expert_shared_feed_forward_length")
+        settings |= {**_sigmoid_moe_extra(metadata, file), "moe_shared_expert_intermediate_size": shared}
+    return settings
+
+
+def _granite_hybrid_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    experts, settings = metadata.integer(".expert_count", 0, least=0), _states_extra(metadata, file)
+    dense = "ffn_up_shexp" if experts else "ffn_up"
+    width = file.tensors.get(f"blk.0.{dense}.weight")
+    whole, inner = settings["mamba_n_heads"] * settings["mamba_d_head"], metadata.integer(".embedding_length")
+    return settings | {
+        "mamba_expand": whole // inner,
+        "num_local_experts": experts,
+        "num_experts_per_tok": metadata.integer(".expert_used_count", 0, least=0),
+        "shared_intermediate_size": metadata.integer(
+            ".expert_shared_feed_forward_length", 0 if width is None else width.shape[0]
+        ),
+        "position_embedding_type": "rope" if metadata.flag(".rope.scaling.finetuned", False) else None,
+    }
+
+
+def _gemma4_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    layers = metadata.integer(".block_count")
+    slides = metadata.items(".attention.sliding_window_pattern", bool, required=True)
+    heads, inners = metadata.find(".attention.head_count_kv"), metadata.find(".feed_forward_length")
+    if len(slides) != layers or any(len(one) != layers for one in (heads, inners) if isinstance(one, list)):
+        metadata.wrong(".attention.sliding_window_pattern", "a list", f"a list of {layers}, as the others by layer")
+    kinds = ["sliding_attention" if one else "full_attention" for one in slides]
+    full = kinds.index("full_attention") if "full_attention" in kinds else layers - 1
+    by_layer = heads if isinstance(heads, list) else [metadata.integer(".attention.head_count_kv")] * layers
+    wide = inners if isinstance(inners, list) else [metadata.integer(".feed_forward_length")]
+    return {
+        "layer_types": kinds,
+        "head_dim": metadata.integer(".attention.key_length_swa"),
+        "global_head_dim": metadata.integer(".attention.key_length"),
+        "num_key_value_heads": by_layer[kinds.index("sliding_attention") if any(slides) else full],
+        "num_global_key_value_heads": by_layer[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": metadata.integer(".attention.shared_kv_layers", 0, least=0),
+        "intermediate_size": wide[0],
+        "use_double_wide_mlp": wide[-1] == 2 * wide[0],
+        "hidden_size_per_layer_input": metadata.integer(".embedding_length_per_layer_input", 0, least=0),
+        "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
+        "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
+        "num_experts": metadata.integer(".expert_count", 0, least=0),
+        "top_k_experts": metadata.integer(".expert_used_count", 0, least=0),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length", 0, least=0),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
 # What a file says of a family beyond the settings that all have.
 _EXTRAS: dict[str, Extra] = {
     "llama": _llama_extra,
@@ -185,12 +289,23 @@ _EXTRAS: dict[str, Extra] = {
     "qwen2_moe": _qwen_moe_extra,
     "qwen3_moe": _qwen_moe_extra,
     "gpt_oss": _oss_extra,
+    "glm4_moe": _sigmoid_moe_extra,
+    "deepseek_v2": _latent_extra,
+    "deepseek_v3": _latent_extra,
+    "lfm2": _states_extra,
+    "qwen3_next": _states_extra,
+    "qwen3_5_text": _states_extra,
+    "qwen3_5_moe_text": _states_extra,
+    "nemotron_h": _nemotron_extra,
+    "granitemoehybrid": _granite_hybrid_extra,
+    "gemma4_text": _gemma4_extra,
 }
 
 
 def model_type_of(metadata: Metadata) -> str:
     """Hugging Face's name of a file's family; one architecture name, "llama", covers three."""
     known = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf is not None}
+    known["nemotron_h_moe"] = "nemotron_h"
     found = known.get(metadata.architecture)
     if found is None:
         raise UnsupportedModel(
@@ -201,17 +316,9 @@ def model_type_of(metadata: Metadata) -> str:
         return "mixtral"
     if found == "llama" and metadata.find(".attention.sliding_window"):
         return "mistral"
+    if found == "deepseek_v2" and metadata.find(".expert_gating_func") == _SIGMOID:
+        return "deepseek_v3"
     return "olmo3" if found == "olmo2" and metadata.find(".attention.sliding_window") else found
-
-
-def _names_of(family: Family, file: GgufFile) -> dict[str, str]:
-    """The file's names of a layer's tensors, and Hugging Face's."""
-    told = _OSS_NORMS if family.experts == "gpt_oss" else _NORMS
-    norms = {ours: theirs for ours, theirs in zip(told, family.norms, strict=True) if theirs is not None}
-    norms |= {"attn_sinks": "self_attn.sinks"} if family.sinks else {}
-    if family.experts is not None:
-        return _ATTENTION | norms | (_MIXTRAL if family.experts == "mixtral" else _QWEN_MOE)
-    return _ATTENTION | norms | (_DENSE if "blk.0.ffn_gate.weight" in file.tensors else _FUSED)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -233,9 +340,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer(".attention.head_count_kv", heads),
+        "named_as_llama": True,
+        "num_key_value_heads": _largest(metadata, ".attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.integer(".feed_forward_length", 0, least=0),
+        "intermediate_size": _largest(metadata, ".feed_forward_length", 0, least=0),
         "hidden_act": family.settings.get("hidden_act", "silu"),
         "rms_norm_eps": metadata.real(".attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer(".context_length"),
@@ -251,31 +359,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if family.slides is not None:
         config["sliding_window"] = metadata.integer(".attention.sliding_window", 0, least=0) or None
     extra = _EXTRAS[model_type](metadata, file) if model_type in _EXTRAS else {}
+    if family.latent:
+        head_dim = rope_width
     return config | rope_config(metadata, file, head_dim) | extra
 
 
-def origins_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Origin]:
-    """Hugging Face's on-disk name of each weight, and where in the file it comes from."""
-    family = FAMILIES[config["model_type"]]
-    names = _names_of(family, file)
-    origins: dict[str, Origin] = {}
-    for tensor in file.tensors:
-        if tensor not in _ROPE_TABLES:
-            origins |= _map_tensor(file, tensor, family, names, config)
-    return origins
-
-
-def tensor_of(file: GgufFile, name: str) -> str:
-    """What a file of this architecture would call a weight that it lacks."""
-    if name.endswith(".sinks"):  # a bare parameter there
-        name += ".weight"
-    layer = _LAYER_WEIGHT.fullmatch(name)
-    stem, _, kind = name.rpartition(".")
-    if layer is None:
-        return next((f"{ours}.{kind}" for ours, theirs in _TOP.items() if theirs == stem), name)
-    named = _names_of(FAMILIES[model_type_of(Metadata.of(file))], file).items()
-    part = re.sub(r"\.\d+\.", ".{}.", layer[2])
-    return next((f"blk.{layer[1]}.{ours}.{layer[3]}" for ours, theirs in named if theirs == part), name)
+def _largest(metadata: Metadata, key: str, default: int, least: int = 1) -> int:
+    """A size, or the largest of those of all layers."""
+    if not isinstance(metadata.find(key), list):
+        return metadata.integer(key, default, least)
+    return max(metadata.items(key, int), default=default)
 
 
 def in_keys(error: ForerunError, metadata: Metadata) -> str:
@@ -288,54 +381,21 @@ def in_keys(error: ForerunError, metadata: Metadata) -> str:
     return f"{metadata.path} cannot be run: {told}"
 
 
-def _map_tensor(
-    file: GgufFile, tensor: str, family: Family, names: dict[str, str], config: dict[str, Any]
-) -> dict[str, Origin]:
-    stem, _, kind = tensor.rpartition(".")
-    if stem in _TOP and kind in ("weight", "bias"):
-        plus_one = family.norm_offset and stem == "output_norm"
-        return {f"{_TOP[stem]}.{kind}": Origin(tensor, plus_one=plus_one)}
-    match = _LAYER_TENSOR.fullmatch(tensor)
-    part = match[2] if match else ""
-    if match and match[3] is not None:
-        part += "_exps"  # older files list the experts one by one
-    if match is None or part not in names:
-        raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {config['model_type']}")
-    name = f"model.layers.{match[1]}.{names[part]}.{match[4]}"
-    if match[3] is not None:
-        return {name.format(match[3]): Origin(tensor)}
-    if part.endswith("_exps"):
-        return {name.format(i): Origin(tensor, expert=i) for i in range(_count_experts(file, tensor))}
-    if part == "attn_sinks":
-        return {name.removesuffix(".weight"): Origin(tensor)}
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    origin = Origin(
-        tensor,
-        heads=heads.get(part, 0) if family.gguf_interleaves else 0,
-        plus_one=family.norm_offset and part.endswith("norm"),
-        as_row=part == "ffn_gate_inp_shexp",
-    )
-    return {name: origin}
-
-
 def _count_layers(metadata: Metadata, file: GgufFile) -> int:
-    layers = metadata.integer(".block_count")
-    if layers > len(file.tensors) or any(f"blk.{i}.attn_output.weight" not in file.tensors for i in range(layers)):
+    """Those that write; layers that only draft come behind them."""
+    layers, drafts = metadata.integer(".block_count"), metadata.integer(".nextn_predict_layers", 0, least=0)
+    held = {int(found[1]) for name in file.tensors if (found := LAYER_TENSOR.fullmatch(name))}
+    whole = held
+    if FAMILIES[model_type_of(metadata)].recurrent is None:
+        whole = {i for i in held if f"blk.{i}.attn_output.weight" in file.tensors}
+    if layers > len(file.tensors) or drafts >= layers or not whole >= set(range(layers - drafts)):
         raise DamagedFile(f"{file.path} is damaged: it lacks some of its {layers} layers; pull it again")
-    held = 1 + max(int(found[1]) for name in file.tensors if (found := _LAYER_TENSOR.fullmatch(name)))
-    if held > layers:
+    if max(held) >= layers:
         key = f"{metadata.architecture}.block_count"
         raise DamagedFile(
-            f"{file.path} is damaged: it has tensors of {held} layers, but {key} is {layers}; pull it again"
+            f"{file.path} is damaged: it has tensors of {max(held) + 1} layers, but {key} is {layers}; pull it again"
         )
-    return layers
-
-
-def _count_experts(file: GgufFile, tensor: str) -> int:
-    shape = file.tensors[tensor].shape
-    if len(shape) != (2 if tensor.endswith(".bias") else 3) or shape[0] > 4096:
-        raise DamagedFile(f"{file.path} is damaged: {tensor} has shape {shape}, not experts; pull it again")
-    return shape[0]
+    return layers - drafts
 
 
 _LLAMA3_CONTEXTS = (8192, 4096, 2048, 16384, 32768)
@@ -344,6 +404,8 @@ _LLAMA3_CONTEXTS = (8192, 4096, 2048, 16384, 32768)
 def rope_config(metadata: Metadata, file: GgufFile, head_dim: int) -> dict[str, Any]:
     """`rope_theta`, `rope_parameters` (transformers 5's form) and, if scaled, `rope_scaling` (the older)."""
     theta = metadata.real(".rope.freq_base", 10000.0)
+    if metadata.architecture == "gemma4":
+        return {"rope_theta": theta, "rope_parameters": _gemma4_ropes(metadata, file, theta)}
     width = metadata.integer(".rope.dimension_count", head_dim)
     partial = {"partial_rotary_factor": width / head_dim} if width != head_dim else {}
     scaling = _scaling(metadata, file, theta, width)
@@ -359,6 +421,31 @@ def rope_config(metadata: Metadata, file: GgufFile, head_dim: int) -> dict[str, 
     else:
         config["rope_parameters"] = plain | scaling | partial
     return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _gemma4_ropes(metadata: Metadata, file: GgufFile, theta: float) -> dict[str, Any]:
+    """In layers without a window the table divides what does not rotate by 1e30, and the rest by 1."""
+    table = _table(file, "rope_freqs.weight") if "rope_freqs.weight" in file.tensors else [1.0]
+    turns = table.count(1.0)
+    if table != [1.0] * turns + [table[-1]] * (len(table) - turns) or (turns < len(table) and table[-1] < 1e20):
+        raise UnsupportedModel(f"{file.path} scales its rope by a table that is not Gemma 4's; use its other formats")
+    local, width = (
+        metadata.integer(".attention.key_length_swa"),
+        metadata.integer(".rope.dimension_count_swa", 0, least=0),
+    )
+    partial = {"partial_rotary_factor": width / local} if width not in (0, local) else {}
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": turns / len(table),
+            "rope_theta": theta,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": metadata.real(".rope.freq_base_swa", 10000.0),
+            **partial,
+        },
+    }
 
 
 def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> dict[str, Any]:
@@ -380,6 +467,9 @@ def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> di
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if metadata.find(f".rope.scaling.{theirs}") is not None:
                 scaling[ours] = metadata.real(f".rope.scaling.{theirs}")
+        if metadata.find(".rope.scaling.yarn_log_multiplier") is not None:  # a tenth of what authors call mscale
+            scale = round(10 * metadata.real(".rope.scaling.yarn_log_multiplier"), 6)
+            scaling |= {"mscale": scale, "mscale_all_dim": scale}
     return scaling
 
 

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.gguf import Metadata
 
-_FORMAT = 2  # of the cached tokenizer; raise it when what is built here changes
+_FORMAT = 3  # of the cached tokenizer; raise it when what is built here changes
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\u2581"
 
@@ -35,23 +35,37 @@ _TEKKEN = f"{_CASED}*{_LOWER}+|{_CASED}+{_LOWER}*|" + r"\p{N}" + _CASED_REST
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT_4O = f"{_CASED}*{_LOWER}+{_ENDINGS}|{_CASED}+{_LOWER}*{_ENDINGS}|" + r"\p{N}{1,3}" + _CASED_REST
 
+_BY_ONES_WITH_MARKS = _BY_ONES.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+_DEEPSEEK = (  # one after the other
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 _PLAIN = {"default", "gpt-2", "gpt2", "olmo", "jais", "phi-2", "mpt", "roberta-bpe"}
 _DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell"}
-_SPLITS = {
+_SPLITS: dict[str, str | tuple[str, ...]] = {
     "llama-bpe": _BY_THREES,
     "llama3": _BY_THREES,
     "llama-v3": _BY_THREES,
     "smaug-bpe": _BY_THREES,
     "dbrx": _BY_THREES,
+    "lfm2": _BY_THREES,
+    "glm4": _BY_THREES,
+    "chatglm-bpe": _BY_THREES,
+    "qwen35": _BY_ONES_WITH_MARKS,
+    "deepseek-v3": _DEEPSEEK,
     "qwen2": _BY_ONES,
     "deepseek-r1-qwen": _BY_ONES,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT_4O,
     "llama4": _GPT_4O,
 }
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken"}  # a known word is not merged anew
-_BEGINS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # begin with BOS unless the file says otherwise
-_NFC = {"qwen2", "deepseek-r1-qwen"}
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "lfm2"}  # a known word is not merged anew
+_BEGINS = {"llama-bpe", "llama3", "llama-v3", "tekken", "lfm2"}  # begin with BOS unless the file says otherwise
+_NFC = {"qwen2", "deepseek-r1-qwen", "qwen35"}
 
 
 def cached_tokenizer(metadata: Metadata, cache: Path) -> Tokenizer:
@@ -82,7 +96,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     try:
         if model == "gpt2":
             return _byte_level(metadata)
-        if model == "llama":
+        if model in ("llama", "gemma4"):  # which has merges instead of scores
             return _sentencepiece(metadata)
     except (UnsupportedModel, DamagedFile):
         raise
@@ -90,7 +104,9 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         raise DamagedFile(
             f"{metadata.path} is damaged: its tokenizer is refused ({brief(error)}); pull it again"
         ) from None
-    raise UnsupportedModel(f"{metadata.path} has a tokenizer of kind {model[:40]!r}; known in GGUF: gpt2, llama")
+    raise UnsupportedModel(
+        f"{metadata.path} has a tokenizer of kind {model[:40]!r}; known in GGUF: gpt2, llama, gemma4"
+    )
 
 
 def _byte_level(metadata: Metadata) -> Tokenizer:
@@ -104,9 +120,11 @@ def _byte_level(metadata: Metadata) -> Tokenizer:
     merges = _merges(metadata)
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
     if pre in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated")
+        patterns = _SPLITS[pre]
+        told = (patterns,) if isinstance(patterns, str) else patterns
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in told]
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
     else:
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in _DIGITS else []

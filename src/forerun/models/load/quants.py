@@ -61,7 +61,7 @@ LAYOUTS: dict[int, Layout] = {
     35: Layout("TQ2_0", 256, 66),
     39: Layout("MXFP4", 32, 17),
 }
-MXFP4 = 39
+F32, MXFP4 = 0, 39
 
 
 @dataclass(frozen=True, slots=True)

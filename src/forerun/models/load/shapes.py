@@ -160,9 +160,10 @@ def _recurrent(whole: DecoderConfig, config: RecurrentConfig, weights: Weights, 
 
 def _delta_net(config: RecurrentConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
-    sizes = {"qkv": 2 * keys + values, "z": values, "b": config.value_heads, "a": config.value_heads}
+    sizes, heads = {"qkv": 2 * keys + values, "z": values}, config.value_heads
     if f"{at}in_proj_qkvz.weight" in weights:
-        sizes = {"qkvz": 2 * keys + 2 * values, "ba": 2 * config.value_heads}
+        sizes = {"qkvz": 2 * keys + 2 * values}
+    sizes |= {"ba": 2 * heads} if f"{at}in_proj_ba.weight" in weights else {"b": heads, "a": heads}
     yield from ((f"{at}in_proj_{name}.weight", (size, width)) for name, size in sizes.items())
     yield at + "norm.weight", (config.value_dim,)
     yield at + "out_proj.weight", (width, values)
@@ -184,6 +185,13 @@ def _with_bias(weights: Weights, name: str, outputs: int, inputs: int) -> Iterat
         yield f"{name}.bias", (outputs,)
 
 
+def expert_names(config: DecoderConfig, old: bool) -> tuple[str, ...]:
+    """What the files call the matrices of one expert, that of its output last; `old`: as Mixtral's do."""
+    if old:
+        return "w1", "w3", "w2"
+    return ("gate_proj", "up_proj", "down_proj") if config.gated else ("up_proj", "down_proj")
+
+
 def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
     width = config.width
     old = f"{at}block_sparse_moe.gate.weight" in weights
@@ -194,7 +202,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
         old_names = f"{at}experts.0.w1.weight" in weights
-        into, out = (("w1", "w3"), "w2") if old_names else (("gate_proj", "up_proj"), "down_proj")
+        *into, out = expert_names(config, old_names)
         for i in range(moe.experts):
             for name in into:
                 yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)
@@ -208,5 +216,9 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield from _mlp(config, moe.shared_inner, weights, at + "shared_expert.")
         if moe.shared_gate:
             yield at + "shared_expert_gate.weight", (1, width)
+    if moe.normed_apart:
+        yield at + "gate.scale", (width,)
+        yield at + "gate.per_expert_scale", (moe.experts,)
+        yield from ((f"{at}norms.{place}.weight", (width,)) for place in ("before", "after", "dense"))
     if moe.sigmoid:
         yield at + "gate.e_score_correction_bias", (moe.experts,)

@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, UnsupportedModel, brief
+from forerun.models.families import Family
 from forerun.models.load.gguf import GgufFile
-from forerun.models.load.gguf_families import Origin, tensor_of
+from forerun.models.load.gguf_names import Origin, tensor_of
 from forerun.models.load.quantized.scheme import Quantization
-from forerun.models.load.quants import Blocks, dequantize
+from forerun.models.load.quants import F32, Blocks, dequantize
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -99,47 +100,70 @@ def surplus_weights(weights: Mapping[str, Tensor], names: Sequence[str]) -> Dama
 class GgufWeights(Weights):
     """From a GGUF file. `blocks` gives a weight still quantised, its rows in Hugging Face's order."""
 
-    def __init__(self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu") -> None:
-        self.file, self.origins, self.device = file, origins, device
+    def __init__(
+        self, file: GgufFile, origins: dict[str, Origin], family: Family, device: torch.device | str = "cpu"
+    ) -> None:
+        self.file, self.origins, self.family, self.device = file, origins, family, device
         self.names = origins
 
     def tensor(self, name: str) -> str:
         """What the file calls a weight, or would call it."""
-        return self.origins[name].tensor if name in self.origins else tensor_of(self.file, name)
+        return self.origins[name].tensor if name in self.origins else tensor_of(self.file, name, self.family)
 
     def on(self, device: torch.device | str) -> GgufWeights:
-        return GgufWeights(self.file, self.origins, device)
+        return GgufWeights(self.file, self.origins, self.family, device)
 
     def shape(self, name: str) -> tuple[int, ...]:
         origin = self.origins[name]
         shape = self.file.tensors[origin.tensor].shape
-        if origin.as_row and len(shape) == 1:
-            return (1, *shape)
-        return shape if origin.expert is None else shape[1:]
+        shape = origin.shape or (shape if origin.expert is None else shape[1:])
+        return shape if origin.half is None else (shape[0] // 2, *shape[1:])
+
+    def kind(self, name: str) -> int:
+        """The GGUF type of what `blocks` gives."""
+        origin = self.origins[name]
+        return F32 if origin.computed else self.file.tensors[origin.tensor].kind
 
     def blocks(self, name: str) -> Blocks:
-        """The weight as the file packs it; taking an expert or reordering moves whole rows of blocks."""
+        """The weight as the file packs it, or in float32 where its numbers are not those of the file."""
+        if not self.origins[name].computed:
+            return self._packed(name)
+        return Blocks(F32, self.shape(name), self.on("cpu")[name].contiguous().view(-1).view(torch.uint8))
+
+    def packed_kinds(self) -> set[int]:
+        return {self.kind(name) for name in self.origins}
+
+    def _packed(self, name: str) -> Blocks:
+        """Taking an expert or reordering moves whole rows of blocks."""
         origin, shape = self.origins[name], self.shape(name)
         packed = self.file.blocks(origin.tensor)
         data = packed.data
         if origin.expert is not None:
             data = data.view(packed.shape[0], -1)[origin.expert]
+        if origin.half is not None:
+            data = data.view(2, -1)[origin.half]
         if origin.heads:
             if shape[0] % (2 * origin.heads) or data.numel() % shape[0]:
-                raise DamagedFile(
-                    f"{self.file.path} is damaged: {origin.tensor} has {shape[0]} rows for "
-                    f"{origin.heads} heads; pull it again"
-                )
+                raise self._no_heads(origin, shape[0], origin.heads)
             pairs = shape[0] // origin.heads // 2
             data = data.view(origin.heads, pairs, 2, -1).transpose(1, 2).reshape(-1)
         return Blocks(packed.kind, shape, data)
 
-    def packed_kinds(self) -> set[int]:
-        return {self.file.tensors[origin.tensor].kind for origin in self.origins.values()}
+    def _no_heads(self, origin: Origin, rows: int, heads: int) -> DamagedFile:
+        said = f"{origin.tensor} has {rows} rows for {heads} heads"
+        return DamagedFile(f"{self.file.path} is damaged: {said}; pull it again")
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = dequantize(self.blocks(name), self.device)
-        return weight - 1 if self.origins[name].plus_one else weight
+        origin = self.origins[name]
+        if origin.values:
+            keys, values = (dequantize(self.file.blocks(one), self.device) for one in (origin.tensor, origin.values))
+            if keys.shape[0] != values.shape[0] or keys.shape[1] != values.shape[2]:
+                raise self._no_heads(origin, values.shape[0], keys.shape[0])
+            return torch.cat((keys.transpose(1, 2), values), 1).view(origin.shape)
+        weight = dequantize(self._packed(name), self.device)
+        if origin.negative_exp:
+            return (-weight).log()
+        return weight - 1 if origin.plus_one else weight
 
 
 class SafetensorsWeights(Weights):

@@ -112,7 +112,7 @@ F32, BF16 = 0, 1  # kinds of weights that are not packed
 FLOATS, HALVES, BYTES = 0, 1, 2  # what a KV cache holds
 BLOCK = 32  # inputs per block of packed kinds
 MOST_TAPS = numbers()["FR_MOST_TAPS"]  # inputs that a convolution of a recurrent layer reads
-ABI = 24  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 25  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "

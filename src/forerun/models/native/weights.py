@@ -19,6 +19,7 @@ from forerun.models.blocks import Checkpoint
 from forerun.models.config import Activation, DecoderConfig, LatentConfig, MoeConfig
 from forerun.models.layers import unpair
 from forerun.models.load.quants import Blocks, dequantize
+from forerun.models.load.shapes import expert_names
 from forerun.models.load.weights import GgufWeights, Weights, missing_weight, wrong_shape
 from forerun.models.native.library import Experts, Latent, Layer, Mixer, Model
 from forerun.models.native.library import Weights as Parts
@@ -145,13 +146,19 @@ class NativeReader:
         before, after, mlp_before, mlp_after = (
             None if norm is None else self._keep(norm.contiguous()) for norm in self.names.norms(at)
         )
+        norms, apart = self.names.norms_apart(at), dict[str, Any]()
+        if norms:
+            names = ("experts_norm", "after_experts", "after_dense")
+            apart = {name: self._keep(norm.contiguous()) for name, norm in zip(names, norms, strict=True)}
         return Layer(
             attention_norm=before,
             mlp_norm=mlp_before,
             after_attention=after,
             after_mlp=mlp_after,
             **self._attention(at + "self_attn.", index),
-            **(self._experts(at) if self.config.sparse[index] else self._mlp(at + "mlp.", self.config.inner_of(index))),
+            **(self._experts(at) if self.config.sparse[index] else {}),
+            **({} if self.config.sparse[index] and not apart else self._mlp(at + "mlp.", self.config.inner_of(index))),
+            **apart,
             **self._end(at),
         )
 
@@ -266,8 +273,11 @@ class NativeReader:
         found.activation = _ACTIVATIONS[self.config.activation]
         found.limit, found.alpha = moe.clamp or (0.0, 0.0)
         found.router = self._router(at + "gate", moe.experts, moe.biases)
+        if moe.normed_apart:
+            found.router = side_by_side([self._kept(pack_floats(self.names.router_behind(at), "float32"))])
+            found.scales = self._floats(at + "gate.per_expert_scale", moe.experts)
         found.gate_up, found.down = arrays
-        if moe.beside_mlp:  # which is an expert that every row goes through, without a gate
+        if moe.beside_mlp and not moe.normed_apart:  # which is an expert that every row goes through, without a gate
             shared, found.shared_inner = self._mlp(at, self.config.inner), self.config.inner
             found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
         if moe.shared_inner is not None:
@@ -297,10 +307,9 @@ class NativeReader:
             self._check(at + "experts.down_proj", (moe.experts, width, inner))
             both = self._pack(self.weights[stacked][index], None)
             return [both], [self._pack(self.weights[at + "experts.down_proj"][index], None)]
-        old_names = f"{at}experts.0.w1.weight" in self.weights
-        names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
-        gate, up, down = (f"{at}experts.{index}.{name}.weight" for name in names)
-        into = [self._linear(name, inner, width, moe.biases) for name in (gate, up)]
+        names = expert_names(self.config, f"{at}experts.0.w1.weight" in self.weights)
+        *ups, down = (f"{at}experts.{index}.{name}.weight" for name in names)
+        into = [self._linear(name, inner, width, moe.biases) for name in ups]
         return into, [self._linear(down, width, inner, moe.biases)]
 
     def _projection(self, at: str, fused: str, sizes: dict[str, int], inputs: int) -> Parts:

@@ -97,9 +97,10 @@ def make_data(
 
 
 def _tokenizer(checkpoint: Checkpoint, options: DataOptions) -> Chats:
-    """Of a chat model, or of an encoder-decoder, which answers what it is given and writes no prompts."""
+    """Of a chat model; of a model that continues texts; of an encoder-decoder, which writes no prompts."""
     if not is_encoder_decoder(checkpoint.config):
-        return checkpoint.tokenizer()
+        tokenizer = checkpoint.tokenizer()
+        return tokenizer if tokenizer.has_chat_template else Sources(tokenizer)
     if options.own_prompts or options.passages:
         raise InvalidInput("an encoder-decoder writes no prompts of its own; give --prompts FILE and --own-prompts 0")
     return Sources(checkpoint.tokenizer())
@@ -209,7 +210,8 @@ def _own_prompts(
         tokens += len(written.tokens) - len(written.order.prompt)
         opened = bool(options.openings[written.order.number % len(starts)])
         reason = None
-        if not (written.ended or opened):  # a passage may be cut, a question may not
+        may_be_cut = opened or isinstance(tokenizer, Sources)  # a passage, but not a question
+        if not (written.ended or may_be_cut):
             reason = unfinished
         elif len(text) <= 8:
             reason = "hold no more than 8 letters"

@@ -94,7 +94,7 @@ class Renderer:
 
 
 class Sources:
-    """The tokenizer of an encoder-decoder, whose prompts are sources: no template is around them."""
+    """The tokenizer of a model without a chat template, whose prompts are sources or texts to continue."""
 
     def __init__(self, tokenizer: Chats) -> None:
         self._tokenizer, self.eos_ids = tokenizer, tokenizer.eos_ids
@@ -103,7 +103,7 @@ class Sources:
         return str(messages[-1]["content"])
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """With the end token that every source has."""
+        """With the tokens that begin or end every text."""
         return self._tokenizer.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 15, FR_ABI = 24 };
+enum { BUFFERS = 15, FR_ABI = 25 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores, *middle, *gates, *inputs, *found, *given, *projected;
@@ -179,30 +179,49 @@ static void add_input(const fr_decoder *m, int64_t i, int64_t n, buffers *b) {
     leave(b, layer->after_input);
 }
 
+/* A dense feed-forward layer of these rows, into b->delta. */
+static void run_dense(const fr_decoder *m, const fr_pass *p, int64_t i, const float *rows, int64_t n, buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    int64_t inner = layer->down.part[0].inputs;
+    fr_linear(&layer->gate_up, rows, b->gate_up, n, b->quants);
+    const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * inner, inner, n},
+                                  {FR_UP, b->gate_up + inner, 2 * inner, inner, n}};
+    fr_adapt(p->adapters, i, changed, 2, rows, m->width, b->middle);
+    fr_gate(b->gate_up, b->mlp, n, inner, (int)m->activation);
+    fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
+    const fr_adapted down = {FR_DOWN, b->delta, m->width, m->width, n};
+    fr_adapt(p->adapters, i, &down, 1, b->mlp, inner, b->middle);
+}
+
+/* Experts of the same rows by another norm; what they give is normed, and added to the normed b->delta. */
+static int64_t run_beside(const fr_decoder *m, const fr_layer *layer, int64_t n, buffers *b) {
+    size_t numbers = (size_t)(n * m->width);
+    float *given = b->experts;
+    void *scratch = given + (numbers + 15) / 16 * 16;
+    fr_rms_norm(b->delta, layer->after_dense, m->eps, b->delta, n, m->width);
+    fr_rms_norm(b->x, layer->experts_norm, m->eps, b->normed, n, m->width);
+    int64_t active_experts = fr_run_experts(layer->experts, b->normed, given, n, m->width, scratch);
+    fr_rms_norm(given, layer->after_experts, m->eps, given, n, m->width);
+    for (size_t k = 0; k < numbers; k++) b->delta[k] += given[k];
+    return active_experts;
+}
+
 /* The last layer with keys
  * goes no further than these with rows of which nobody reads what leaves the last of all. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
-    int64_t n = i + 1 < m->keyed ? p->nodes : p->nodes - p->keys_only, inner = layer->down.part[0].inputs;
+    int64_t n = i + 1 < m->keyed ? p->nodes : p->nodes - p->keys_only;
     if (!n && i >= m->keyed) return;
     if (layer->mixer) mix_layer(m, p, i, n, b);
     else if (layer->qkv.count || layer->latent) attend_layer(m, p, i, n, b);
     if (p->active_experts && layer->experts) p->active_experts[i] = 0;
     if (!(layer->gate_up.count || layer->experts) || !n) return;
     const float *rows = norm_rows(m, layer->mlp_norm, b->normed, n, b);
-    if (layer->experts) {
-        int64_t active_experts = fr_run_experts(layer->experts, rows, b->delta, n, m->width, b->experts);
-        if (p->active_experts) p->active_experts[i] = (int32_t)active_experts;
-    } else {
-        fr_linear(&layer->gate_up, rows, b->gate_up, n, b->quants);
-        const fr_adapted changed[] = {{FR_GATE, b->gate_up, 2 * inner, inner, n},
-                                      {FR_UP, b->gate_up + inner, 2 * inner, inner, n}};
-        fr_adapt(p->adapters, i, changed, 2, rows, m->width, b->middle);
-        fr_gate(b->gate_up, b->mlp, n, inner, (int)m->activation);
-        fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
-        const fr_adapted down = {FR_DOWN, b->delta, m->width, m->width, n};
-        fr_adapt(p->adapters, i, &down, 1, b->mlp, inner, b->middle);
-    }
+    int64_t active_experts = 0;
+    if (layer->gate_up.count) run_dense(m, p, i, rows, n, b);
+    if (layer->experts_norm) active_experts = run_beside(m, layer, n, b);
+    else if (layer->experts) active_experts = fr_run_experts(layer->experts, rows, b->delta, n, m->width, b->experts);
+    if (p->active_experts && layer->experts) p->active_experts[i] = (int32_t)active_experts;
     leave(b, layer->after_mlp);
     if (layer->input_gate.count) add_input(m, i, n, b);
     b->total = layer->scale;
@@ -218,7 +237,8 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     for (int64_t i = 0; i < m->layers; i++) {
         const fr_layer *layer = m->layer + i;
         const fr_mixer *mixer = layer->mixer;
-        if (layer->experts) experts = larger(experts, fr_experts_bytes(layer->experts, n, m->width));
+        size_t beside = layer->experts_norm ? (size_t)(n * m->width + 15) / 16 * 64 : 0;
+        if (layer->experts) experts = larger(experts, beside + fr_experts_bytes(layer->experts, n, m->width));
         attended = larger(attended, m->heads * layer->head_dim), keys = larger(keys, layer->kv_heads * layer->head_dim);
         if (layer->kv_heads) group = larger(group, m->heads / layer->kv_heads);
         if (layer->latent) {

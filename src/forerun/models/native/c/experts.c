@@ -110,6 +110,7 @@ static void pick(const fr_experts *e, float *laws, float *choice, int32_t *picke
         kept += weights[j];
     }
     for (int64_t j = 0; j < k; j++) weights[j] = (e->renormalise ? weights[j] / kept : weights[j]) * e->scale;
+    for (int64_t j = 0; e->scales && j < k; j++) weights[j] *= e->scales[picked[j]];
 }
 
 /* Segments of the experts that were picked, in order, and the place of every pick in them; returns how many. */
@@ -168,6 +169,10 @@ static void gate_segments(void *arg, int64_t begin, int64_t end, int worker) {
     fr_gate_row *row = fr_chosen_gate();
     for (int64_t p = begin * k; p < end * k; p++) {
         int64_t at = job->r->place[p];
+        if (job->e->activation == FR_RELU2) {
+            fr_square_row(job->r->gate_up + at * inner, job->r->mlp + at * inner, inner);
+            continue;
+        }
         float *gate = job->r->gate_up + 2 * at * inner;
         if (job->e->limit) limit_row(gate, gate + inner, inner, job->e->limit, job->e->alpha);
         row(gate, gate + inner, job->r->mlp + at * inner, inner, (int)job->e->activation);

@@ -83,6 +83,7 @@ enum { FR_SILU, FR_GELU_TANH, FR_RELU2 }; /* activations; the last is the square
 typedef void fr_gate_row(const float *gate, const float *up, float *y, int64_t width, int activation);
 fr_gate_row fr_gate_row_least, fr_gate_row_avx512;
 fr_gate_row *fr_chosen_gate(void); /* dispatch.c */
+void fr_square_row(const float *x, float *y, int64_t width); /* FR_RELU2 */
 void fr_gate(const float *gate_up, float *y, int64_t rows, int64_t width, int activation);
 void fr_open_gates(const float *gates, float *y, int64_t rows, int64_t width); /* y times a sigmoid of the gates */
 /* x times scale, and where there is a cap, cap tanh(x / cap). */
@@ -157,6 +158,7 @@ typedef struct {
     int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
     int64_t activation;
     float scale;                      /* of the weights of a row's experts */
+    const float *scales;              /* [count] of what each expert gives; NULL = 1 */
     const float *correction;          /* [count] added to the scores for the choice only; NULL = nothing */
     float limit, alpha;               /* 0, or as gpt-oss: gate sigmoid(alpha gate) (up + 1), both limited first */
     fr_weights router;                /* [count, width] */
@@ -210,6 +212,7 @@ typedef struct {
     int64_t kind, kernel, channels; /* every channel is convolved with the last `kernel` inputs of a row's own path */
     int64_t wide, convolved_at, gates_at, steps_at;
     int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t in_turns; /* value heads are the first of every key head, then the second; or key head by key head */
     int64_t state, norm_size; /* where its state begins in a sequence's, in numbers; how many numbers are normed together */
     fr_weights inputs, output;
     const float *taps, *bias;              /* [kernel, channels], [channels] or NULL */
@@ -258,7 +261,7 @@ typedef struct {
     fr_weights qkv, output, gate_up, down;  /* without weights for qkv, or for gate_up, that part is left out */
     int64_t window;            /* 0 = everything */
     int64_t rotate;            /* by which rope, from 1 on; 0: this layer has no positions */
-    const fr_experts *experts; /* in place of gate_up and down, or NULL */
+    const fr_experts *experts; /* in place of gate_up and down, or beside them (experts_norm), or NULL */
     const float *after_attention, *after_mlp; /* [width] norms of what these parts add, or NULL */
     const float *sinks;                       /* [heads] or NULL */
     const fr_mixer *mixer; /* in the place of attention, or NULL; such a layer has no keys and values */
@@ -271,6 +274,9 @@ typedef struct {
     const float *after_input;            /* [width] norm of what that adds */
     float scale;                         /* of the rows that leave the layer; 0 = 1 */
     const fr_latent *latent;             /* in the place of qkv, or NULL */
+    /* [width] norms of a layer that has experts beside gate_up and down: of what enters the experts, of what they give,
+     * and of what the dense part gives; or NULL. */
+    const float *experts_norm, *after_experts, *after_dense;
 } fr_layer;
 
 typedef struct {

@@ -85,6 +85,10 @@ void fr_gate_row_least(const float *gate, const float *up, float *y, int64_t wid
     else gate_row(gate, up, y, width, FR_GELU_TANH);
 }
 
+void fr_square_row(const float *restrict x, float *restrict y, int64_t width) {
+    for (int64_t i = 0; i < width; i++) y[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; /* what is not a number stays so */
+}
+
 typedef struct {
     const float *gate_up;
     float *y;
@@ -99,9 +103,7 @@ static void gate_rows(void *arg, int64_t begin, int64_t end, int worker) {
     int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
         if (job->activation == FR_RELU2) {
-            const float *restrict x = job->gate_up + r * width;
-            float *restrict y = job->y + r * width;
-            for (int64_t i = 0; i < width; i++) y[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; /* what is not a number stays so */
+            fr_square_row(job->gate_up + r * width, job->y + r * width, width);
             continue;
         }
         const float *gate = job->gate_up + 2 * r * width;

@@ -195,7 +195,8 @@ FR_INLINE void run_step(step *s, const float *before, float *after, int delta) {
 /* All rows of one sequence through one block of one head. Where a state is wanted it is computed in its place. */
 static void walk_block(const mix_job *job, const fr_walk *w, int64_t head, int64_t block, float *room) {
     const fr_mixer *m = job->m;
-    const int64_t size = m->key_dim * COLUMNS, column = block * COLUMNS, group = head / (m->value_heads / m->key_heads);
+    const int64_t size = m->key_dim * COLUMNS, column = block * COLUMNS;
+    const int64_t group = m->in_turns ? head % m->key_heads : head / (m->value_heads / m->key_heads);
     const int64_t here = m->state + last_inputs(m) + (head * blocks_of(m) + block) * size;
     const int64_t n = m->value_dim - column < COLUMNS ? m->value_dim - column : COLUMNS;
     const float *nodes[w->parents ? w->nodes : 1], *before = w->start + here;
