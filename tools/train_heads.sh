@@ -36,6 +36,8 @@ WHOLE=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-
 mkdir -p "$R" && cd "$R" && ln -sfn "$WHOLE" "$(basename "$WHOLE")" && M=$(basename "$WHOLE") # heads name their target by this
 DEVICE=${DEVICE:-auto} SEED=${SEED:-11} ROWS=${ROWS:-4096}
 FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000} GREEDY=${GREEDY:-20000}
+KINDS=("Translate German to English:" "Write a Python function" "Fix the bug in this code:" "Who" "What" "How" "Solve"
+       "Explain" "Write" "" "" "" "" "" "") # how prompts of the target's own begin: most as it likes
 TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
 TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 --batch-tokens "$TOKENS"
        --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
@@ -90,8 +92,9 @@ data)
     data --out suite --own-prompts 0 --prompts "$S" --temperatures 0 --max-length 1024 --max-answer "${ANSWER:-256}" --batch 256
     data --out long --seed "$SEED" --own-prompts 0 --passages first --wrapped "$LONG" --max-prompt 640 \
         --temperatures 0,1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
+    for kind in "${KINDS[@]}"; do openings+=(--openings "$kind"); done
     data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0,1.0 \
-        --max-length 512 --batch "$ROWS"
+        --max-length 512 --batch "$ROWS" "${openings[@]}"
     [ "$GREEDY" -eq 0 ] || data --out greedy --seed $((SEED + 2)) --own-prompts "$GREEDY" --temperatures 0 \
         --max-length 512 --batch "$ROWS"
     wait
