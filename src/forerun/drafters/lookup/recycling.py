@@ -34,7 +34,7 @@ from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
 
 BREAK_EVEN = 0.2  # tokens a round that the table must know, beside the target's own
-FIRST, TRIAL, MOST = 10.0, 4.0, 10.0  # such tokens that may be missed: at the start, after a rest, and at most
+FIRST, TRIAL, MOST = 6.0, 3.0, 10.0  # such tokens that may be missed: at the start, after a rest, and at most
 SHORTEST, LONGEST = 32, 512  # rounds of a rest
 
 
