@@ -105,12 +105,13 @@ race() { # METHOD: as many steps as fit into MINUTES, by the speed of a short tr
     read -ra flags <<< "$(flags_of "$1")"
     flags+=(--data "$data" --cut-loops "${CUT:-32}" --batch-tokens "$TOKENS")
     if [ ! -s "race/$1.steps" ]; then # in a folder of its own
-        (train "${flags[0]}" "race/trial-$1" "${flags[@]:1}" --steps "$TRIAL" --eval-every 100000 > "race/$1.trial" 2>&1) || return 3
+        (LIMIT=$left && train "${flags[0]}" "race/trial-$1" "${flags[@]:1}" --steps "$TRIAL" --eval-every 100000 > "race/$1.trial" 2>&1) || return 3
         python -c 'import json, statistics, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
 each = statistics.median(row["seconds"] for row in rows if row["step"] > len(rows) // 3)
 print(max(4, int(60 * float(sys.argv[2]) / each)))' "race/trial-$1/log.jsonl" "$MINUTES" > "race/$1.steps"
         left=$((CALL - SECONDS))
+        [ $left -gt 30 ] || return 3
     fi
     local steps; steps=$(cat "race/$1.steps")
     (LIMIT=$left && train "${flags[0]}" "$run" "${flags[@]:1}" --steps "$steps" --eval-every $((steps / 4 + 1))) || return 3

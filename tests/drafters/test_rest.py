@@ -24,7 +24,8 @@ from lab.simulate.device import KnownAnswers, SimulatedDevice
 from lab.simulate.speeds import h200
 from tests.simulate.device import SimulatedClock
 
-VOCAB, PROMPT, ANSWER, TEXTS = 4000, 24, 128, 12
+VOCAB, PROMPT, ANSWER, TEXTS = 4000, 24, 96, 12
+KEEPING = 8e-5  # seconds of a pass of 4.1 ms
 
 
 class Counted(Tensor):
@@ -52,9 +53,9 @@ def engine_of(device: SimulatedDevice, drafter: str) -> Engine:
     return engine
 
 
-def write(drafter: str) -> tuple[float, int, int]:
-    """Simulated seconds for texts in which nothing recurs, reads of rows, and rounds that overlap the last one."""
-    rng, clock = random.Random(1), SimulatedClock()
+def write(drafter: str) -> tuple[list[float], int, int]:
+    """Simulated seconds for each of the texts, in which nothing recurs, reads of rows, and rounds that overlap."""
+    each, rng, clock = list[float](), random.Random(1), SimulatedClock()
     texts = {}
     for _ in range(TEXTS):
         prompt = tuple(rng.randrange(VOCAB) for _ in range(PROMPT))
@@ -73,21 +74,40 @@ def write(drafter: str) -> tuple[float, int, int]:
     engine._next_round = counted  # type: ignore[method-assign]
     Counted.reads = 0
     for prompt in texts:
+        started = clock.seconds
         engine.submit(Request(prompt, SamplingParams(max_tokens=ANSWER, ignore_eos=True)))
         while engine.busy:
             engine.step()
-    return clock.seconds, Counted.reads, followed
+        device.finish()
+        each.append(clock.seconds - started)
+    return each, Counted.reads, followed
 
 
 @pytest.mark.parametrize("drafter", ["recycling", "lookahead"])
-def test_where_nothing_can_be_drafted_rounds_overlap_and_few_rows_are_kept(drafter: str) -> None:
-    rounds = TEXTS * ANSWER
+def test_where_nothing_can_be_drafted_rounds_overlap_and_few_rows_are_kept(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every single text, the first one too, is as fast as plain, though keeping a row takes the device 2% of a pass."""
+    rounds, keep, run = TEXTS * ANSWER, RecyclingDrafter.keep, SimulatedDevice._run
+    kept: list[bool] = []
+
+    def noted(*given: Any) -> Any:
+        kept.append(True)
+        return keep(*given)
+
+    def slower(self: SimulatedDevice, nodes: int, prompts: int) -> tuple[float, float]:
+        self.busy_for(KEEPING * len(kept))
+        kept.clear()
+        return run(self, nodes, prompts)
+
     plain, none, ahead = write("none")
     assert none == 0
+    monkeypatch.setattr(RecyclingDrafter, "keep", noted)
+    monkeypatch.setattr(SimulatedDevice, "_run", slower)
     seconds, reads, followed = write(drafter)
     assert reads < 0.3 * rounds
     assert followed > 0.98 * ahead
-    assert plain / seconds > 0.985
+    assert min(once / drafted for once, drafted in zip(plain, seconds, strict=True)) > 0.98
 
 
 def test_negative_control_who_never_rests_keeps_rows_of_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +122,7 @@ def test_negative_control_who_is_not_planned_as_a_look_up_reads_every_round_firs
     monkeypatch.setattr(Rest, "holds", lambda self, seq: False)
     plain, (seconds, _, followed) = write("none")[0], write("recycling")
     assert followed == 0
-    assert plain / seconds < 0.95
+    assert sum(plain) / sum(seconds) < 0.95
 
 
 class Overwritten(SimulatedDevice):
