@@ -70,6 +70,13 @@ class Pool:
                 if guess != right:
                     break
 
+    def count_behind(self, tokens: Sequence[int], came: int) -> None:
+        """The same for the newest n-grams of earlier tokens that went on as they say, behind a round of one token."""
+        for depth in range(1, len(tokens)):
+            gram = next(iter(self.after(tokens[-1 - depth])), ())
+            if len(gram) > depth and gram[:depth] == tuple(tokens[-depth:]):
+                self._count(len(_FIRST), gram[depth] == came)
+
     def _count(self, i: int, hit: bool) -> None:
         self.hits[i] = self.hits[i] * MEMORY + hit
         self.tries[i] = self.tries[i] * MEMORY + 1.0
@@ -120,6 +127,8 @@ class LookaheadDrafter(BaseDrafter):
                 self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
                 continue
             state.pool.count(seq.tokens[-1], came)
+            if len(came) == 1:
+                state.pool.count_behind(seq.tokens[-self.levels :], came[0])
             self._collect(state.pool, [*seq.tokens[-self.levels :], *came], len(came))
             for column, nodes in zip(state.window, state.nodes, strict=False):
                 column.append(guesses[start + nodes[-1]])
