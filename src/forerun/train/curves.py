@@ -93,7 +93,8 @@ def race(folders: Sequence[Path]) -> dict[str, Any]:
         made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
         times, walked = minutes_at(read_curve(folder)), [one for one in run["curve"] if one["walked_tokens_per_round"]]
         row = {"method": folder.name, "parameters": made["parameters"], "minutes": times[walked[-1]["step"]]}
-        row |= {f"at{i}": [times[one["step"]], one["walked_tokens_per_round"]] for i, one in enumerate(walked)}
+        for i, one in enumerate(walked):
+            row[f"at{i}"] = {"minutes": times[one["step"]], "tokens_per_round": one["walked_tokens_per_round"]}
         rows.append(row | {"steps": walked[-1]["step"]})
         most = max(most, len(walked))
     columns = {"method": ["method"], "parameters": ["parameters", ",d"], "steps": ["steps", ",d"]}
