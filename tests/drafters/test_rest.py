@@ -162,7 +162,7 @@ def rounds_of(rest: Rest, seq: FakeSeq, known: Callable[[int], int], count: int)
     found = []
     for i in range(count):
         found.append(rest.holds(seq))
-        rest.note(seq, known(i))
+        rest.note(seq, known(i), True)
     return found
 
 
@@ -181,7 +181,7 @@ def test_rests_double_while_nothing_is_gained_and_are_short_again_after_a_gain()
     assert lengths[:3] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST]
     assert max(lengths) == LONGEST
     while rest.holds(seq):
-        rest.note(seq, 0)
+        rest.note(seq, 0, True)
     assert not any(rounds_of(rest, seq, lambda i: 2, 20))
     again = "".join("z" if one else "." for one in rounds_of(rest, seq, lambda i: 0, 200))
     assert len(next(part for part in again.split(".") if part)) == SHORTEST
@@ -192,7 +192,7 @@ def test_a_round_whose_rows_were_overwritten_teaches_what_was_committed() -> Non
     drafter.observe([seq], TreeBatch.chains([[3]]), Scores(None), Verdict.of([[]], [4], "cpu"))
     assert [token for token, _ in drafter._table(seq).after(2, 3)] == [4]
     for _ in range(100):
-        drafter._rest.note(seq, 0)
+        drafter._rest.note(seq, 0, True)
         if drafter._rest.holds(seq):
             break
     assert drafter.offer(seq) is NEVER

@@ -9,8 +9,8 @@ set to one tenant.
 On a device the likeliest tokens after every node are found behind the pass and sent to the host, which reads them when
 the round is read (`keep`): the next plain round is launched before, and the table is one round late. So a round is
 read first only where a draft is worth that, as with any look-up. Finding them takes some hundredths of a small model's
-round. Where the table seldom knows what comes, nothing is offered for a while, and only committed tokens are kept
-(`Rest`); while that goes on, rests double.
+round. Where the table seldom knows what comes, or drafts do not bring what all that costs, nothing is offered for a
+while, and only committed tokens are kept (`Rest`); while that goes on, rests double.
 
 Greedy texts and sampled ones are told apart, because drafts of the latter are accepted far less often. What one text
 has shown holds for the next.
@@ -35,14 +35,18 @@ from forerun.drafters.model.draft_law import likeliest
 
 BREAK_EVEN = 0.2  # tokens a round that the table must know, beside the target's own
 FIRST, TRIAL, MOST = 6.0, 3.0, 10.0  # such tokens that may be missed: at the start, after a rest, and at most
+# in plain rounds: what it takes to keep a row, and beside its nodes a round that is read first; and what of that drafts
+# may owe at the start, after a rest, and at most
+KEPT_ROW, READ_FIRST = 0.05, 0.4
+FIRST_DEBT, TRIAL_DEBT, MOST_DEBT = 2.5, 1.0, 5.0
 SHORTEST, LONGEST = 32, 512  # rounds of a rest
 
 
 class _State:
-    __slots__ = ("credit", "left", "length")
+    __slots__ = ("credit", "left", "length", "spare")
 
     def __init__(self) -> None:
-        self.credit, self.left, self.length = FIRST, 0, SHORTEST
+        self.credit, self.spare, self.left, self.length = FIRST, FIRST_DEBT, 0, SHORTEST
 
 
 class Rest:
@@ -54,17 +58,18 @@ class Rest:
     def holds(self, seq: Seq) -> bool:
         return self._states[seq.params.is_greedy].left > 0
 
-    def note(self, seq: Seq, known: int) -> None:
+    def note(self, seq: Seq, known: int, drafted: bool) -> None:
         """Of the tokens that a round of this sequence brought, drafts were right about so many, or would have been."""
         state = self._states[seq.params.is_greedy]
         if state.left:
             state.left -= 1
-            state.credit = TRIAL
+            state.credit, state.spare = TRIAL, TRIAL_DEBT
             return
         state.credit = min(MOST, state.credit + known - BREAK_EVEN)
-        if state.credit < 0:
+        state.spare = min(MOST_DEBT, state.spare - KEPT_ROW + (known - READ_FIRST if drafted else 0.0))
+        if min(state.credit, state.spare) < 0:
             state.left, state.length = state.length, min(2 * state.length, LONGEST)
-        elif state.credit == MOST:
+        elif state.spare == MOST_DEBT:
             state.length = SHORTEST
 
 
@@ -181,7 +186,7 @@ class RecyclingDrafter(BaseDrafter):
                 starts = len(seq.tokens) <= seq.prompt_length
                 self._table(seq).learn_copied(seq.tokens if starts else [*seq.tokens[-2:], *came])
                 if not starts:
-                    self._rest.note(seq, len(came) - 1)
+                    self._rest.note(seq, len(came) - 1, len(came) > 1)
             return
         (tokens, parents), paths, found = trees.to_host(), verdict.to_host()[0], rows()
         for b, seq in enumerate(seqs):
@@ -190,7 +195,8 @@ class RecyclingDrafter(BaseDrafter):
             below = range(start + 1, trees.starts[b + 1])
             contexts = [(before, tokens[start]), *((tokens[start + parents[i]], tokens[i]) for i in below)]
             path = [0, *paths[b]]
-            self._rest.note(seq, len(path) - 1 if below else table.knows(*contexts[0], committed[b][0]))
+            known = len(path) - 1 if below else table.knows(*contexts[0], committed[b][0])
+            self._rest.note(seq, known, bool(below))
             for node, token in zip(path, committed[b], strict=True):
                 table.count(*contexts[node], token)
             for node, context in enumerate(contexts):
