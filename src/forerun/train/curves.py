@@ -91,7 +91,10 @@ def race(folders: Sequence[Path]) -> dict[str, Any]:
     runs, rows, most = [evaluations(folder) for folder in folders], list[dict[str, Any]](), 0
     for folder, run in zip(folders, runs, strict=True):
         made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        times, walked = minutes_at(read_curve(folder)), [one for one in run["curve"] if one["walked_tokens_per_round"]]
+        steps = {
+            one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]
+        }  # a start may be there twice
+        times, walked = minutes_at(read_curve(folder)), [*steps.values()]
         row = {"method": folder.name, "parameters": made["parameters"], "minutes": times[walked[-1]["step"]]}
         for i, one in enumerate(walked):
             row[f"at{i}"] = {"minutes": times[one["step"]], "tokens_per_round": one["walked_tokens_per_round"]}
