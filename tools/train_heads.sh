@@ -20,6 +20,8 @@
 #   small     these three side by side on one GPU
 #   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
 #   medusa2-check tokens per round of Medusa-2 on its own target, exact and typical acceptance
+#   race      METHODS (all that draft for such a model) one by one, each for MINUTES (2) on the same texts, its rate falling to
+#             the end; their curves as a result document, methods.json. Stops after CALL seconds (540): call it again
 #   table     `python -m lab spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
 #   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them;
 #             PACK=--heads-only: what it needs to use them
@@ -36,6 +38,8 @@ WHOLE=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-
 mkdir -p "$R" && cd "$R" && ln -sfn "$WHOLE" "$(basename "$WHOLE")" && M=$(basename "$WHOLE") # heads name their target by this
 DEVICE=${DEVICE:-auto} SEED=${SEED:-11} ROWS=${ROWS:-4096}
 FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000} GREEDY=${GREEDY:-20000}
+KINDS=("Translate German to English:" "Write a Python function" "Fix the bug in this code:" "Who" "What" "How" "Solve"
+       "Explain" "Write" "" "" "" "" "" "") # how prompts of the target's own begin: most as it likes
 TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
 TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 --batch-tokens "$TOKENS"
        --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
@@ -83,6 +87,37 @@ warm() { # compile every step once on a handful of texts, while others are writt
     python -m forerun train mtp --out warm/mtp "${flags[@]}" --vocab 16384 >> warm.log 2>&1
 }
 
+METHODS=${METHODS:-eagle3 hass medusa hydra dspark dflash2 causal peagle} MINUTES=${MINUTES:-2} CALL=${CALL:-540} TRIAL=${TRIAL:-24}
+flags_of() { # what a method is called by `forerun train`, and its recipe
+    case $1 in
+    eagle3) echo eagle3 "${EAGLE3[@]}" --lr 1e-3 ;;
+    hass) echo hass --vocab 16384 --lr 1e-3 ;;
+    medusa) echo medusa --vocab 16384 --blocks 3 --lr 2e-3 ;;
+    hydra) echo hydra --vocab 16384 --blocks 2 --lr 1e-3 ;;
+    causal) echo dflash --causal "${BLOCK[@]}" --lr "${BLOCK_LR:-2e-3}" ;; # a one-pass head, as in JetSpec
+    *) echo "$1" "${BLOCK[@]}" --lr "${BLOCK_LR:-2e-3}" ;;
+    esac
+}
+race() { # METHOD: as many steps as fit into MINUTES, by the speed of a short trial; nothing if it is done
+    local flags run=race/$1 left=$((CALL - SECONDS)) data="${RACE_DATA:-first,own,long}"
+    [ ! -e "$run/config.json" ] || return 0
+    [ $left -gt 60 ] || { say "$CALL s are over; call race again for $1 and those behind it"; return 3; }
+    read -ra flags <<< "$(flags_of "$1")"
+    flags+=(--data "$data" --cut-loops "${CUT:-32}" --batch-tokens "$TOKENS")
+    if [ ! -s "race/$1.steps" ]; then # in a folder of its own
+        (LIMIT=$left && train "${flags[0]}" "race/trial-$1" "${flags[@]:1}" --steps "$TRIAL" --eval-every 100000 > "race/$1.trial" 2>&1) || return 3
+        python -c 'import json, statistics, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+each = statistics.median(row["seconds"] for row in rows if row["step"] > len(rows) // 3)
+print(max(4, int(60 * float(sys.argv[2]) / each)))' "race/trial-$1/log.jsonl" "$MINUTES" > "race/$1.steps"
+        left=$((CALL - SECONDS))
+        [ $left -gt 30 ] || return 3
+    fi
+    local steps; steps=$(cat "race/$1.steps")
+    (LIMIT=$left && train "${flags[0]}" "$run" "${flags[@]:1}" --steps "$steps" --eval-every $((steps / 4 + 1))) || return 3
+    rm -rf "race/trial-$1"
+}
+
 case ${1:?name a stage} in
 data)
     [ -z "$COMPILE" ] || { warm || say "warming failed: $(tail -n 1 warm.log)"; } &
@@ -90,8 +125,9 @@ data)
     data --out suite --own-prompts 0 --prompts "$S" --temperatures 0 --max-length 1024 --max-answer "${ANSWER:-256}" --batch 256
     data --out long --seed "$SEED" --own-prompts 0 --passages first --wrapped "$LONG" --max-prompt 640 \
         --temperatures 0,1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
+    for kind in "${KINDS[@]}"; do openings+=(--openings "$kind"); done
     data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0,1.0 \
-        --max-length 512 --batch "$ROWS"
+        --max-length 512 --batch "$ROWS" "${openings[@]}"
     [ "$GREEDY" -eq 0 ] || data --out greedy --seed $((SEED + 2)) --own-prompts "$GREEDY" --temperatures 0 \
         --max-length 512 --batch "$ROWS"
     wait
@@ -162,6 +198,14 @@ block-check)
 medusa2-check)
     python -m forerun.measure.acceptance --drafters medusa2 --verifiers exact typical "${CHECK[@]}" \
         --target medusa2/target --temperatures 0.7 1 | tee medusa2-check.jsonl
+    ;;
+race)
+    mkdir -p race
+    for method in $METHODS; do race "$method" || break; done
+    done=()
+    for method in $METHODS; do [ ! -e "race/$method/config.json" ] || done+=("race/$method"); done
+    [ ${#done[@]} -eq 0 ] || python -m forerun.train.curves "${done[@]}" --race methods.json
+    [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp methods.json "$OUT/"; }
     ;;
 table)
     found=$(trained | paste -sd,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,10 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.overlap import Overlap
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request, Round
-from forerun.drafters.base import LookupDrafter
+from forerun.drafters.base import BaseDrafter
+from forerun.drafters.lookup.lookahead import LookaheadDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
+from forerun.drafters.lookup.recycling import RecyclingDrafter
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
@@ -22,7 +25,7 @@ from tests.gpu.test_hybrid_following import COST, counting_target
 from tests.gpu.tiny import VOCAB, make_target
 
 GAP = 3e-4  # seconds of the host in a round that was read first
-LOOKUPS: list[type[LookupDrafter]] = [NgramDrafter, SuffixDrafter]
+LOOKUPS: list[Callable[[], BaseDrafter]] = [NgramDrafter, SuffixDrafter, RecyclingDrafter, LookaheadDrafter]
 
 
 class Timed(AdaptiveController):
@@ -41,7 +44,7 @@ class Timed(AdaptiveController):
         super().observe(replace(outcome, seconds=seconds, prompt_rows=0))
 
 
-def make(target: CudaDecoder, lookup: LookupDrafter | None = None, batch: int = 1) -> Engine:
+def make(target: CudaDecoder, lookup: BaseDrafter | None = None, batch: int = 1) -> Engine:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=batch))
     if lookup is not None:
@@ -92,7 +95,9 @@ def misleading(count: int) -> list[list[int]]:
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("lookup", LOOKUPS)
-def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(lookup: type[LookupDrafter], at_once: int) -> None:
+def test_rounds_follow_as_in_plain_decoding_where_nothing_is_copied(
+    lookup: Callable[[], BaseDrafter], at_once: int
+) -> None:
     target, some = counting_target(), asked(misleading(4), 24)
     texts, ahead = plain(target, some, at_once)
     engine = make(target, lookup(), at_once)
@@ -119,7 +124,7 @@ def test_a_controller_that_always_waits_does(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_k": 2}], ids=["T=0", "T=1"])
 @pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("lookup", LOOKUPS)
-def test_copied_text_is_drafted(lookup: type[LookupDrafter], at_once: int, params: dict[str, object]) -> None:
+def test_copied_text_is_drafted(lookup: Callable[[], BaseDrafter], at_once: int, params: dict[str, object]) -> None:
     """The prompt holds what will be written, twice."""
     target, rng = counting_target(), random.Random(3)
     starts = [rng.randrange(2, VOCAB - 50) for _ in range(4)]

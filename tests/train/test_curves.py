@@ -11,6 +11,7 @@ import pytest
 
 from forerun.train import curves
 from forerun.train.curves import SMOOTH, draw, main, read_curve, smoothed
+from tools.docs_figures import documents, figures
 
 
 def run_folder(folder: Path, acceptances: Sequence[float], tested: dict[int, tuple[float, float]]) -> Path:
@@ -74,3 +75,27 @@ def test_the_command_says_where_the_picture_is(
     assert capsys.readouterr().out == f"{tmp_path / 'x.png'}\n"
     with pytest.raises(SystemExit):
         main(["runs/a"])
+
+
+def test_a_race_has_minutes_and_tokens_of_every_run(tmp_path: Path) -> None:
+    """Step 1 compiled: it counts as no more than three usual steps."""
+    for name, seconds in (("quick", 30.0), ("slow", 60.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [
+            {"step": step, "seconds": 500.0 if step == 1 else seconds, "loss": 1.0, "lr": 0.1, "tokens_per_round": 1.5,
+             "tree_tokens_per_round": 2.0, "walked_tokens_per_round": 1.0 + step / 10}
+            for step in range(5)
+        ]  # fmt: skip
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made = {"made": "2026-11-19T05:00:00", "commit": "abcdefghij", "parameters": 7, "device": "a card"}
+        (folder / "provenance.json").write_text(json.dumps(made | {"versions": {"torch": "2.11.0"}}))
+    main([str(tmp_path / "quick"), str(tmp_path / "slow"), "--race", str(tmp_path / "methods.json")])
+    found = json.loads((tmp_path / "methods.json").read_text())
+    assert [set(documents()["acceptance-heads"]) - set(found), found["commit"]] == [set(), "abcdefg"]
+    quick, slow = found["tables"]["curve"]["rows"]
+    assert quick["at0"] == {"minutes": 0.0, "tokens_per_round": 1.0}
+    assert quick["at4"] == pytest.approx({"minutes": 0.5 * (3 + 3), "tokens_per_round": 1.4})
+    assert slow["minutes"] == pytest.approx(3 + 3)
+    text = figures("race/curve", known={"race": found})
+    assert "| quick | 7 | 4 | 3.0 |" in text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -208,6 +208,8 @@ class Scores:
     ahead: int = 0
     own: float = 1.0  # the share of the call's time that this pass took
     logprobs: KnownLogprobs | None = None  # where the logits may be overwritten before the round is read
+    # of every node, what the drafter has kept of its logits (`drafters.base.KeepsRows`); read behind the verdict
+    kept: Callable[[], Sequence[Any]] | None = None
 
     @property
     def required_logits(self) -> Tensor:

@@ -6,10 +6,10 @@ A drafter cannot affect exactness: the verifier decides what is accepted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -97,6 +97,16 @@ class HasDevice(Protocol):
         """What drafts for all of these behind a round that was not read; None = every round must be read first."""
 
 
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A drafter that reads of logits what it has kept on their device, so that the next pass may overwrite them."""
+
+    def keep(self, seqs: Sequence[Seq], logits: Tensor) -> Callable[[], Sequence[Any]] | None:
+        """Start to bring it to the host, of every row; None = nothing is read of this round. Called before its verdict
+        is known, and the result behind that."""
+        ...
+
+
 def device_of(drafter: Drafter, seqs: Sequence[Seq]) -> DeviceDrafter | None:
     return drafter.device(seqs) if isinstance(drafter, HasDevice) else None
 
@@ -119,6 +129,7 @@ class BaseDrafter(ABC):
     """A drafter that needs nothing, costs nothing and learns nothing, until a subclass says otherwise."""
 
     needs: Needs = Needs()
+    looks_up = False  # does it look up what it drafts, behind any text at hand? Its rounds are planned as look-ups
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
@@ -195,6 +206,8 @@ class LookupDrafter(BaseDrafter):
 
     In a composition `lookup+other` its chain is also added to the other drafter's tree.
     """
+
+    looks_up = True
 
     @abstractmethod
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:

@@ -244,7 +244,7 @@ class Engine:
         scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
         if scores.read is not None:
             self._observe_prompts(readers, *scores.read)
-        return self.verifiers.send_logprobs(seqs, trees, scores) if scores.greedy is not None else scores
+        return self.drafters.keep_rows(seqs, self.verifiers.send_logprobs(seqs, trees, scores))
 
     def _needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs = self.drafters.needs(seqs)

@@ -119,7 +119,9 @@ class LaunchedRound(NamedTuple):
         # only the number of rows matters: another pass has written there
         logits = self.scores.required_logits[: len(kept)]
         hidden = {layer: rows_of(rows, kept) for layer, rows in self.scores.hidden.items()}
-        return replace(self.scores, logits=logits, hidden=hidden)
+        rows = self.scores.kept
+        some = None if rows is None else lambda: [rows()[b] for b in kept]
+        return replace(self.scores, logits=logits, hidden=hidden, kept=some)
 
 
 class Timeline:

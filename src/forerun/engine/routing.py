@@ -260,6 +260,18 @@ class DrafterPool:
         ]
         return TreeBatch.join(parts, [b for which in groups.values() for b in which])
 
+    def keep_rows(self, seqs: Sequence[SequenceState], scores: Scores) -> Scores:
+        """The scores of a pass with what the drafter of these sequences keeps of their logits."""
+        name = _shared_drafter(seqs)
+        keep = None if name is None else getattr(self._made[name], "keep", None)  # quicker than to ask for the protocol
+        if name is None or keep is None or scores.logits is None:
+            return scores
+        try:
+            return replace(scores, kept=keep(seqs, scores.logits))
+        except Exception as error:
+            self._switch_off(name, seqs, error)
+            return scores
+
     def observe(self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         shared = _shared_drafter(seqs)
         if shared is not None:
@@ -359,7 +371,7 @@ class DrafterPool:
 
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""
-        return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
+        return isinstance(seq, SequenceState) and getattr(self._made[seq.drafting], "looks_up", False)
 
     def offer(self, seq: SequenceState) -> Offer:
         """What a sequence's drafter offers; one that raises is switched off, and the plain one is asked."""

@@ -221,6 +221,7 @@ class Progress:
     tokens_per_round: float | None = None  # simulated on held-back text, where it was measured
     tree_tokens_per_round: float | None = None
     walked_tokens_per_round: float | None = None  # chains of 5 through the texts of --measure-on
+    seconds: float = 0.0  # that the step took
 
 
 Report = Callable[[Progress], None]
@@ -293,7 +294,7 @@ class Trainer:
             raise InvalidInput(f"the loss is {said} at step {self.step}; resume with a lower --lr")
         seconds = perf_counter() - started
         speed = batch.tokens.numel() * share / seconds
-        return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed)
+        return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed, seconds=seconds)
 
     def look(self) -> Progress:
         """Where a run stands before its first step, on held-back text."""

@@ -7,7 +7,7 @@ pool by their first token; those that begin with the last committed token are th
 Nothing is stored twice: trunk and chains are ordinary nodes of the tree.
 
 The window pays only where nodes are nearly free. Under a price list that says otherwise it is left out, and the
-pool holds what was committed alone. So it does while the drafter rests (`Rest`).
+pool holds what was committed alone. Rows are read of trees alone: plain rounds overlap, as with any look-up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.offer import NEVER, Offer
+from forerun.core.offer import Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
-from forerun.drafters.lookup.recycling import Rest
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
 KEPT = 7  # n-grams of a first token
@@ -71,6 +70,13 @@ class Pool:
                 if guess != right:
                     break
 
+    def count_behind(self, tokens: Sequence[int], came: int) -> None:
+        """The same for the newest n-grams of earlier tokens that went on as they say, behind a round of one token."""
+        for depth in range(1, len(tokens)):
+            gram = next(iter(self.after(tokens[-1 - depth])), ())
+            if len(gram) > depth and gram[:depth] == tuple(tokens[-depth:]):
+                self._count(len(_FIRST), gram[depth] == came)
+
     def _count(self, i: int, hit: bool) -> None:
         self.hits[i] = self.hits[i] * MEMORY + hit
         self.tries[i] = self.tries[i] * MEMORY + 1.0
@@ -86,8 +92,10 @@ class _Sequence:
 class LookaheadDrafter(BaseDrafter):
     """The target's own guesses, some rounds later."""
 
+    looks_up = True
+
     def __init__(self, shared: bool = False, columns: int = COLUMNS, levels: int = LEVELS) -> None:
-        self.shared, self.columns, self.levels, self._rest = shared, columns, levels, Rest()
+        self.shared, self.columns, self.levels = shared, columns, levels
         self._sequences: dict[int, _Sequence] = {}
         self._tenants: dict[str, Pool] = {}
 
@@ -96,9 +104,7 @@ class LookaheadDrafter(BaseDrafter):
         return cls(parts.speculative.shared)
 
     def offer(self, seq: Seq) -> Offer:
-        """The best n-gram costs nothing; the window is drafted where the price list allows it; at rest nothing is."""
-        if self._rest.holds(seq):
-            return NEVER
+        """The best n-gram costs nothing; the window is drafted where the price list allows it."""
         pool, free, survival = self._state(seq).pool, list[float](), 1.0
         for depth in range(len(next(iter(pool.after(seq.tokens[-1])), ()))):
             survival *= pool.rate(0, depth)
@@ -120,8 +126,9 @@ class LookaheadDrafter(BaseDrafter):
             if len(seq.tokens) <= seq.prompt_length and scores.logits is None:
                 self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
                 continue
-            self._rest.note(seq, len(came))
             state.pool.count(seq.tokens[-1], came)
+            if len(came) == 1:
+                state.pool.count_behind(seq.tokens[-self.levels :], came[0])
             self._collect(state.pool, [*seq.tokens[-self.levels :], *came], len(came))
             for column, nodes in zip(state.window, state.nodes, strict=False):
                 column.append(guesses[start + nodes[-1]])

@@ -3,15 +3,14 @@
 Every pass gives the target's law after every scored node, rejected ones included, and most of it is thrown away. This
 drafter keeps the likeliest successors of each pair of tokens and of each single one (token recycling, Luo et al. 2024,
 keeps those of single ones) and grows a tree of them, the likeliest path first. How far a kept probability can be
-trusted is learnt from the committed tokens, at no cost. Where drafts bring too little, rows are left unread and only
-the committed tokens are kept (`Rest`). What is kept belongs to one request, or where `shared` is
+trusted is learnt from the committed tokens, at no cost. What is kept belongs to one request, or where `shared` is
 set to one tenant.
 
-The likeliest tokens after every node lie on the device. To read them the host must wait for each pass, so no round can
-be launched before the last one was read: on a GPU such rounds take about a quarter longer than plain ones that overlap.
-A drafter that does not bring that much rests, as lookahead does too: it offers nothing (`NEVER`), so that rounds are
-plain and overlap, and it learns from what was committed alone. It wakes for a few rounds now and then; while these
-bring nothing, rests double.
+On a device the likeliest tokens after every node are found behind the pass and sent to the host, which reads them when
+the round is read (`keep`): the next plain round is launched before, and the table is one round late. So a round is
+read first only where a draft is worth that, as with any look-up. Finding them takes some hundredths of a small model's
+round. Where the table seldom knows what comes, or drafts do not bring what all that costs, nothing is offered for a
+while, and only committed tokens are kept (`Rest`); while that goes on, rests double.
 
 Greedy texts and sampled ones are told apart, because drafts of the latter are accepted far less often. What one text
 has shown holds for the next.
@@ -20,7 +19,7 @@ has shown holds for the next.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 
@@ -34,16 +33,20 @@ from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
 
-BREAK_EVEN = 1.3  # tokens per round, below which plain rounds that overlap are faster
-FIRST, TRIAL, MOST = 2.0, 1.5, 4.0  # tokens that may be lost: at the start, after a rest, and at most
+BREAK_EVEN = 0.2  # tokens a round that the table must know, beside the target's own
+FIRST, TRIAL, MOST = 6.0, 3.0, 10.0  # such tokens that may be missed: at the start, after a rest, and at most
+# in plain rounds: what it takes to keep a row, and beside its nodes a round that is read first; and what of that drafts
+# may owe at the start, after a rest, and at most
+KEPT_ROW, READ_FIRST = 0.05, 0.4
+FIRST_DEBT, TRIAL_DEBT, MOST_DEBT = 2.5, 1.0, 5.0
 SHORTEST, LONGEST = 32, 512  # rounds of a rest
 
 
 class _State:
-    __slots__ = ("credit", "left", "length")
+    __slots__ = ("credit", "left", "length", "spare")
 
     def __init__(self) -> None:
-        self.credit, self.left, self.length = FIRST, 0, SHORTEST
+        self.credit, self.spare, self.left, self.length = FIRST, FIRST_DEBT, 0, SHORTEST
 
 
 class Rest:
@@ -55,17 +58,18 @@ class Rest:
     def holds(self, seq: Seq) -> bool:
         return self._states[seq.params.is_greedy].left > 0
 
-    def note(self, seq: Seq, tokens: int) -> None:
-        """A round of this sequence brought so many tokens."""
+    def note(self, seq: Seq, known: int, drafted: bool) -> None:
+        """Of the tokens that a round of this sequence brought, drafts were right about so many, or would have been."""
         state = self._states[seq.params.is_greedy]
         if state.left:
             state.left -= 1
-            state.credit = TRIAL
+            state.credit, state.spare = TRIAL, TRIAL_DEBT
             return
-        state.credit = min(MOST, state.credit + tokens - BREAK_EVEN)
-        if state.credit < 0:
+        state.credit = min(MOST, state.credit + known - BREAK_EVEN)
+        state.spare = min(MOST_DEBT, state.spare - KEPT_ROW + (known - READ_FIRST if drafted else 0.0))
+        if min(state.credit, state.spare) < 0:
             state.left, state.length = state.length, min(2 * state.length, LONGEST)
-        elif state.credit == MOST:
+        elif state.spare == MOST_DEBT:
             state.length = SHORTEST
 
 
@@ -113,6 +117,10 @@ class Table:
             if i > 1:
                 self._rows.setdefault((tokens[i - 2], tokens[i - 1]), found)
 
+    def knows(self, before: int, token: int, came: int) -> bool:
+        """Is what came its likeliest successor here?"""
+        return max(self.after(before, token), key=itemgetter(1), default=(ANY, 0.0))[0] == came
+
     def count(self, before: int, token: int, came: int) -> None:
         """Was what it would have drafted here right?"""
         for successor, i in self._known(before, token):
@@ -128,6 +136,10 @@ class Table:
 
 
 class RecyclingDrafter(BaseDrafter):
+    """Implements forerun.drafters.base.KeepsRows."""
+
+    looks_up = True
+
     def __init__(self, shared: bool = False) -> None:
         self.shared, self._rest = shared, Rest()
         self._tables: dict[int, Table] = {}  # by sequence
@@ -160,25 +172,31 @@ class RecyclingDrafter(BaseDrafter):
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
+    def keep(self, seqs: Sequence[Seq], logits: Tensor) -> Callable[[], list[Successors]] | None:
+        """The likeliest successors of every node, on their way; none for sequences that all rest."""
+        return None if all([self._rest.holds(seq) for seq in seqs]) else _sent(logits)  # noqa: C419
+
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the likeliest successors of every node; a prompt, and a round at rest, show only what they hold."""
-        committed = committed_tokens(trees, verdict)
-        if scores.logits is None or (trees.is_plain() and all([self._rest.holds(seq) for seq in seqs])):  # noqa: C419
+        committed, rows = committed_tokens(trees, verdict), scores.kept
+        if rows is None and scores.logits is not None:  # part of a batch, or of a composition
+            rows = self.keep(seqs, scores.logits)
+        if rows is None:
             for seq, came in zip(seqs, committed, strict=True):
                 starts = len(seq.tokens) <= seq.prompt_length
                 self._table(seq).learn_copied(seq.tokens if starts else [*seq.tokens[-2:], *came])
                 if not starts:
-                    self._rest.note(seq, len(came))
+                    self._rest.note(seq, len(came) - 1, len(came) > 1)
             return
-        (tokens, parents), paths = trees.to_host(), verdict.to_host()[0]
-        found = _successors(scores.logits)
+        (tokens, parents), paths, found = trees.to_host(), verdict.to_host()[0], rows()
         for b, seq in enumerate(seqs):
             table, start = self._table(seq), trees.starts[b]
-            self._rest.note(seq, len(committed[b]))
             before = seq.tokens[-2] if len(seq.tokens) > 1 else ANY
             below = range(start + 1, trees.starts[b + 1])
             contexts = [(before, tokens[start]), *((tokens[start + parents[i]], tokens[i]) for i in below)]
             path = [0, *paths[b]]
+            known = len(path) - 1 if below else table.knows(*contexts[0], committed[b][0])
+            self._rest.note(seq, known, bool(below))
             for node, token in zip(path, committed[b], strict=True):
                 table.count(*contexts[node], token)
             for node, context in enumerate(contexts):
@@ -224,16 +242,31 @@ def _ends(tokens: Sequence[int]) -> Context:
     return (tokens[-2] if len(tokens) > 1 else ANY), tokens[-1]
 
 
-def _successors(logits: Tensor) -> list[Successors]:
-    """The likeliest tokens after every node, with the kind that says how likely they were."""
+def _sent(logits: Tensor) -> Callable[[], list[Successors]]:
+    """The likeliest tokens after every node, with the kind that says how likely they were, on their way to the host."""
     values, rows = likeliest(logits.float()[None], min(KEPT, logits.shape[-1]))
-    limits = _limits_on(values.device)
-    kinds = torch.bucketize(values[0], limits, right=True)
-    packed: list[list[int]] = (rows[0] * len(_PRIOR) + kinds).tolist()  # one copy to the host
-    return [tuple([divmod(one, len(_PRIOR)) for one in row]) for row in packed]
+    if logits.device.type != "cuda":
+        return lambda: _unpacked(values, rows)
+    host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in (values, rows)]
+    for into, part in zip(host, (values, rows), strict=True):
+        into.copy_(part, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> list[Successors]:
+        done.synchronize()
+        return _unpacked(*host)
+
+    return read
+
+
+def _unpacked(values: Tensor, rows: Tensor) -> list[Successors]:
+    """From log-probabilities and tokens [1, M, K]."""
+    kinds = torch.bucketize(values[0], _limits(), right=True).tolist()
+    return [tuple(zip(*pair, strict=True)) for pair in zip(rows[0].tolist(), kinds, strict=True)]
 
 
 @cache
-def _limits_on(device: torch.device) -> Tensor:
+def _limits() -> Tensor:
     """Logarithms of the shares that divide the kinds."""
-    return torch.tensor(_SHARES, dtype=torch.float64).log().float().to(device)
+    return torch.tensor(_SHARES, dtype=torch.float64).log().float()
