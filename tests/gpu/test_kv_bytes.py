@@ -4,6 +4,7 @@ Kernels run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,53 @@ def test_tiled_passes_over_bytes_find_what_others_find(
     for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED)):
         plan = plan_pass(spans, 16, tiled_nodes=nodes)
         must_agree(attend(plan, queries, numbers, 0, how, scales=scales)[: plan.rows], wanted)
+
+
+FEW = (Sharing(3, walked=0, stages=1, rows=16, warps=1), Sharing(2, walked=0, stages=2, rows=8, warps=1))
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (90, 1.5)])
+def test_a_warp_by_itself_finds_the_same(
+    kept: str, dim: int, window: int, cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit on a GPU: a lone root, a chain, and a tree that branches; groups of more queries are read in parts."""
+    spans = [
+        Span([1], chain_of(1), [*range(1, 12)], 655), Span([1, 2, 3], chain_of(3), [*range(20, 23)], 126),
+        Span([1, 2, 3, 4], topology_of((-1, 0, 0, 2)), [*range(30, 36)], 318),
+    ]  # fmt: skip
+    queries, numbers, scales, plain = numbers_of(kept, dim)
+    extra = Extra(cap, None)
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    wanted = attend(plan, queries, numbers, window, SMALL, extra=extra, scales=scales)[: plan.rows]
+    torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, plain, window, extra), atol=3e-2, rtol=3e-2)
+    for how in FEW:
+        must_agree(attend(plan, queries, numbers, window, how, extra=extra, scales=scales)[: plan.rows], wanted)
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("room", [1 << 30, 12])
+def test_prompts_read_numbers_that_were_written_before(
+    kept: str, window: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a lone root, which reads bytes; where there is no room for all, the others read bytes too."""
+    spans = [
+        Span([1], chain_of(1), [*range(1, 9)], 500), Span([1] * 40, chain_of(40), [*range(10, 16)], 321),
+        Span([1] * 33, chain_of(33), [*range(20, 22)], 71),
+    ]  # fmt: skip
+    queries, numbers, scales, plain = numbers_of(kept, 32)
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    monkeypatch.setattr("forerun.models.cuda.steps.attention.MOST_PAGES", room)
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    wanted = attend(plan, queries, numbers, window, WALKED, scales=scales)[: plan.rows]
+    torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, plain, window), atol=3e-2, rtol=3e-2)
+    how = replace(WALKED, spread=True)
+    must_agree(attend(plan, queries, numbers, window, how, scales=scales)[: plan.rows], wanted)
 
 
 @pytest.mark.gpu

@@ -111,7 +111,8 @@ class Sharing:
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
     rows: int = 64  # queries of a program of a tiled pass; groups of more are read in parts
-    warps: int = 4
+    warps: int = 4  # 1: of those that read numbers of 8 bits by themselves (kernels/few.py)
+    spread: bool = False  # are keys and values of 8 bits written as numbers of 16 before large groups read them?
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
@@ -149,6 +150,9 @@ def tiled_sharing(
 ) -> Sharing:
     """For tiled passes over `heads` key-value heads of `each` queries; keys and values may be kept in 8 bits."""
     rows = _rows_for(size, each, head_dim)
+    if kept_in_bytes and head_dim <= WIDEST and each * -(-size.rows // max(1, size.shared)) <= FEWEST_ROWS:
+        few = FEWEST_ROWS // 2 if each * -(-size.rows // max(1, size.shared)) <= FEWEST_ROWS // 2 else FEWEST_ROWS
+        return Sharing(programs_for(size, heads, processors), 0, 3 - few // 8, rows=few, warps=1)
     warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
     few = 2 * size.shared * heads < 3 * processors
     if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
@@ -159,7 +163,7 @@ def tiled_sharing(
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
     if size.rows * heads >= 2 * FULL_NODES * processors:
-        return how
+        return replace(how, spread=kept_in_bytes)
     return replace(how, programs=programs_for(size, heads, processors), walked=SHORT_SPLITS)
 
 
