@@ -206,12 +206,13 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     if low + rank < tl.where(whole, 1, high):
         if SPREAD:
             if (count * EACH > FEW) & (tl.load(group + 7) - first_page + end // TILE < most):
-                mine = numbers + h.to(tl.int64) * most * (TILE * D)
+                wide_k = numbers + h.to(tl.int64) * most * (TILE * D)
+                wide_v = wide_k + HKV * most.to(tl.int64) * (TILE * D)
                 for done in range(0, count, SIZE // EACH):
-                    _attend(queries, mine, mine + HKV * most.to(tl.int64) * (TILE * D), in_order - first_page, group,
-                            first + done, tl.minimum(count - done, SIZE // EACH), positions, out, parts, tops, sums,
-                            sinks, scale, split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP,
-                            SINKS, SIZE, WALKS, STAGES, ROOM, PDL, PLAIN)  # fmt: skip
+                    _attend(queries, wide_k, wide_v, in_order - first_page, group, first + done,
+                            tl.minimum(count - done, SIZE // EACH), positions, out, parts, tops, sums, sinks, scale,
+                            split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE,
+                            WALKS, STAGES, ROOM, PDL, PLAIN)  # fmt: skip
             else:
                 for done in range(0, count, FEW // EACH):
                     _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, FEW // EACH),
