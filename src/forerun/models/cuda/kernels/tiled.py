@@ -187,8 +187,8 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
 
     Each group has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
     program takes all of them and writes what was found to `out`. A group of more than SIZE queries is read in parts.
-    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers. SPREAD: large groups read
-    what `spread` wrote, if there was room; `in_order` are the places of its pages.
+    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers. SPREAD: large groups
+    read what `spread` wrote, if there was room; `in_order` are the places of its pages.
     """
     # groups of one split are neighbours, and find each other's tiles in the cache; the last are of
     # prompts, and take longest; programs that find nothing to do start last

@@ -126,8 +126,9 @@ class Attention:
                 PDL=self.pdl, FORMAT=kept_as, num_warps=1, num_stages=1, **settings,
             )  # fmt: skip
         else:
-            spread = scales is not None and how.spread
-            first_page, most = self._spread(run, keys, values, kv, kept_as, each, window, settings) if spread else (0, 0)
+            first_page, most, spread = 0, 0, scales is not None and how.spread
+            if spread:
+                first_page, most = self._spread(run, keys, values, kv, kept_as, each, window, settings)
             kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
                 queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
                 scale, kv.stride(1), self.split_stride, how.programs, how.walked, self.numbers, self.in_order,
