@@ -124,18 +124,25 @@ def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
     queries = queries.bfloat16() if kept is None else queries.half()
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
     shapes = {name: topology_of(parents) for name, parents in TREES.items()}
-    shapes |= {"prompt": chain_of(MAX_ROWS)}
+    shapes |= {"prompt": chain_of(MAX_ROWS), "8 roots / 8": chain_of(1)}
     for name, shape in shapes.items():
-        span, tiled_nodes = _span(shape, pages, length), nodes_per_group(*shape_of, tiled=True)
-        plan = plan_pass([span], nodes_per_group(*shape_of))
+        spans, tiled_nodes = [_span(shape, pages, length)], nodes_per_group(*shape_of, tiled=True)
+        if name.startswith("8"):
+            each = length // PAGE // 8
+            spans = [_span(shape, pages[i * each :][: each + 1], length // 8) for i in range(8)]
+        plan = plan_pass(spans, nodes_per_group(*shape_of))
         micros, wanted = _time(attention, plan, queries, kv, scales, None)
         print(f"{length:>7} {name:>11}: {micros:8.1f} us  not tiled", flush=True)
-        plan = plan_pass(
-            [span], nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes
+        plan = plan_pass(spans, nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes)
+        if not plan.size.tiled:
+            continue
+        each = power_of_two(config.heads // config.kv_heads)
+        usual, old = (
+            tiled_sharing(plan.size, each, config.kv_heads, config.head_dim, attention.processors, kept_in_bytes=known)
+            for known in (kept is not None, False)
         )
-        usual = tiled_sharing(plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads,
-                              config.head_dim, attention.processors)  # fmt: skip
-        for how in dict.fromkeys((usual, *_other(plan.size, usual))):
+        ways = _other(plan.size, usual) if kept is None else _bytes(each, usual, old)
+        for how in dict.fromkeys((usual, *ways)):
             micros, out = _time(attention, plan, queries, kv, scales, how)
             flag = "" if torch.equal(out[: plan.rows], wanted[: plan.rows]) else "  BITS DIFFER"
             print(f"{length:>7} {name:>11}: {micros:8.1f} us  {_words(how)}{flag}", flush=True)
@@ -149,7 +156,21 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
+    most += ", spread" * how.spread
     return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
+
+
+def _bytes(each: int, usual: Sharing, old: Sharing) -> list[Sharing]:
+    """Of keys and values of 8 bits, whose steps ahead are no matter of stages."""
+    if usual.spread:
+        small = replace(usual, rows=64, warps=4, narrow=False)
+        return [replace(usual, spread=False), replace(usual, stages=2), small, replace(small, stages=2)]
+    four = replace(old, rows=16, warps=4, stages=4, registers=168, narrow=False)
+    if usual.warps > 1:
+        wide = replace(four, rows=64, registers=None)
+        return [four, wide, replace(wide, registers=168), replace(wide, rows=128, warps=8)]
+    alone = [replace(usual, rows=rows, stages=stages) for rows in (8, 16) for stages in (1, 2) if rows >= each]
+    return [*alone, four, replace(four, warps=2, registers=None)]
 
 
 def _other(size: Size, usual: Sharing) -> list[Sharing]:

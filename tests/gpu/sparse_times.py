@@ -95,11 +95,12 @@ class Written:
         rate, usual = self.tokens / self.seconds, plain.tokens / plain.seconds
         each = 1e3 / max(1, self.rounds)
         parts = ", ".join(f"{part} {each * spent:.2f}" for part, spent in self.parts.items() if each * spent >= 0.005)
+        drafts = f"accepted {self.accepted / max(1, self.drafted):.3f} of {self.drafted}"
         differ = sum(a != b for a, b in zip(plain.texts, self.texts, strict=True))
         return (
             f"{rate:7.0f} tokens/s, {rate / usual:5.3f} x plain; {self.rounds} rounds of {each * self.seconds:.2f} ms "
             f"({parts}; the longest {1e3 * self.longest:.1f}), {self.tokens / max(1, self.rounds):.1f} tokens each; "
-            f"accepted {self.accepted / max(1, self.drafted):.3f} of {self.drafted}; {differ} of {len(self.texts)} texts differ"
+            f"{drafts}; {differ} of {len(self.texts)} texts differ"
         )
 
 

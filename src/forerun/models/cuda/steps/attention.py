@@ -20,6 +20,8 @@ from forerun.models.pages import PAGE
 
 MOST_PAGES = 1 << 17  # whose keys and values of 8 bits are written as numbers of 16
 SPREADING = 64  # programs to a group and head that write keys and values of 8 bits as numbers of 16
+import os
+STEPT=int(os.environ.get("STEPT","8")); STEPC=int(os.environ.get("STEPC","16"))
 COMBINING = 1024  # programs that look for parts to add up, at most
 _FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
 
@@ -136,11 +138,11 @@ class Attention:
                 SPREAD=spread, num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
             )  # fmt: skip
         if not size.lone:
-            self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, 16, settings)
+            self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, STEPC, settings)
             return
         kernels_tiled.combine_trees[size.rows, config.kv_heads](
             out, queries, keys, values, run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
-            self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
+            self.sums, own, scale, kv.stride(1), self.split_stride, STEP=STEPT, SKIPS=how.walked > 0,
             num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
         )  # fmt: skip
 
