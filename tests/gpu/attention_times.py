@@ -54,6 +54,7 @@ def main() -> None:
     add("--prompts", default="32000", help="contexts whose prompts are read twice, and timed the second time")
     add("--kv-dtype", default="auto", choices=["auto", *KV_DTYPES], help="of the KV cache; default: %(default)s")
     add("--ways", action="store_true", help="time attention alone in every way, and no passes")
+    add("--only", default="", help="of what is attended to by these alone, by comma, as the table names them")
     flags = parser.parse_args()
     lengths = [int(word) for word in words(flags.lengths)]
     shape, vocabulary = SHAPES[flags.shape]
@@ -62,7 +63,7 @@ def main() -> None:
     config = DecoderConfig.from_hf(weights.config)
     if flags.ways:
         for length in lengths:
-            _ways(config, length, KV_DTYPES.get(flags.kv_dtype))
+            _ways(config, length, KV_DTYPES.get(flags.kv_dtype), [word.strip() for word in words(flags.only)])
         return
     target = CudaDecoder(
         config, weights, dtype=torch.bfloat16, kv_slots=max(*lengths, 64 * 1024) + 2 * ROOM,
@@ -109,7 +110,7 @@ def _roots(target: CudaDecoder, batch: int, length: int) -> float:
     return found
 
 
-def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
+def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None, only: list[str]) -> None:
     """Attention of one layer in all ways: microseconds, and whether its bits are those of the first."""
     from forerun.models.cuda.steps.attention import Attention
 
@@ -125,7 +126,8 @@ def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
     shapes = {name: topology_of(parents) for name, parents in TREES.items()}
     shapes |= {"prompt": chain_of(MAX_ROWS), "8 roots / 8": chain_of(1)}
-    for name, shape in shapes.items():
+    for name in only or shapes:
+        shape = shapes[name]
         spans, tiled_nodes = [_span(shape, pages, length)], nodes_per_group(*shape_of, tiled=True)
         if name.startswith("8"):
             each = length // PAGE // 8
@@ -156,6 +158,7 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
+    most += ", flipped" * (how.warps == 1 and how.narrow)
     most += ", spread" * how.spread
     return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
 
@@ -164,12 +167,13 @@ def _bytes(each: int, usual: Sharing, old: Sharing) -> list[Sharing]:
     """Of keys and values of 8 bits, whose steps ahead are no matter of stages."""
     if usual.spread:
         small = replace(usual, rows=64, warps=4, narrow=False)
-        return [replace(usual, spread=False), replace(usual, stages=2), small, replace(small, stages=2)]
+        return [replace(usual, spread=False), replace(usual, stages=2), small]
     four = replace(old, rows=16, warps=4, stages=4, registers=168, narrow=False)
     if usual.warps > 1:
         wide = replace(four, rows=64, registers=None)
         return [four, wide, replace(wide, registers=168), replace(wide, rows=128, warps=8)]
     alone = [replace(usual, rows=rows, stages=stages) for rows in (8, 16) for stages in (1, 2) if rows >= each]
+    alone.append(replace(usual, rows=16, stages=1, narrow=True))
     return [*alone, four, replace(four, warps=2, registers=None)]
 
 

@@ -118,7 +118,7 @@ def _columns(kept, D: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
                PROGRAMS, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-               WINDOW: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+               WINDOW: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr, FLIP: tl.constexpr, PDL: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32."""
     g, h, rank = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -154,13 +154,19 @@ def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums
                 slot = tl.load(ints + pages + start // TILE + 1, mask=start + TILE < end, other=0) * TILE
             for p0 in tl.range(start, end, TILE, num_stages=1):
                 if AHEAD:
-                    scores = tl.dot(wide(k, FORMAT), q)
+                    if FLIP:
+                        scores = tl.trans(tl.dot(tl.trans(q), tl.trans(wide(k, FORMAT))))
+                    else:
+                        scores = tl.dot(wide(k, FORMAT), q)
                     k = fetch(mine, slot + t, D, FORMAT)
                 else:
                     k = fetch(mine, slot + t, D, FORMAT)
                     if SIZE <= 8:
                         v = _values(theirs, slot, D)
-                    scores = tl.dot(wide(k, FORMAT), q)
+                    if FLIP:
+                        scores = tl.trans(tl.dot(tl.trans(q), tl.trans(wide(k, FORMAT))))
+                    else:
+                        scores = tl.dot(wide(k, FORMAT), q)
                     if SIZE > 8:
                         v = _values(theirs, slot, D)
                     slot = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0) * TILE
@@ -175,7 +181,11 @@ def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums
                 top, safe, shrink = rise(top, tl.max(scores, 0))
                 weights = tl.exp2(scores - safe[None, :])
                 total = total * shrink + tl.sum((weights + 2.0).to(tl.int32, bitcast=True), 0).to(tl.float32) * PART
-                acc = tl.dot(_columns(v, D, FORMAT), weights.to(tl.float16), acc * shrink[None, :])
+                if FLIP:
+                    acc = tl.trans(tl.dot(tl.trans(weights.to(tl.float16)), tl.trans(_columns(v, D, FORMAT)),
+                                          tl.trans(acc * shrink[None, :])))  # fmt: skip
+                else:
+                    acc = tl.dot(_columns(v, D, FORMAT), weights.to(tl.float16), acc * shrink[None, :])
                 if AHEAD:
                     v = _values(theirs, slot, D)
                     slot = tl.load(ints + pages + p0 // TILE + 2, mask=p0 + 2 * TILE < end, other=0) * TILE

@@ -21,7 +21,9 @@ from forerun.models.pages import PAGE
 MOST_PAGES = 1 << 17  # whose keys and values of 8 bits are written as numbers of 16
 SPREADING = 64  # programs to a group and head that write keys and values of 8 bits as numbers of 16
 import os
-STEPT=int(os.environ.get("STEPT","8")); STEPC=int(os.environ.get("STEPC","16"))
+
+STEPT = int(os.environ.get("STEPT", "8"))
+STEPC = int(os.environ.get("STEPC", "16"))
 COMBINING = 1024  # programs that look for parts to add up, at most
 _FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
 
@@ -124,7 +126,7 @@ class Attention:
             kernels_few.attend_few[size.shared, config.kv_heads, how.programs](
                 queries, keys, values, run.ints, run.groups, run.positions, self.parts, self.tops, self.sums, scale,
                 kv.stride(1), self.split_stride, how.programs, H=config.heads, HKV=config.kv_heads, EACH=each,
-                D=config.head_dim, WINDOW=window, CAP=cap / math.log(2), SIZE=how.rows, AHEAD=how.stages > 1,
+                D=config.head_dim, WINDOW=window, CAP=cap / math.log(2), SIZE=how.rows, AHEAD=how.stages > 1, FLIP=how.narrow,
                 PDL=self.pdl, FORMAT=kept_as, num_warps=1, num_stages=1, **settings,
             )  # fmt: skip
         else:
