@@ -54,7 +54,6 @@ def main() -> None:
     add("--prompts", default="32000", help="contexts whose prompts are read twice, and timed the second time")
     add("--kv-dtype", default="auto", choices=["auto", *KV_DTYPES], help="of the KV cache; default: %(default)s")
     add("--ways", action="store_true", help="time attention alone in every way, and no passes")
-    add("--only", default="", help="of what is attended to by these alone, by comma, as the table names them")
     flags = parser.parse_args()
     lengths = [int(word) for word in words(flags.lengths)]
     shape, vocabulary = SHAPES[flags.shape]
@@ -63,7 +62,7 @@ def main() -> None:
     config = DecoderConfig.from_hf(weights.config)
     if flags.ways:
         for length in lengths:
-            _ways(config, length, KV_DTYPES.get(flags.kv_dtype), [word.strip() for word in words(flags.only)])
+            _ways(config, length, KV_DTYPES.get(flags.kv_dtype))
         return
     target = CudaDecoder(
         config, weights, dtype=torch.bfloat16, kv_slots=max(*lengths, 64 * 1024) + 2 * ROOM,
@@ -110,7 +109,7 @@ def _roots(target: CudaDecoder, batch: int, length: int) -> float:
     return found
 
 
-def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None, only: list[str]) -> None:
+def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
     """Attention of one layer in all ways: microseconds, and whether its bits are those of the first."""
     from forerun.models.cuda.steps.attention import Attention
 
@@ -125,26 +124,21 @@ def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None, only: li
     queries = queries.bfloat16() if kept is None else queries.half()
     attention = Attention(config, length + ROOM, torch.device("cuda"), 0, starts_early(torch.device("cuda")))
     shapes = {name: topology_of(parents) for name, parents in TREES.items()}
-    shapes |= {"prompt": chain_of(MAX_ROWS), "8 roots / 8": chain_of(1)}
-    for name in only or shapes:
-        shape = shapes[name]
-        spans, tiled_nodes = [_span(shape, pages, length)], nodes_per_group(*shape_of, tiled=True)
-        if name.startswith("8"):
-            each = length // PAGE // 8
-            spans = [_span(shape, pages[i * each :][: each + 1], length // 8) for i in range(8)]
-        plan = plan_pass(spans, nodes_per_group(*shape_of))
+    shapes |= {"prompt": chain_of(MAX_ROWS)}
+    for name, shape in shapes.items():
+        span, tiled_nodes = _span(shape, pages, length), nodes_per_group(*shape_of, tiled=True)
+        plan = plan_pass([span], nodes_per_group(*shape_of))
         micros, wanted = _time(attention, plan, queries, kv, scales, None)
         print(f"{length:>7} {name:>11}: {micros:8.1f} us  not tiled", flush=True)
-        plan = plan_pass(spans, nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes)
-        if not plan.size.tiled:
-            continue
-        each = power_of_two(config.heads // config.kv_heads)
-        usual, old = (
-            tiled_sharing(plan.size, each, config.kv_heads, config.head_dim, attention.processors, kept_in_bytes=known)
-            for known in (kept is not None, False)
+        plan = plan_pass(
+            [span], nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes
         )
-        ways = _other(plan.size, usual) if kept is None else _bytes(each, usual, old)
-        for how in dict.fromkeys((usual, *ways)):
+        given = plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads, config.head_dim
+        usual, old = (
+            tiled_sharing(*given, attention.processors, kept_in_bytes=known) for known in (kept is not None, False)
+        )
+        others = _other(plan.size, usual) if kept is None else [old]
+        for how in dict.fromkeys((usual, *others)):
             micros, out = _time(attention, plan, queries, kv, scales, how)
             flag = "" if torch.equal(out[: plan.rows], wanted[: plan.rows]) else "  BITS DIFFER"
             print(f"{length:>7} {name:>11}: {micros:8.1f} us  {_words(how)}{flag}", flush=True)
@@ -158,23 +152,8 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
-    most += ", flipped" * (how.warps == 1 and how.narrow)
     most += ", spread" * how.spread
     return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
-
-
-def _bytes(each: int, usual: Sharing, old: Sharing) -> list[Sharing]:
-    """Of keys and values of 8 bits, whose steps ahead are no matter of stages."""
-    if usual.spread:
-        small = replace(usual, rows=64, warps=4, narrow=False)
-        return [replace(usual, spread=False), replace(usual, stages=2), small]
-    four = replace(old, rows=16, warps=4, stages=4, registers=168, narrow=False)
-    if usual.warps > 1:
-        wide = replace(four, rows=64, registers=None)
-        return [four, wide, replace(wide, registers=168), replace(wide, rows=128, warps=8)]
-    alone = [replace(usual, rows=rows, stages=stages) for rows in (8, 16) for stages in (1, 2) if rows >= each]
-    alone.append(replace(usual, rows=16, stages=1, narrow=True))
-    return [*alone, four, replace(four, warps=2, registers=None)]
 
 
 def _other(size: Size, usual: Sharing) -> list[Sharing]:

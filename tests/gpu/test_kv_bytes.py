@@ -137,7 +137,7 @@ def test_tiled_passes_over_bytes_find_what_others_find(
         must_agree(attend(plan, queries, numbers, 0, how, scales=scales)[: plan.rows], wanted)
 
 
-FEW = (Sharing(3, walked=0, stages=1, rows=16, warps=1), Sharing(2, walked=0, stages=2, rows=8, warps=1))
+FEW = (Sharing(3, walked=0, stages=1, rows=16, warps=1), Sharing(2, walked=0, stages=1, rows=8, warps=1))
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_prompts_read_numbers_that_were_written_before(
     ]  # fmt: skip
     queries, numbers, scales, plain = numbers_of(kept, 32)
     monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
-    monkeypatch.setattr("forerun.models.cuda.steps.attention.MOST_PAGES", room)
+    monkeypatch.setattr("forerun.models.cuda.steps.attention.PAGES", room)
     plan = plan_pass(spans, 16, tiled_nodes=32)
     wanted = attend(plan, queries, numbers, window, WALKED, scales=scales)[: plan.rows]
     torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, plain, window), atol=3e-2, rtol=3e-2)

@@ -118,7 +118,7 @@ def _columns(kept, D: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
                PROGRAMS, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-               WINDOW: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr, FLIP: tl.constexpr, PDL: tl.constexpr,
+               WINDOW: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32."""
     g, h, rank = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,27 +149,12 @@ def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums
             top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
             total, acc = tl.zeros((SIZE,), dtype=tl.float32), tl.zeros((D, SIZE), dtype=tl.float32)
             slot = tl.load(ints + pages + start // TILE, mask=start < end, other=0) * TILE
-            if AHEAD:
-                k, v = fetch(mine, slot + t, D, FORMAT), _values(theirs, slot, D)
-                slot = tl.load(ints + pages + start // TILE + 1, mask=start + TILE < end, other=0) * TILE
+            # where a tile's numbers were needed last, those of the next are asked for
+            k, v = fetch(mine, slot + t, D, FORMAT), _values(theirs, slot, D)
+            slot = tl.load(ints + pages + start // TILE + 1, mask=start + TILE < end, other=0) * TILE
             for p0 in tl.range(start, end, TILE, num_stages=1):
-                if AHEAD:
-                    if FLIP:
-                        scores = tl.trans(tl.dot(tl.trans(q), tl.trans(wide(k, FORMAT))))
-                    else:
-                        scores = tl.dot(wide(k, FORMAT), q)
-                    k = fetch(mine, slot + t, D, FORMAT)
-                else:
-                    k = fetch(mine, slot + t, D, FORMAT)
-                    if SIZE <= 8:
-                        v = _values(theirs, slot, D)
-                    if FLIP:
-                        scores = tl.trans(tl.dot(tl.trans(q), tl.trans(wide(k, FORMAT))))
-                    else:
-                        scores = tl.dot(wide(k, FORMAT), q)
-                    if SIZE > 8:
-                        v = _values(theirs, slot, D)
-                    slot = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0) * TILE
+                scores = tl.dot(wide(k, FORMAT), q)
+                k = fetch(mine, slot + t, D, FORMAT)
                 scores *= scale
                 if CAP > 0:
                     scores = CAP - 2 * CAP / (1.0 + tl.exp2(scores * (2 * LOG2_E)))
@@ -181,14 +166,9 @@ def attend_few(queries, keys, values, ints, groups, positions, parts, tops, sums
                 top, safe, shrink = rise(top, tl.max(scores, 0))
                 weights = tl.exp2(scores - safe[None, :])
                 total = total * shrink + tl.sum((weights + 2.0).to(tl.int32, bitcast=True), 0).to(tl.float32) * PART
-                if FLIP:
-                    acc = tl.trans(tl.dot(tl.trans(weights.to(tl.float16)), tl.trans(_columns(v, D, FORMAT)),
-                                          tl.trans(acc * shrink[None, :])))  # fmt: skip
-                else:
-                    acc = tl.dot(_columns(v, D, FORMAT), weights.to(tl.float16), acc * shrink[None, :])
-                if AHEAD:
-                    v = _values(theirs, slot, D)
-                    slot = tl.load(ints + pages + p0 // TILE + 2, mask=p0 + 2 * TILE < end, other=0) * TILE
+                acc = tl.dot(_columns(v, D, FORMAT), weights.to(tl.float16), acc * shrink[None, :])
+                v = _values(theirs, slot, D)
+                slot = tl.load(ints + pages + p0 // TILE + 2, mask=p0 + 2 * TILE < end, other=0) * TILE
             part = (s * split_stride + row).to(tl.int64)
             tl.store(parts + part[None, :] * D + place[:, None], acc, mask=real[None, :])
             tl.store(tops + part, top, mask=real)

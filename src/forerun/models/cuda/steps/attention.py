@@ -14,16 +14,11 @@ from forerun.models.cuda.kernels import few as kernels_few
 from forerun.models.cuda.kernels import kv_bytes
 from forerun.models.cuda.kernels import tiled as kernels_tiled
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, split_of
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, PAGES, split_of
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for, tiled_sharing
 from forerun.models.pages import PAGE
 
-MOST_PAGES = 1 << 17  # whose keys and values of 8 bits are written as numbers of 16
 SPREADING = 64  # programs to a group and head that write keys and values of 8 bits as numbers of 16
-import os
-
-STEPT = int(os.environ.get("STEPT", "8"))
-STEPC = int(os.environ.get("STEPC", "16"))
 COMBINING = 1024  # programs that look for parts to add up, at most
 _FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
 
@@ -54,7 +49,7 @@ class Attention:
         self.parts = torch.empty(rows * widest, device=device)
         self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
         self.numbers = self.parts.view(torch.float16)  # keys and values of 8 bits, as a pass reads them: see _spread
-        self.in_order = torch.arange(rows * widest // (PAGE * widest), dtype=torch.int32, device=device)
+        self.in_order = torch.arange(PAGES, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -126,7 +121,7 @@ class Attention:
             kernels_few.attend_few[size.shared, config.kv_heads, how.programs](
                 queries, keys, values, run.ints, run.groups, run.positions, self.parts, self.tops, self.sums, scale,
                 kv.stride(1), self.split_stride, how.programs, H=config.heads, HKV=config.kv_heads, EACH=each,
-                D=config.head_dim, WINDOW=window, CAP=cap / math.log(2), SIZE=how.rows, AHEAD=how.stages > 1, FLIP=how.narrow,
+                D=config.head_dim, WINDOW=window, CAP=cap / math.log(2), SIZE=how.rows,
                 PDL=self.pdl, FORMAT=kept_as, num_warps=1, num_stages=1, **settings,
             )  # fmt: skip
         else:
@@ -140,11 +135,11 @@ class Attention:
                 SPREAD=spread, num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
             )  # fmt: skip
         if not size.lone:
-            self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, STEPC, settings)
+            self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, 16, settings)
             return
         kernels_tiled.combine_trees[size.rows, config.kv_heads](
             out, queries, keys, values, run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
-            self.sums, own, scale, kv.stride(1), self.split_stride, STEP=STEPT, SKIPS=how.walked > 0,
+            self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
             num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
         )  # fmt: skip
 
@@ -158,7 +153,7 @@ class Attention:
         """
         size, heads, dim = run.size, kv.shape[1], kv.shape[3]
         first_page = MAX_ROWS + 3 * size.rows + FIELDS * size.groups
-        most = min(self.numbers.numel() // (2 * heads * PAGE * dim), len(self.in_order), MOST_PAGES)
+        most = min(self.numbers.numel() // (2 * heads * PAGE * dim), len(self.in_order))
         kernels_tiled.spread[size.shared, heads, SPREADING](
             keys, values, run.ints, run.groups, run.positions, self.numbers, kv.stride(1), first_page, most,
             EACH=each, D=dim, WINDOW=window, PDL=self.pdl, FORMAT=kept_as, num_warps=4, **settings,
