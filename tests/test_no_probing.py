@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "forerun"
 # callers pass (prompts as arrays, streamers).
 NOT_OURS = {
     "api/dropin/wrapped.py": 2,
-    "api/prompts.py": 3,
+    "api/calls.py": 3,
     "build/memory_limit.py": 1,
     "cli/doctor.py": 1,
     "core/params.py": 1,

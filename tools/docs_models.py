@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from forerun.models.cuda.gguf_weights import BITS
+from forerun.models.cuda.file_weights import BITS
 from forerun.models.cuda.network import reason_against
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.families import FAMILIES

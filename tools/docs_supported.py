@@ -20,7 +20,7 @@ from forerun.core.errors import InvalidInput, UnsupportedModel
 from forerun.core.params import Dtype
 from forerun.heads import heads_in_the_box
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.gguf_weights import BITS
+from forerun.models.cuda.file_weights import BITS
 from forerun.models.cuda.network import HAS, reason_against
 from forerun.models.families import FAMILIES, WRAPPED, RecurrentKind
 from forerun.models.hybrid.mixers import DeltaNet, Mamba2, Memory, ShortConv

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 from forerun import LLM
-from forerun.server.refresh import Recorder
+from forerun.server.service import Recorder
 from forerun.train.refresh import refresh
 
 COLOURS = ["red", "blue", "green", "black", "white", "yellow", "grey", "brown"]

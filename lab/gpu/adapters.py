@@ -23,10 +23,9 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
 from forerun.engine.engine import Engine
-from forerun.models.adapters import AdapterPool
+from forerun.models.adapters import Adapter, AdapterPool
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.load.adapter import Adapter
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 from lab.gpu.rounds import make_drafter, random_head

@@ -26,7 +26,7 @@ from forerun.referee.ask import symbol_ids
 from forerun.referee.checkpoint import make_model
 from forerun.referee.evidence import FALSE_ALARMS, Drawn, Evidence, TwoSamples
 from forerun.referee.law_checks import LAWS, LENGTH, bettors_of
-from forerun.referee.planted import BUGS, FOUND_BY, Planted
+from forerun.referee.planted import BUGS, Planted
 from forerun.referee.report import as_document
 from forerun.referee.suite import Budget, Court, chosen_checks, run_suite
 from forerun.referee.tables import FAR, Contexts, Floats, Ints, Pair, Rules, make_pair
@@ -178,7 +178,7 @@ def _texts(pair: Pair, rules: Rules, rng: np.random.Generator, runs: int) -> tup
 def planted(bug: str, seed: int) -> dict[str, Any]:
     """Is the bug found by its check, with what this check has in a run of all of them?"""
     whole = chosen_checks()
-    name = FOUND_BY[bug]
+    name = BUGS[bug][0]
     share = next(each.share for each in whole if each.name == name)
     tokens = max(2000, int(54_000 * share / sum(each.share for each in whole)))
     pair = make_pair(0)

@@ -24,7 +24,7 @@ from rich.console import Console
 from forerun.core.errors import InvalidInput
 from forerun.measure.bench.alternate import in_turn
 from forerun.measure.bench.suites import load_suite
-from forerun.measure.peers.endpoint import base_of, first_model
+from forerun.measure.peers.process import base_of, first_model
 from forerun.measure.report.tables import figure_table
 from lab.runner import Document, Run, picture, share
 from lab.serve.load import Load, Target, figures, host_figures, over_off, plot, read_host, send_all

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api.async_llm import AsyncLLM
-    from forerun.api.completion import Completion
+    from forerun.api.completion import AsyncStream, Completion, Stream
     from forerun.api.dropin.wrapped import wrap
     from forerun.api.llm import LLM
-    from forerun.api.streams import AsyncStream, Stream
     from forerun.core.errors import ForerunError
     from forerun.core.params import EngineConfig, LawProcessor, Prefix, SamplingParams, SpeculativeConfig
     from forerun.core.types import Budget, Event, Request, TokenLogprob
@@ -45,8 +44,8 @@ __all__ = [
 _RUN_MODELS = ("LLM", "AsyncLLM", "wrap")  # these import torch
 _HOMES = {
     "AsyncLLM": "forerun.api.async_llm",
-    "AsyncStream": "forerun.api.streams",
-    "Stream": "forerun.api.streams",
+    "AsyncStream": "forerun.api.completion",
+    "Stream": "forerun.api.completion",
     "LLM": "forerun.api.llm",
     "Completion": "forerun.api.completion",
     "Budget": "forerun.core.types",

@@ -17,8 +17,7 @@ from ray.exceptions import RayError
 from forerun.core.types import Event
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.cluster.backend import ClusterBackend, StreamLost
-from forerun.server.cluster.loads import NOTHING, Report
-from forerun.server.cluster.replica import Begun, Item
+from forerun.server.cluster.replica import NOTHING, Begun, Item, Report
 
 FIRST, SECOND = Event(0, (1, 2), 1, "a"), Event(0, (3,), 0, "b")
 

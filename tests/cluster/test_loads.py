@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from forerun.server.backends.base import Load
-from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
+from forerun.server.cluster.replica import Loads, ReplicaGauges, Report
 
 
 def report(name: str, tokens: int, running: int = 1, problem: str | None = None) -> Report:

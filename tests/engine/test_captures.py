@@ -7,9 +7,9 @@ from typing import Any
 
 from forerun.core.params import SamplingParams
 from forerun.core.types import Request
-from forerun.engine.captures import FIRST_SHARE, SHARE, WORTH_CAPTURES, CaptureTurns
 from forerun.engine.driver import _LEADER, Driver, Waiter
-from forerun.models.cuda.later import LaterCaptures
+from forerun.engine.round import FIRST_SHARE, SHARE, WORTH_CAPTURES, CaptureTurns
+from forerun.models.cuda.graphs import LaterCaptures
 
 
 class Kernels:

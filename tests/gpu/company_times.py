@@ -19,6 +19,8 @@ from forerun.core.types import Request
 from forerun.engine.engine import Engine
 from tests.gpu.sparse_times import source_prompts
 
+BESIDE = 8  # short requests that are written at once, mostly fewer
+
 
 def main() -> None:
     """The command line."""
@@ -79,6 +81,7 @@ def _arrivals(llm: LLM, given: argparse.Namespace) -> None:
     short = [tuple(draw.sample(tokens, min(len(tokens), draw.randint(40, 160)))) for _ in range(given.requests)]
     times = [draw.expovariate(given.rate) for _ in short]
     long = source_prompts(llm, given.prompt, 1)[0]
+    llm.engine.captures.up_to(BESIDE)
     for name in ("none", None):
         base = 0.0
         for beside in (False, False, True, True):  # each kind twice: the first time compiles

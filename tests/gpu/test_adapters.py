@@ -20,11 +20,10 @@ from forerun.core.errors import DamagedFile
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, LoadedAdapter, Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.engine import Engine
-from forerun.models.adapters import AdapterPool
+from forerun.models.adapters import Adapter, AdapterPool
 from forerun.models.cuda.adapters import PARTS, AdapterStacks, splits_of
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
-from forerun.models.load.adapter import Adapter
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import (
     DEVICES,

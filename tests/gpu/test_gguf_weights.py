@@ -20,8 +20,7 @@ from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import pool
 from forerun.models.cuda.cubin.packing import _widen
-from forerun.models.cuda.file_weights import weight_of
-from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
+from forerun.models.cuda.file_weights import GgufNumbers, StoredBlocks, pack_gguf, weight_of
 from forerun.models.cuda.network import Model
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Strips

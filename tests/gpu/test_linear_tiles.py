@@ -47,7 +47,7 @@ def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tenso
         found["kv"][1], unused, unused, rope, positions, slots, partial, counters, *[unused] * 7, ROWS, 1e-5,
         SLOTS * DIM, N=outputs, K=DEPTH, MODE=mode, BN=tile, BK=64, SPLIT=splits, MT=wide, TILES=tiles, TILES_UP=32,
         H=HEADS, HKV=KV_HEADS, D=DIM, ROT=DIM // 2, BIAS=False, HEAD_NORM=False, ROPE=True, TMA=False, PDL=False,
-        W8=False, NORMED=mode == QKV, ROOM=0, RANK=0, ADAPTED_ROOM=0, GELU=False, SUMS=False, **settings,
+        W8=False, NORMED=mode == QKV, ROOM=0, RANK=0, ADAPTED_ROOM=0, GELU=False, SUMS=False, SHARE=1.0, **settings,
     )  # fmt: skip
     assert not counters.any()
     return found

@@ -16,8 +16,7 @@ from forerun.core.types import Needs
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.parallel.decoder import ParallelTarget
-from forerun.models.parallel.group import Backend
+from forerun.models.parallel.decoder import Backend, ParallelTarget
 from forerun.models.parallel.launch import load_parallel
 from forerun.testing import check_target
 from tests.models.tiny_checkpoints import VOCAB

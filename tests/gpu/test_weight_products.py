@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.cubin import build, packing
+from forerun.models.cuda.cubin import packing
 from forerun.models.cuda.cubin.packing import pack_bf16, pack_bytes, pack_e4m3, pack_int4, pack_k, pair_gates
-from forerun.models.cuda.cubin.products import Cut, Products, splits_of
+from forerun.models.cuda.cubin.products import FILES, Cut, Products, path_of, splits_of
 from tests.gpu.packed_weights import FORMATS, Rows, make, multiply, new_out
+from tools.cubins import build
 
 LOGITS = 3
 
@@ -25,11 +26,11 @@ LOGITS = 3
 def products() -> Products:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    missing = [name for name in ("quantise", *build.FILES) if not build.path_of(name).exists()]
+    missing = [name for name in ("quantise", *FILES) if not path_of(name).exists()]
     if missing:
         if shutil.which("nvcc") is None:
             pytest.skip(f"{missing[0]} is not compiled, and there is no nvcc")
-        build.build(missing, [], jobs=8)
+        build(missing, [], jobs=8)
     return Products(torch.device("cuda"))
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from forerun.core.errors import InvalidInput
 from forerun.measure.bench import suites
-from forerun.measure.bench.long import LENGTHS, LONG_TASKS, PER_TASK, lengths_in
-from forerun.measure.bench.suites import Item, load_suite, suite_size
+from forerun.measure.bench.suites import LENGTHS, LONG_TASKS, PER_TASK, Item, lengths_in, load_suite, suite_size
 
 
 class Words:

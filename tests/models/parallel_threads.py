@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import DecoderConfig
-from forerun.models.parallel.decoder import ParallelFollower, ParallelTarget, PassPlan
-from forerun.models.parallel.group import Group
-from forerun.models.parallel.split import Part
+from forerun.models.parallel.decoder import Group, ParallelFollower, ParallelTarget, Part, PassPlan
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ from forerun.core.types import Needs, Prompts, TreeBatch, Verdict
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.hybrid.stateful import StatefulDecoder
-from forerun.models.hybrid.states import States
+from forerun.models.hybrid.stateful import StatefulDecoder, States
 from forerun.models.native import library as native
 from forerun.models.native.target import native_decoder
 from forerun.models.pages import PAGE

@@ -13,9 +13,7 @@ from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import Needs, TreeBatch, Verdict
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
-from forerun.models.parallel.decoder import PassPlan
-from forerun.models.parallel.group import PLAN, Group
-from forerun.models.parallel.split import Part, SplitWeights, check_split, config_of
+from forerun.models.parallel.decoder import PLAN, Group, Part, PassPlan, SplitWeights, check_split, config_of
 from forerun.testing import FakeSeq, check_target
 from tests.models.parallel_threads import connect, parallel_target
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save

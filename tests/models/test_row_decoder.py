@@ -24,7 +24,7 @@ from forerun.models.cuda.network import check_supported
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid import latent as latent_module
 from forerun.models.hybrid import rows as rows_module
-from forerun.models.hybrid.row_decoder import RowDecoder
+from forerun.models.hybrid.target import RowDecoder
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.load.shapes import expected_shapes
 from forerun.models.native import library as native

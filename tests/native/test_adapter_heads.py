@@ -14,7 +14,7 @@ from forerun import LLM
 from forerun.core.errors import ForerunError, InvalidInput
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.heads.formats import read_tensors, write_shards
-from forerun.models.load.adapter import Adapter
+from forerun.models.adapters import Adapter
 from forerun.models.native import library
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB

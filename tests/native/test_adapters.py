@@ -27,13 +27,11 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, PlainSeq, Request, TreeBatch
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
-from forerun.models.adapters import AdapterPool, is_another_model
+from forerun.models.adapters import _DOWN, _UP, Adapter, AdapterPool, is_another_model
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.load.adapter import _DOWN, _UP, Adapter
 from forerun.models.native import library
-from forerun.models.native.adapters import NativeAdapter, adapters_of
-from forerun.models.native.target import NativeDecoder
+from forerun.models.native.target import NativeAdapter, NativeDecoder, adapters_of
 from forerun.models.native.weights import Mode
 from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from forerun.models.native import library as native_library
-from forerun.models.native.header import functions
+from forerun.models.native.library import functions
 from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
 from tests.native.packed_linear import apply

@@ -14,8 +14,8 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Event, Needs, Request, TreeBatch, Verdict
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig
-from forerun.models.native import plain_run
-from forerun.models.native.plain_run import MOST
+from forerun.models.native import pass_rows
+from forerun.models.native.pass_rows import MOST
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that others use too must not shorten the runs."""
-    monkeypatch.setattr(plain_run, "SECONDS", 60.0)
+    monkeypatch.setattr(pass_rows, "SECONDS", 60.0)
 
 
 def target_of(checkpoint: Checkpoint, mode: Mode = "float32") -> NativeDecoder:
@@ -109,7 +109,7 @@ def test_texts_events_and_rounds_are_those_of_one_pass_at_a_time(
     target = target_of(checkpoint, mode)
     passes = count_calls(monkeypatch, target)
     got = written(engine_of(target, drafter, stop_ids), PROMPTS, params)
-    monkeypatch.setattr(plain_run, "MOST", 0)
+    monkeypatch.setattr(pass_rows, "MOST", 0)
     single = target_of(checkpoint, mode)
     ones = count_calls(monkeypatch, single)
     wanted = written(engine_of(single, drafter, stop_ids), PROMPTS, params)
@@ -144,7 +144,7 @@ def test_the_first_token_waits_for_no_other(checkpoint: Checkpoint, monkeypatch:
 
 
 def test_slow_passes_are_run_one_by_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_run, "SECONDS", 0.0)
+    monkeypatch.setattr(pass_rows, "SECONDS", 0.0)
     target = target_of(checkpoint)
     passes, engine = count_calls(monkeypatch, target), engine_of(target)
     written(engine, PROMPTS[:1], SamplingParams(max_tokens=10))

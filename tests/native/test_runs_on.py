@@ -17,7 +17,7 @@ from forerun.drafters.heads.eagle_head import write_head
 from forerun.drafters.lookup.ngram import GOES_ON, NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.native import library as native_library
-from forerun.models.native import plain_run
+from forerun.models.native import pass_rows
 from forerun.models.native.target import NativeDecoder
 from forerun.testing import FakeSeq
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
@@ -107,7 +107,7 @@ def test_a_head_that_rests_changes_no_round(
     target = target_of(checkpoint)
     passes = count_calls(monkeypatch, target)
     got = written(engine_of(target, drafter, head, Scripted()), PROMPTS, params)
-    monkeypatch.setattr(plain_run, "MOST", 0)
+    monkeypatch.setattr(pass_rows, "MOST", 0)
     single = target_of(checkpoint)
     ones = count_calls(monkeypatch, single)
     wanted = written(engine_of(single, drafter, head, Scripted()), PROMPTS, params)
@@ -124,7 +124,7 @@ def test_what_a_head_drafts_behind_a_run_is_what_it_drafts_behind_single_passes(
     """Its drafts follow from the hidden rows of all passes before them: so these were the right ones."""
     drafts = []
     for most in (3, 0):
-        monkeypatch.setattr(plain_run, "MOST", most)
+        monkeypatch.setattr(pass_rows, "MOST", most)
         engine = engine_of(target_of(checkpoint), "eagle3", head)
         # nothing is known ahead where it drafts: both then draft at the same places
         engine.controller = Scripted(Budget(0, 0, source="free", repeats=3), DRAFT, every=5)
@@ -183,7 +183,7 @@ def test_rows_that_were_not_kept_are_computed(checkpoint: Checkpoint) -> None:  
     """A run for one drafter does not answer another that reads other layers."""
     seq, target = started(checkpoint)
     first = score(target, seq, Needs((0,), match_length=0))
-    assert first.ahead == plain_run.MOST
+    assert first.ahead == pass_rows.MOST
     token = int(first.required_logits[0].argmax())
     target.commit([seq], TreeBatch.chains([seq.tokens[-1:]]), Verdict.of([[]], [token], "cpu"))
     seq.tokens.append(token)
@@ -218,7 +218,7 @@ def test_texts_are_the_same_where_runs_go_past_matches(
     drafter = engine.drafters.get("ngram")
     assert isinstance(drafter, NgramDrafter)
     assert (drafter.needs.match_length or 0) > 1
-    monkeypatch.setattr(plain_run, "MOST", 0)
+    monkeypatch.setattr(pass_rows, "MOST", 0)
     wanted = written(engine_of(target_of(checkpoint), "none", head), PROMPTS, params)
     assert told(got) == told(wanted)
     assert sum(passes_of_a_call >= 4 for passes_of_a_call in passes) > 3
@@ -233,7 +233,7 @@ def test_the_adaptive_controller_writes_the_plain_text(
 ) -> None:  # fmt: skip
     params = SamplingParams(max_tokens=80)
     got = written(engine_of(target_of(checkpoint), drafter, head), PROMPTS, params)
-    monkeypatch.setattr(plain_run, "MOST", 0)
+    monkeypatch.setattr(pass_rows, "MOST", 0)
     assert told(got) == told(written(engine_of(target_of(checkpoint), "none", head), PROMPTS, params))
 
 

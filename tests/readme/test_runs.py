@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from forerun.api.completion import AsyncStream, Stream
 from forerun.api.llm import LLM
-from forerun.api.streams import AsyncStream, Stream
 from forerun.core import registry
 from tests.readme.pages import ALL, EXAMPLES, ROOT, blocks, name_of, needs_model, run_blocks
 

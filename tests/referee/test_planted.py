@@ -14,10 +14,11 @@ import pytest
 from forerun.core.errors import InvalidInput
 from forerun.referee import suite
 from forerun.referee.ask import Answer, Ask, Mode, symbol_ids
-from forerun.referee.planted import BUGS, FOUND_BY, Planted, serve
+from forerun.referee.planted import BUGS, Planted
 from forerun.referee.suite import Budget, Report, chosen_checks, run_suite
 from forerun.referee.tables import Pair
 from forerun.referee.targets import UrlTarget
+from tests.referee.planted_server import serve
 
 OVER_A_SOCKET = (
     "argmax_as_drawn",
@@ -59,14 +60,14 @@ def served(engine: Planted) -> Iterator[UrlTarget]:
 
 
 def test_every_bug_has_its_check() -> None:
-    assert FOUND_BY.keys() == BUGS.keys()
+    assert {name for name, _ in BUGS.values()} <= {each.name for each in chosen_checks()}
     assert len(BUGS) >= 15
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(pair: Pair, bug: str) -> None:
-    report = judged(Planted(pair, frozenset([bug])), pair, FOUND_BY[bug])
-    assert [each.name for each in report.failed] == [FOUND_BY[bug]]
+    report = judged(Planted(pair, frozenset([bug])), pair, BUGS[bug][0])
+    assert [each.name for each in report.failed] == [BUGS[bug][0]]
     finding = report.failed[0].finding
     assert finding.p_value is not None or finding.counterexample
     assert finding.command
@@ -80,7 +81,7 @@ def test_penalties_of_a_rounds_first_token_are_found_with_other_seeds(pair: Pair
     assert [each.finding.detail.partition(":")[0] for each in report.failed] == ["the penalty misses the last tokens"]
 
 
-@pytest.mark.parametrize("name", sorted(set(FOUND_BY.values())))
+@pytest.mark.parametrize("name", sorted({check for check, _ in BUGS.values()}))
 def test_a_right_engine_passes(pair: Pair, name: str) -> None:
     report = judged(Planted(pair, seed=3), pair, name, tokens=2000)
     assert [(each.name, each.status) for each in report.results] == [(name, "pass")]
@@ -89,8 +90,8 @@ def test_a_right_engine_passes(pair: Pair, name: str) -> None:
 @pytest.mark.parametrize("bug", OVER_A_SOCKET)
 def test_a_planted_bug_is_found_over_a_socket(pair: Pair, bug: str) -> None:
     with served(Planted(pair, frozenset([bug]))) as target:
-        report = judged(target, pair, FOUND_BY[bug])
-    assert [each.name for each in report.failed] == [FOUND_BY[bug]]
+        report = judged(target, pair, BUGS[bug][0])
+    assert [each.name for each in report.failed] == [BUGS[bug][0]]
     assert report.failed[0].finding.command.startswith(f"curl -s {target.url}/completions ")
 
 

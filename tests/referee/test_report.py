@@ -17,11 +17,12 @@ import pytest
 from forerun.cli.app import main
 from forerun.referee.ask import Ask, Refused, symbol_ids
 from forerun.referee.checkpoint import make_model
-from forerun.referee.planted import Planted, as_body, ask_from, serve
+from forerun.referee.planted import Planted
 from forerun.referee.report import as_document, as_html, as_junit
 from forerun.referee.suite import CHECKS, Budget, Court, Finding, Report, check, chosen_checks, run_suite
 from forerun.referee.tables import Pair, Rules
 from forerun.referee.targets import CallableTarget, UrlTarget
+from tests.referee.planted_server import as_body, ask_from, serve
 from tests.referee.test_planted import served
 
 

@@ -18,8 +18,8 @@ import torch
 
 from forerun import LLM
 from forerun.core.errors import InvalidInput
+from forerun.models.adapters import Adapter
 from forerun.models.config import DecoderConfig
-from forerun.models.load.adapter import Adapter
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server.backends.start import LOAD_LLM, Loader
 from forerun.server.settings import ServerSettings

@@ -25,17 +25,16 @@ from forerun.api.completion import Completion
 from forerun.api.llm import LLM
 from forerun.core.errors import UnknownName
 from forerun.core.request import Event, Request
-from forerun.engine.captures import CaptureTurns
+from forerun.engine.round import CaptureTurns
 from forerun.models.load.tokenizer import TokenizerParts
 from forerun.server.app import create_app
 from forerun.server.backends import base, process
 from forerun.server.backends.base import ProgressWatch
-from forerun.server.backends.channel import Channel
 from forerun.server.backends.process import ProcessBackend
 from forerun.server.backends.start import EngineLost, EngineProcess, Loader
 from forerun.server.backends.texts import Texts
 from forerun.server.backends.thread import LocalBackend
-from forerun.server.backends.wire import Facts, Packed, pack_event
+from forerun.server.backends.wire import Channel, Facts, Packed, pack_event
 from forerun.server.errors import ApiError
 from forerun.server.service import QUICK, Service
 from forerun.server.settings import ServerSettings

@@ -21,8 +21,8 @@ from forerun.core.request import Branch, Budget, Event, Request, TokenLogprob
 from forerun.engine.stats import RoundCounts
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server.backends.base import EngineError, EngineHangs
-from forerun.server.backends.channel import Channel
 from forerun.server.backends.wire import (
+    Channel,
     pack_ended,
     pack_error,
     pack_event,

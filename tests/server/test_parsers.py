@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from forerun.core.thinking import HARMONY, Start, marks_of
-from forerun.server.parsers.pieces import Parser, PlainParser, found_in, joined
 from forerun.server.parsers.thinking import HarmonyParser, ThinkingParser
-from forerun.server.parsers.tools import ToolParser
+from forerun.server.parsers.tools import Parser, PlainParser, ToolParser, found_in, joined
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {"type": "object", "properties": {

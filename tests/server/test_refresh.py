@@ -24,7 +24,7 @@ from forerun.server.backends.base import Backend
 from forerun.server.backends.process import ProcessBackend
 from forerun.server.backends.start import LOAD_LLM, EngineProcess, Loader
 from forerun.server.backends.thread import LocalBackend
-from forerun.server.refresh import HeadWatch, Recorder
+from forerun.server.service import HeadWatch, Recorder
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import start
 

@@ -15,8 +15,8 @@ from forerun.core.errors import GrammarFailed, InvalidInput
 from forerun.core.params import SamplingParams
 from forerun.core.request import Request
 from forerun.models.load.tokenizer import Tokenizer
+from forerun.server.reading import schema_of_calls
 from forerun.server.schemas import FunctionSpec
-from forerun.server.tools import schema_of_calls
 from forerun.verify.grammar import compiled
 from forerun.verify.grammar.compiled import Grammars
 from forerun.verify.grammar.law import GrammarLaw

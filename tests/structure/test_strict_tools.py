@@ -12,9 +12,8 @@ pytest.importorskip("llguidance")
 
 from forerun.core.params import Prefix, SamplingParams
 from forerun.core.types import Request
-from forerun.server.reading import ReaderFacts, RequestReader
+from forerun.server.reading import ReaderFacts, RequestReader, strict_calls
 from forerun.server.schemas import ChatRequest
-from forerun.server.tools import strict_calls
 from forerun.verify.grammar.compiled import Grammars
 from tests.structure.test_thinking import tokenizer
 

@@ -17,7 +17,7 @@ from forerun.core.errors import InvalidInput, ModelNotFound
 from forerun.drafters.heads.medusa import read_heads
 from forerun.heads import HeadVersions
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.server.refresh import Recorder
+from forerun.server.service import Recorder
 from forerun.train.options import Method
 from forerun.train.refresh import _weigh, read_recordings, refresh
 from forerun.train.run import train

@@ -18,9 +18,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from forerun.api.calls import Call, Calls
-from forerun.api.completion import Completion
+from forerun.api.completion import AsyncStream, Completion, Item
 from forerun.api.llm import LLM
-from forerun.api.streams import AsyncStream, Item
 from forerun.build.load import LoadOptions, load_engine
 from forerun.core.errors import ForerunError, InvalidInput, Overloaded
 from forerun.core.types import Request

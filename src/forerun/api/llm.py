@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 from forerun.api.calls import Call, Calls
 from forerun.api.completion import Completion as Completion
-from forerun.api.streams import Item, Stream
+from forerun.api.completion import Item, Stream
 from forerun.build.load import LoadOptions, load_engine
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Request

@@ -371,13 +371,13 @@ def keeps_packed(checkpoint: Checkpoint, family: DecoderConfig, dtype: str, devi
 
     Quantised safetensors stay as they are with `auto`, GGUF files with `gguf`.
     """
-    from forerun.models.load.quantized.weights import QuantizedWeights
+    from forerun.models.load.quantized.layouts import QuantizedWeights
     from forerun.models.load.weights import GgufWeights
 
     kinds = {"auto": QuantizedWeights, "gguf": GgufWeights}
     if device.type != "cuda" or not isinstance(checkpoint.weights, kinds.get(dtype, ())):
         return False
-    from forerun.models.cuda.gguf_weights import is_packed
+    from forerun.models.cuda.file_weights import is_packed
     from forerun.models.cuda.network import check_supported
     from forerun.models.cuda.pool import has_compiled, pick_kernels
 

@@ -31,8 +31,8 @@ from forerun.models.load.catalog import cache_folder
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+    from forerun.api.calls import Message
     from forerun.api.llm import LLM
-    from forerun.api.prompts import Message
 
 
 @with_settings
@@ -236,7 +236,7 @@ class Conversation:
             self.turns = before  # a question without an answer would come before the next one
 
     def prompt(self) -> list[Message]:
-        from forerun.api.prompts import as_messages
+        from forerun.api.calls import as_messages
 
         return as_messages(self.turns, self.system)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from forerun.api.prompts import as_messages
+from forerun.api.calls import as_messages
 from forerun.cli import loading
 from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, Settings, TraceFile, with_settings, write_document
 from forerun.cli.show import Screen, Written, as_document, over_the_context, room_for, table_console, write_text
@@ -22,8 +22,8 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.api.calls import Prompt
     from forerun.api.llm import LLM
-    from forerun.api.prompts import Prompt
 
 
 @with_settings
@@ -101,7 +101,7 @@ def _text_of(data: bytes, where: str) -> str:
 def _in_template(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
     """The prompt as the model wants it: a chat message where there is a template for it."""
     if llm.tokenizer.has_chat_template and not raw:
-        from forerun.api.prompts import as_messages
+        from forerun.api.calls import as_messages
 
         return as_messages(text.rstrip("\r\n"), system)  # the newline that ends a file is not a part of it
     if system is not None:

@@ -25,8 +25,8 @@ from rich.text import Text
 from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
+    from forerun.api.calls import Prompt
     from forerun.api.llm import LLM, Completion
-    from forerun.api.prompts import Prompt
     from forerun.core.params import SamplingParams
     from forerun.core.types import Event
 

@@ -51,15 +51,12 @@ class Menu(Protocol):
 
     def seconds(self, form: Form, batch: int) -> float:
         """What drafting this form for so many sequences takes, measured where it was."""
-        ...
 
     def rows(self, form: Form, batch: int) -> int:
         """Of the target's pass over trees of this form for so many sequences, padding included."""
-        ...
 
     def expected(self, form: Form) -> float:
         """Tokens of one draft that are accepted on average, as far as the drafter's files say."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,7 +395,6 @@ class LawProcessor(Protocol):
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """The logits [V] fp32 to use, -inf = impossible; the ones given may be changed and returned."""
-        ...
 
 
 class Forces:

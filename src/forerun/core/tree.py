@@ -227,7 +227,6 @@ class NextRoots(Protocol):
 
         A root that only the device knows is read together with the verdict on it (`TreeBatch.follows`).
         """
-        ...
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -361,21 +360,17 @@ class DeviceOutcome(Protocol):
     @property
     def is_latest(self) -> bool:
         """Is it still there? Else a pass that follows it was launched."""
-        ...
 
     @property
     def is_moved(self) -> bool:
         """Are the accepted paths at their places in the KV cache?"""
-        ...
 
     @property
     def trees(self) -> Sequence[int]:
         """[B] which trees of the pass the verdict is on."""
-        ...
 
     def kept(self, which: Sequence[int]) -> DeviceOutcome:
         """On some of these trees."""
-        ...
 
 
 class DeviceSampling(Protocol):
@@ -384,26 +379,21 @@ class DeviceSampling(Protocol):
     @property
     def fields(self) -> int:
         """Numbers per sequence that are sent to the device."""
-        ...
 
     def kinds(self, seqs: Sequence[Any]) -> Hashable | None:
         """What these sequences (`forerun.core.types.Seq`) need; None = all are greedy, or the host must decide.
 
         What is captured for some kinds serves all batches of these.
         """
-        ...
 
     def usual(self) -> Sequence[Hashable]:
         """Kinds that are to be captured beforehand."""
-        ...
 
     def settings(self, seqs: Sequence[Any], kinds: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[fields, B] of every sequence."""
-        ...
 
     def tokens(self, logits: Tensor, positions: Tensor, table: Tensor, kinds: Any, depth: int) -> Tensor:
         """[B, N] after every node: of logits [B, N, V], positions [B, N] and settings [fields, B] on the device."""
-        ...
 
 
 class Verdict:

@@ -72,26 +72,21 @@ class Drafter(Protocol):
     @property
     def needs(self) -> Needs:
         """What it reads from the target."""
-        ...
 
     def offer(self, seq: Seq) -> Offer:
         """What drafting for this sequence would cost now. Decided from committed tokens alone."""
-        ...
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """One tree per sequence; a lone root where nothing is drafted."""
-        ...
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Learn from a round, prompts included (a prompt is a chain accepted whole).
 
         Called after the verdict and before its tokens are appended to `seq.tokens`.
         """
-        ...
 
     def forget(self, seq: Seq) -> None:
         """Free what is held for a sequence: it has ended, or its prompt will be read again after a failed round."""
-        ...
 
 
 @runtime_checkable
@@ -100,7 +95,6 @@ class HasDevice(Protocol):
 
     def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
         """What drafts for all of these behind a round that was not read; None = every round must be read first."""
-        ...
 
 
 def device_of(drafter: Drafter, seqs: Sequence[Seq]) -> DeviceDrafter | None:

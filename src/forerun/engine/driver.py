@@ -21,8 +21,8 @@ from threading import Event as ThreadEvent
 from typing import Protocol
 
 from forerun.core.types import Event, LoadedAdapter, Request
-from forerun.engine.captures import WORTH_CAPTURES
 from forerun.engine.engine import Engine
+from forerun.engine.round import WORTH_CAPTURES
 from forerun.engine.sequence import SequenceState, find_adapter
 
 LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
@@ -87,11 +87,9 @@ class Waits(Protocol):
 
     def is_ready(self) -> bool:
         """Has it come? Asked by any thread."""
-        ...
 
     def wake(self) -> None:
         """It may have come, or there is no leader. Called by any thread."""
-        ...
 
 
 class Waiter:

@@ -27,9 +27,9 @@ from forerun.core.offer import RoundPlan
 from forerun.core.request import TokenLogprob
 from forerun.core.types import Adapters, Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.drafters.device.protocol import Unread
-from forerun.engine.captures import CaptureTurns
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.round import (
+    CaptureTurns,
     Change,
     LaunchDeadline,
     LaunchedRound,
@@ -43,7 +43,7 @@ from forerun.engine.round import (
 )
 from forerun.engine.routing import DrafterPool
 from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
-from forerun.engine.sequence import SWITCHED_OFF, SequenceState, Tokens, check_request, find_adapter
+from forerun.engine.sequence import SequenceState, Tokens, check_request, find_adapter
 from forerun.engine.stats import EngineStats, RoundClock
 from forerun.models.base import Target
 from forerun.verify.base import CompilesGrammars, Verifiers, traits_of
@@ -574,7 +574,7 @@ class Engine:
 
     def enqueue(self, seq: SequenceState) -> None:
         if not self.drafters.has(seq.drafting):  # it was the head of an adapter that has been unloaded meanwhile
-            seq.draft_with(SWITCHED_OFF)
+            seq.draft_with()
         if seq.scores_prompt:
             self._scored[seq.id] = []
         self.scheduler.enqueue(seq)

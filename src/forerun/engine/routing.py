@@ -402,7 +402,7 @@ class DrafterPool:
             self._failed.add(name)
             log.warning("drafter %r failed and is switched off for its sequences: %r", name, error)
         for seq in seqs:
-            seq.draft_with(SWITCHED_OFF)
+            seq.draft_with()
             self._forget(name, seq)
 
     def _forget(self, name: str, seq: SequenceState) -> None:

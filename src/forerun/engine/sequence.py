@@ -185,7 +185,7 @@ class SequenceState:
         """Of every token of its prompt; the first has none."""
         _set(self, "prompt_logprobs", entries)
 
-    def draft_with(self, name: str) -> None:
+    def draft_with(self, name: str = SWITCHED_OFF) -> None:
         _set(self, "drafting", name)
 
 

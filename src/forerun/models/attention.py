@@ -8,9 +8,10 @@ read a part of the context: SparseContext chooses its pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,17 @@ class Span:
     def slots(self) -> list[int]:
         """Where the nodes are written."""
         return slots_of(self.pages, self.length, self.length + self.nodes)
+
+
+class PassRows(NamedTuple):
+    """What one pass computes: M rows, whose they are, and where their hidden rows and logits go."""
+
+    tokens: Sequence[int]
+    spans: Sequence[Span]
+    seqs: Sequence[Seq]  # of the spans
+    hidden: Mapping[int, Tensor]
+    logits: Tensor | None = None  # of the first rows, as many as are given
+    trees: int = 0  # of the spans that are trees, which come first; the others are pieces of prompts
 
 
 @dataclass(frozen=True, slots=True)

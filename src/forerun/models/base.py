@@ -87,7 +87,6 @@ class Target(Protocol):
     @property
     def max_length(self) -> int:
         """Tokens one sequence can hold: the model's context."""
-        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -95,36 +94,29 @@ class Target(Protocol):
     @property
     def can(self) -> Abilities:
         """What it can do; `Abilities.of(self.device)` is right for most targets."""
-        ...
 
     @property
     def used_slots(self) -> int:
         """Slots for keys and values of one token each that sequences hold now, all together."""
-        ...
 
     @property
     def cached_slots(self) -> int:
         """Slots with finished texts, for sequences that start alike: they are free to be taken."""
-        ...
 
     @property
     def slots(self) -> int | None:
         """Slots that there can be in all: no sequence can be longer; None = no limit."""
-        ...
 
     @property
     def source_rules(self) -> SourceRules | None:
         """What an encoder-decoder asks of requests, whose prompts are its sources; None = a decoder alone."""
-        ...
 
     def shared(self) -> SharedWeights | None:
         """Weights that drafters may read; None where there are none to read. Made anew at every call."""
-        ...
 
     @property
     def pass_rows(self) -> int:
         """Rows of prompts that one pass takes at best: more would be read in several."""
-        ...
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache committed tokens that are not cached yet, but the last: at most `rows` of all sequences together.
@@ -134,55 +126,45 @@ class Target(Protocol):
         (a prompt of one token) the chain is empty. What a new sequence shares with one before it, of the same
         `cache_salt`, need not be computed: it counts for no row, and is returned all the same.
         """
-        ...
 
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         """One pass over every node of every tree; positions by depth, each node sees its own ancestors only.
 
         `prompts` are prefilled by the same pass where that can be, and `Scores.read` has what prefill would return.
         """
-        ...
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         """Keep root and path of the trees scored last; forget the other nodes."""
-        ...
 
     def truncate(self, seq: Seq, length: int) -> None:
         """Forget cached tokens beyond the first `length`; unknown sequences are ignored."""
-        ...
 
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Do now, before texts are written, what the first of them would otherwise wait for."""
-        ...
 
     def has_room(self, *lengths: int) -> bool:
         """Could sequences of these lengths, each with a tree on top, be prefilled now, together and in this order?
 
         No answer reserves anything: the next question must name all sequences again.
         """
-        ...
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
         """Slots for trees of `rows` nodes behind these sequences; False = they do not all fit, and none was given."""
-        ...
 
     def reused_tokens(self, seq: Seq) -> int:
         """How many tokens of a sequence were found, and not computed, when it was first prefilled."""
-        ...
 
     def reaches(self, seqs: Sequence[Seq]) -> Sequence[int] | None:
         """How long each may become as it is cached; None = as long as any. Beyond, positions mean something else.
 
         A sequence that has become longer is released and prefilled anew, and no tree goes beyond.
         """
-        ...
 
     def cached_tokens(self, seq: Seq) -> int:
         """How many tokens of a sequence are cached: it grows while a long prompt is prefilled, pass by pass.
 
         Unknown sequences have none. The only question that may come from another thread.
         """
-        ...
 
     def release(self, seq: Seq) -> None:
         """Free everything held for a sequence; unknown sequences are ignored.
@@ -190,7 +172,6 @@ class Target(Protocol):
         Called after a pass over it has failed at any point, too: it must then free whatever was taken, leave other
         sequences as they are, and, where it is interrupted itself, do the rest when it is called again.
         """
-        ...
 
 
 class _OnDevice(Protocol):
@@ -228,7 +209,6 @@ class StartsWithPrompts(Protocol):
 
     def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
         """Rows of prompts that a pass over `nodes` nodes takes: about `rows` of the `waiting` ones."""
-        ...
 
 
 @runtime_checkable
@@ -237,7 +217,6 @@ class HoldsUnread(Protocol):
 
     def occupy(self, seq: Seq) -> None:
         """Hold the KV of a new sequence's tokens, but the last, as zeros."""
-        ...
 
 
 @runtime_checkable
@@ -253,22 +232,18 @@ class Later(Protocol):
     def __len__(self) -> int: ...
     def left(self, batch: int) -> int:
         """Captures for batches of this size."""
-        ...
 
     def is_first(self, batch: int | None) -> bool:
         """Is the next capture, for a batch of this size or the smallest, of a drafter that has none?"""
-        ...
 
     def wants(self, batch: int, waits: bool = True) -> bool:
         """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
-        ...
 
     def next(self, batch: int | None = None, waits: bool = False) -> bool:
         """Make one, for a batch of this size or the smallest; False = nothing can be done now.
 
         `waits`: for kernels that are being compiled.
         """
-        ...
 
 
 @runtime_checkable
@@ -286,11 +261,9 @@ class ServedByProcesses(Protocol):
     @property
     def problem(self) -> str | None:
         """Why it cannot compute any more; None while it can. May be asked from any thread."""
-        ...
 
     def close(self) -> None:
         """End the other processes; later passes raise. A second call changes nothing."""
-        ...
 
 
 class MakesPartial(Protocol):
@@ -303,7 +276,6 @@ class MakesPartial(Protocol):
 
         `context` says which pages of a sequence are read; None = all.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

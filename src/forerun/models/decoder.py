@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from forerun.core.tree import chain_of
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
-from forerun.models.attention import Span, attend, views_of, write_keys
+from forerun.models.attention import PassRows, Span, attend, views_of, write_keys
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
@@ -35,7 +36,7 @@ from forerun.models.layers import (
     softcap_,
 )
 from forerun.models.partial import EarlyExitChain, PartialTarget, reusable_nodes, rows_after_first_layers
-from forerun.models.slots import Piece, SlotTarget
+from forerun.models.slots import Piece, Placement, SlotTarget
 
 CHUNK = 512  # rows of prompts per pass
 
@@ -43,19 +44,10 @@ CHUNK = 512  # rows of prompts per pass
 class Decoder(SlotTarget):
     """Implements forerun.models.base.Target."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-    ) -> None:
-        super().__init__(config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory)
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[Placement]) -> None:
+        super().__init__(config, **placed)
         with torch.no_grad(), torch.inference_mode(False):
-            checkpoint = Checkpoint(weights, config, dtype, self.device)
+            checkpoint = Checkpoint(weights, config, self._dtype, self.device)
             self._embedding = checkpoint.embedding()
             self._blocks = [checkpoint.block(i) for i in range(config.layers)]
             self._final_norm = checkpoint.final_norm()
@@ -82,7 +74,7 @@ class Decoder(SlotTarget):
     ) -> Tensor:
         """[M, D] what leaves the last of some layers; their keys and values are written as in any pass."""
         rows = self._empty_rows(len(tokens))
-        self._run(tokens, spans, seqs, {layers.end: rows}, layers=layers)
+        self._run(PassRows(tokens, spans, seqs, {layers.end: rows}), layers)
         return rows
 
     def final_norm_of(self, rows: Tensor) -> Tensor:
@@ -118,7 +110,7 @@ class Decoder(SlotTarget):
             rows_here = slice(first, first + spans[-1].end)
             into = {layer: out[rows_here] for layer, out in hidden.items()}
             tokens = [token for piece in pieces for token in piece.tokens]
-            self._run(tokens, spans, [piece.seq for piece in pieces], into)
+            self._run(PassRows(tokens, spans, [piece.seq for piece in pieces], into))
             self._keep_rows(into, [slot for span in spans for slot in span.slots])
         chains, found = self._with_found(seqs, fresh, hidden)
         return TreeBatch.chains(chains, self.device), Scores(None, found)
@@ -144,7 +136,7 @@ class Decoder(SlotTarget):
             tokens = [*tokens, *(token for piece in pieces for token in piece.tokens)]
         hidden = self._hidden_rows(needs, len(tokens))
         logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self.device)
-        argmax = self._run_on(seqs, tokens, spans, owners, hidden, logits)
+        argmax = self._run_trees(PassRows(tokens, spans, owners, hidden, logits, len(seqs)))
         if hidden:
             self._keep_rows(hidden, [slot for span in spans for slot in span.slots])
         self._keep_pieces(pieces)
@@ -172,16 +164,12 @@ class Decoder(SlotTarget):
     def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
         return {layer: self._empty_rows(rows) for layer in self._layers(needs)}
 
-    def _run_on(
-        self,
-        drafted: Sequence[Seq],
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor,
-    ) -> list[int] | None:
-        """A pass over the trees of these sequences, first of all; early exits are not computed again."""
+    def _run_trees(self, given: PassRows) -> list[int] | None:
+        """A pass whose trees may have gone through the first layers already: early exits are not computed again."""
+        if not self.early_exits:
+            return self._run(given)
+        tokens, spans, seqs, hidden, *_ = given
+        drafted = seqs[: given.trees]
         chains = [self.early_exits.pop(seq.id, None) for seq in drafted]
         mine = {i: chain for i, chain in enumerate(chains) if chain is not None}
         ends = {chain.end for chain in mine.values()}
@@ -189,28 +177,19 @@ class Decoder(SlotTarget):
         adapted = any(seq.adapter is not None for seq in drafted)  # who drafted may not have had the adapter
         done = reusable_nodes(mine, tokens, spans) if len(ends) == 1 and not hidden and not adapted else {}
         if not done:
-            return self._run(tokens, spans, seqs, hidden, logits)
+            return self._run(given)
         rows = rows_after_first_layers(mine, done, tokens, spans, seqs, self.run_layers)
         rest = LayerSubset(self.config.layers, first=ends.pop())
-        return self._run(tokens, spans, seqs, hidden, logits, rest, rows)
+        return self._run(given, rest, rows)
 
     @torch.inference_mode()
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
-        """One pass over M rows; fills the hidden rows, and the logits of the first rows, as many as are given.
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
+        """One pass, which fills the hidden rows and logits given.
 
         `layers` None = all; `rows` [M, D] enter the first of them, and are overwritten; None = the tokens' embedding.
         Kernels may say where logits are largest.
         """
-        config, data = self.config, self.kv.data
+        (tokens, spans, seqs, hidden, logits, _), config, data = given, self.config, self.kv.data
         heads, head_dim = config.heads, config.head_dim
         qkv = data.new_empty(len(tokens), (heads + 2 * config.kv_heads) * head_dim)
         found = data.new_empty(len(tokens), heads * head_dim)

@@ -93,8 +93,10 @@ def gate(x: Tensor, activation: Activation) -> Tensor:
     return activate(x[:, :inner], activation).mul_(x[:, inner:])
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+def activate(x: Tensor, activation: Activation | Literal["relu", "gelu"]) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    return F.relu(x) if activation == "relu" else F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
 def clamped_gate(x: Tensor, limit: float, alpha: float) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ class Piece:
     tokens: list[int]
 
 
+class Placement(TypedDict):
+    """Where a decoder computes, and what its KV cache may take; see SlotTarget."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+    kv_slots: NotRequired[int | None]
+    kv_memory: NotRequired[int | None]
+
+
 class SlotTarget(BaseTarget):
     """The part of forerun.models.base.Target that is about slots; `prefill` and `score` are the decoders'."""
 
@@ -41,8 +51,8 @@ class SlotTarget(BaseTarget):
         config: DecoderConfig,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        kv_slots: int | None,
+        device: torch.device | str,
+        kv_slots: int | None = None,
         kv_memory: int | None = None,
         kv_dtype: torch.dtype | None = None,
         scales_apart: bool = False,
@@ -51,7 +61,7 @@ class SlotTarget(BaseTarget):
 
         `scales_apart`: those of rows of 8 bits lie in a tensor of their own, and not behind each row.
         """
-        self.config, self._dtype, self.device = config, dtype, device
+        self.config, self._dtype, self.device = config, dtype, torch.device(device)
         self.vocab_size, self.max_length = config.vocab_size, config.max_length
         self._lengths: dict[int, int] = {}  # sequence -> the length that ropes with regimes take for its own
         kinds = {rope.kind: rope.context for rope in config.ropes}
@@ -63,7 +73,7 @@ class SlotTarget(BaseTarget):
             config.kv_heads,
             config.head_dim if scales_apart else row_numbers(config, kept),
             dtype=kept,
-            device=device,
+            device=self.device,
             capacity=kv_slots,
             limit=None if kv_memory is None else kv_memory // slot_bytes(config, kept),
             parts=config.kv_parts,

@@ -174,4 +174,3 @@ class CountsDrafts(Protocol):
 
     def drafting(self) -> tuple[int, int] | None:
         """Drafted and accepted tokens so far; None = it does not say."""
-        ...

@@ -1,7 +1,6 @@
 """Planted: a small speculative engine over a Table, right by default, with published faults that can be switched on.
 
 It is the referee's own test: `forerun verify self-test` must find every fault of `BUGS` and none in the right engine.
-`serve` puts it behind the OpenAI API, so that URL targets are tested over a socket as well.
 """
 
 from __future__ import annotations
@@ -9,75 +8,44 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 
 from forerun.core.errors import InvalidInput
-from forerun.referee.ask import Answer, Ask, Mode, Refused, TokenLogprob, symbol_ids
+from forerun.referee.ask import Answer, Ask, Mode, Refused, TokenLogprob
 from forerun.referee.tables import FAR, Contexts, Floats, Pair, Rules, Table, make_pair
 
-BUGS = {
-    "residual_from_target": "a rejected draft is replaced by a token of the target's law, not of the residual",
-    "draws_per_row": "a drafted token is tested once per branch that holds it, not once",
-    "draft_temperature": "drafts are drawn at another temperature than the law they are tested with",
-    "top_p_one_side": "drafts are drawn with top-p and tested against the law without it",
-    "argmax_as_drawn": "the drafter's likeliest token is tested as if it had been drawn",
-    "relaxed_acceptance": "any drafted token that is likely enough is accepted",
-    "bonus_off_by_one": "the token behind an accepted draft comes from the row before",
-    "first_token_greedy": "the token of the prompt's pass ignores the temperature",
-    "rejected_kv_kept": "the cache keeps the entries of rejected tokens",
-    "batch_rows_mixed": "with several requests at once the cache is read one place off",
-    "prefix_cache_corrupt": "a prompt found in the prefix cache lacks its last entry",
-    "chunk_border": "prompts whose length is a multiple of 16 lose an entry",
-    "noise_repeated": "every round begins with the same random numbers",
-    "noise_shared": "requests without a seed share their random numbers",
-    "seed_ignored": "the seed has no effect",
-    "penalties_from_root": "penalties are those of the round's first token for the whole draft",
-    "min_p_ignored": "min-p is not applied to drafted places",
-    "bias_ignored": "the logit bias is not applied to drafted places",
-    "stop_inside_rounds": "a stop string that spans two rounds is missed",
-    "end_inside_draft": "an end-of-text token inside an accepted draft does not end the text",
-    "limit_overrun": "an accepted draft runs over max_tokens",
-    "grammar_not_rolled_back": "the grammar's state keeps rejected tokens",
-    "logprobs_of_drafter": "the log-probabilities of accepted tokens are the drafter's",
-    "usage_counts_drafts": "completion tokens count rejected drafts",
-    "accepts_nothing": "a head that does not fit drafts nothing but unlikely tokens",
-    "metrics_double": "accepted tokens are counted twice",
-    "slow_under_load": "with several requests at once drafting costs more than it saves",
-}
-FOUND_BY = {  # the check that must find it
-    "residual_from_target": "law.temperature_1",
-    "draws_per_row": "law.temperature_1",
-    "draft_temperature": "law.temperature_1",
-    "top_p_one_side": "law.top_p",
-    "argmax_as_drawn": "law.temperature_1",
-    "relaxed_acceptance": "law.temperature_1",
-    "bonus_off_by_one": "logprobs.law",
-    "first_token_greedy": "law.temperature_1",
-    "rejected_kv_kept": "greedy.alone",
-    "batch_rows_mixed": "greedy.batch",
-    "prefix_cache_corrupt": "greedy.prefix",
-    "chunk_border": "greedy.lengths",
-    "noise_repeated": "law.temperature_1",
-    "noise_shared": "seeds.differ",
-    "seed_ignored": "seeds.repeat",
-    "penalties_from_root": "law.frequency",
-    "min_p_ignored": "law.min_p",
-    "bias_ignored": "law.bias",
-    "stop_inside_rounds": "stop.strings",
-    "end_inside_draft": "limits.end_of_text",
-    "limit_overrun": "limits.max_tokens",
-    "grammar_not_rolled_back": "structure.json",
-    "logprobs_of_drafter": "logprobs.law",
-    "usage_counts_drafts": "usage.counts",
-    "accepts_nothing": "metrics.acceptance",
-    "metrics_double": "metrics.acceptance",
-    "slow_under_load": "speed.load",
+BUGS = {  # the check that must find it, and what is wrong
+    "residual_from_target": ("law.temperature_1", "a rejected draft is replaced by the target's law, not the residual"),
+    "draws_per_row": ("law.temperature_1", "a drafted token is tested once per branch that holds it, not once"),
+    "draft_temperature": ("law.temperature_1", "drafts are drawn at another temperature than they are tested with"),
+    "top_p_one_side": ("law.top_p", "drafts are drawn with top-p and tested against the law without it"),
+    "argmax_as_drawn": ("law.temperature_1", "the drafter's likeliest token is tested as if it had been drawn"),
+    "relaxed_acceptance": ("law.temperature_1", "any drafted token that is likely enough is accepted"),
+    "bonus_off_by_one": ("logprobs.law", "the token behind an accepted draft comes from the row before"),
+    "first_token_greedy": ("law.temperature_1", "the token of the prompt's pass ignores the temperature"),
+    "rejected_kv_kept": ("greedy.alone", "the cache keeps the entries of rejected tokens"),
+    "batch_rows_mixed": ("greedy.batch", "with several requests at once the cache is read one place off"),
+    "prefix_cache_corrupt": ("greedy.prefix", "a prompt found in the prefix cache lacks its last entry"),
+    "chunk_border": ("greedy.lengths", "prompts whose length is a multiple of 16 lose an entry"),
+    "noise_repeated": ("law.temperature_1", "every round begins with the same random numbers"),
+    "noise_shared": ("seeds.differ", "requests without a seed share their random numbers"),
+    "seed_ignored": ("seeds.repeat", "the seed has no effect"),
+    "penalties_from_root": ("law.frequency", "penalties are those of the round's first token for the whole draft"),
+    "min_p_ignored": ("law.min_p", "min-p is not applied to drafted places"),
+    "bias_ignored": ("law.bias", "the logit bias is not applied to drafted places"),
+    "stop_inside_rounds": ("stop.strings", "a stop string that spans two rounds is missed"),
+    "end_inside_draft": ("limits.end_of_text", "an end-of-text token inside an accepted draft does not end the text"),
+    "limit_overrun": ("limits.max_tokens", "an accepted draft runs over max_tokens"),
+    "grammar_not_rolled_back": ("structure.json", "the grammar's state keeps rejected tokens"),
+    "logprobs_of_drafter": ("logprobs.law", "the log-probabilities of accepted tokens are the drafter's"),
+    "usage_counts_drafts": ("usage.counts", "completion tokens count rejected drafts"),
+    "accepts_nothing": ("metrics.acceptance", "a head that does not fit drafts nothing but unlikely tokens"),
+    "metrics_double": ("metrics.acceptance", "accepted tokens are counted twice"),
+    "slow_under_load": ("speed.load", "with several requests at once drafting costs more than it saves"),
 }
 _PASS_SECONDS, _SLOW_SECONDS = 0.0005, 0.05  # of a pass of the target; of drafting, where that is slow
 
@@ -334,84 +302,3 @@ def strings_of(schema: Mapping[str, Any]) -> list[str]:
         raise Refused("this engine knows objects of enumerations only")
     choices = itertools.product(*(each["enum"] for each in fields.values()))
     return [json.dumps(dict(zip(fields, each, strict=True)), separators=(",", ":")) for each in choices]
-
-
-def ask_from(body: Mapping[str, Any], ids: Mapping[str, int]) -> Ask:
-    """An Ask from the fields of /v1/completions."""
-    symbols = {str(i): symbol for symbol, i in ids.items()}
-    names = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    bias = {symbols[token]: value for token, value in body.get("logit_bias", {}).items()}
-    rules = Rules(body.get("temperature", 1.0), **{n: body[n] for n in names if n in body}, bias=bias)
-    stop = body.get("stop") or ()
-    form = body.get("response_format") or {}
-    return Ask(
-        body["prompt"],
-        body.get("max_tokens", 16),
-        rules,
-        body.get("seed"),
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        body.get("logprobs"),
-        form.get("json_schema", {}).get("schema"),
-    )
-
-
-def as_body(done: Answer) -> dict[str, Any]:
-    """An Answer as the JSON of /v1/completions."""
-    logprobs = None
-    if done.logprobs is not None:
-        logprobs = {
-            "tokens": [each.text for each in done.logprobs],
-            "token_logprobs": [each.logprob for each in done.logprobs],
-            "top_logprobs": [dict(each.top) for each in done.logprobs],
-        }
-    usage = {name: getattr(done, name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    metrics = {
-        "num_draft_tokens": done.drafted,
-        "num_accepted_draft_tokens": done.accepted,
-        "num_spec_steps": done.rounds,
-    }
-    choice = {"index": 0, "text": done.text, "finish_reason": done.finish, "logprobs": logprobs}
-    return {"choices": [choice], "usage": usage, "metrics": {"speculative_decoding": metrics}}
-
-
-def serve(engine: Planted, port: int = 0) -> ThreadingHTTPServer:
-    """The engine behind the OpenAI API on this machine; the caller runs `serve_forever` and `shutdown`."""
-    ids, under_way, lock = symbol_ids(engine.pair.target), [0], threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._send(200, {"object": "list", "data": [{"id": "table", "object": "model"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                under_way[0] += 1
-            try:
-                crowded = under_way[0] > 1
-                mode: Mode = "off" if body.get("speculative") == "off" else "on"
-                done = engine.one(ask_from(body, ids), mode, crowded)
-                time.sleep(engine.seconds(done.rounds or 0, mode, crowded))
-                self._send(200, as_body(done))
-            except (Refused, KeyError, TypeError) as error:
-                self._send(400, {"error": {"message": str(error)}})
-            finally:
-                with lock:
-                    under_way[0] -= 1
-
-        def _send(self, status: int, body: Mapping[str, Any]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # of connections: with the usual 5, concurrent ones are dropped
-
-    return Server(("127.0.0.1", port), Handler)

@@ -16,7 +16,7 @@ from forerun.drafters.lookup.alignment import Alignment
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
-from forerun.server.parsers.pieces import Found, Piece, ToolCall
+from forerun.server.parsers.tools import Found, Piece, ToolCall
 from forerun.server.schemas import Generation
 from forerun.server.sse import PLACE, TextLine, as_line, encode
 

@@ -1,24 +1,28 @@
-"""The HTTP front: routes in the OpenAI API's places, and what an operator needs beside them."""
+"""The HTTP front: routes in the OpenAI API's places, and what an operator needs beside them.
+
+Whoever has the admin key loads and unloads LoRA adapters, and has the engine sleep and wake up, under vLLM's names.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
 from forerun import __version__
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.engine.stats import drafts_awaited
 from forerun.server.answers import Answer, Kind
-from forerun.server.doors.adapters import add_adapter_routes, add_sleep_routes
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
@@ -30,12 +34,13 @@ from forerun.server.errors import (
     ApiError,
     add_error_handlers,
     as_api_error,
+    from_validation,
 )  # fmt: skip
 from forerun.server.generation import salted
-from forerun.server.limits import Gate, Guard
+from forerun.server.limits import Gate, Guard, must_be_admin
 from forerun.server.metrics import RequestSpan
 from forerun.server.reading import BODIES, What
-from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from forerun.server.schemas import Body, ChatRequest, CompletionRequest, DetokenizeRequest, Name, TokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import ClientLeft, EventStream, connection_of
@@ -59,7 +64,9 @@ class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             document = self.openapi_schema = super().openapi()
-            bodies: list[tuple[Any, Any]] = [(body, "validation") for body in BODIES.values()]
+            bodies: list[tuple[Any, Any]] = [
+                (body, "validation") for body in (*BODIES.values(), LoadAdapter, UnloadAdapter)
+            ]
             _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
             document["components"]["schemas"] |= found["$defs"]
         return self.openapi_schema
@@ -339,3 +346,76 @@ def _model(name: str, service: Service) -> dict[str, Any]:
     facts = {"id": name, "object": "model", "created": service.created, "owned_by": "forerun"}
     base = {"parent": service.model} if name in service.adapters else {}
     return {**facts, "max_model_len": service.backend.max_length, "root": service.model, **base}
+
+
+class UnloadAdapter(Body):
+    neutral: ClassVar[dict[str, Any]] = {"lora_int_id": None, "load_inplace": False}  # vLLM's
+    lora_name: Annotated[Name, Field(min_length=1)]
+
+
+class LoadAdapter(UnloadAdapter):
+    lora_path: Name
+    head_path: Name | None = None  # a head that drafts for this adapter's texts alone
+
+
+def add_adapter_routes(app: FastAPI, service: Service) -> None:
+    """The routes and bodies that vLLM has."""
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapter))
+    async def load(request: Request) -> Response:
+        body = await _admins_body(request, service, LoadAdapter)
+        given = body.lora_path if body.head_path is None else f"{body.lora_path},head={body.head_path}"
+        return await _changed(service.load_adapter(body.lora_name, given), body.lora_name, "loaded")
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_takes(UnloadAdapter))
+    async def unload(request: Request) -> Response:
+        body = await _admins_body(request, service, UnloadAdapter)
+        return await _changed(service.unload_adapter(body.lora_name), body.lora_name, "unloaded")
+
+
+async def _changed(work: Any, name: str, how: str) -> Response:
+    try:
+        await work
+    except (DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel) as error:  # of the folder that was named
+        raise ApiError(400, str(error), param="lora_path") from None
+    except Exception as error:
+        raise as_api_error(error) from None
+    return JSONResponse({"status": how, "lora_name": name})
+
+
+async def _admins_body(request: Request, service: Service, kind: type[BaseModel]) -> Any:
+    """What an admin has sent; nobody else is read."""
+    must_be_admin(request.headers, service.settings.admin_key)
+    try:
+        return kind.model_validate(json.loads(await request.body()))
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def add_sleep_routes(app: FastAPI, service: Service) -> None:
+    """All answer whether the server sleeps."""
+
+    def state(request: Request) -> dict[str, bool]:
+        must_be_admin(request.headers, service.settings.admin_key)
+        return {"is_sleeping": service.sleeping}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, bool]:
+        return state(request)
+
+    @app.post("/sleep")
+    async def sleep(request: Request) -> dict[str, bool]:
+        state(request)
+        try:
+            await service.sleep()
+        except UnsupportedModel as error:
+            raise ApiError(400, str(error)) from None
+        return state(request)
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> dict[str, bool]:
+        state(request)
+        await service.wake_up()
+        return state(request)

@@ -67,11 +67,9 @@ class WritesEnd(Protocol):
     @property
     def end(self) -> bytes:
         """Behind the last message, whatever that was."""
-        ...
 
     def failed(self, error: ApiError) -> bytes:
         """The message of an error in the middle of a stream."""
-        ...
 
 
 async def _to_the_end(first: bytes, rest: AsyncGenerator[bytes], writer: WritesEnd) -> AsyncGenerator[bytes]:
@@ -132,11 +130,9 @@ class OwnConnection(Protocol):
 
         Waits while the client reads too slowly.
         """
-        ...
 
     async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
         """Await some work; where the client leaves, it is cancelled and ClientLeft raised."""
-        ...
 
 
 def connection_of(scope: Mapping[str, Any]) -> OwnConnection | None:

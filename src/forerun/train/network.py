@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from forerun.core.errors import InvalidInput, UnsupportedModel
+from forerun.models.adapters import Adapter
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import Mlp, unpair
-from forerun.models.load.adapter import Adapter
 from forerun.models.rope import frequencies
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer

@@ -22,16 +22,13 @@ class Verifier(Protocol):
     @property
     def exact(self) -> bool:
         """False is printed wherever results are shown."""
-        ...
 
     @property
     def shares_noise(self) -> bool:
         """The target's token is a function of (law, seed, position): drafters do best with the same noise."""
-        ...
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
         """Walk every tree from its root; return the accepted path and the bonus token."""
-        ...
 
 
 class Traits(NamedTuple):
@@ -68,33 +65,26 @@ class Verifiers(Protocol):
 
     def decide(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> tuple[Laws, Verdict]:
         """Laws and verdict of a round."""
-        ...
 
     def device_decides(self, seqs: Sequence[DecidedSeq]) -> bool:
         """Does a device that samples decide about all of these sequences, some of which are sampled?"""
-        ...
 
     def is_exact(self, name: str) -> bool: ...
 
     def traits(self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool) -> Traits:
         """The constants of a new sequence."""
-        ...
 
     def reads_largest_only(self, seqs: Sequence[Seq]) -> bool:
         """Do their laws depend on the largest logit alone, and on what the model's own rules force or ban?"""
-        ...
 
     def send_logprobs(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> Scores:
         """The scores with log-probabilities on their way, where a device has decided and a sequence wants them."""
-        ...
 
     def logprobs(self, laws: Laws, seq: Seq, first: int, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
         """Of tokens[i] under the law after nodes[i] of its tree, which starts at `first`; and of the likeliest."""
-        ...
 
     def prompt_logprobs(self, scores: Scores, seq: Seq, tokens: Sequence[int]) -> Logprobs:
         """Of tokens[i] of its prompt, under the model's own law at node i of a chain; and of the likeliest."""
-        ...
 
 
 class CompilesGrammars(Protocol):
@@ -102,8 +92,6 @@ class CompilesGrammars(Protocol):
 
     def compile(self, request: Request) -> Request:
         """The request with its structure as a processor of its law; raises where no text can match it."""
-        ...
 
     def warm_up(self) -> None:
         """Do now what the first grammar would wait for."""
-        ...

@@ -97,11 +97,9 @@ class State(Protocol):
 
     def allowed(self) -> Allowed:
         """What may follow here."""
-        ...
 
     def after(self, token: int) -> State:
         """The state when an allowed token has followed."""
-        ...
 
 
 class AllowByState(Masks):

@@ -2,7 +2,7 @@
 
     RunSimulation(X86, Host(), texts).run().speed()
 
-As in forerun.models.native.plain_run, a native call goes on with plain passes behind the one it was asked for, until a
+As in forerun.models.native.pass_rows, a native call goes on with plain passes behind the one it was asked for, until a
 look-up could find something that is worth drafting. Rounds that find their pass already run take the host little.
 Texts are grouped by name, and each group's speed is given over plain decoding, which runs as many passes in every call.
 """

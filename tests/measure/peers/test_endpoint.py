@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from forerun.core.errors import InvalidInput
-from forerun.measure.peers.endpoint import endpoint_contender
+from forerun.measure.peers.process import endpoint_contender
 
 
 class Server(BaseHTTPRequestHandler):

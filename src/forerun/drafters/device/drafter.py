@@ -2,7 +2,7 @@
 
 With each draft go the target's pass over its trees, the commit of the path and the copy of its hidden rows. What is
 captured are all forms of the menu, for every batch size up to a largest; there are two of each where contexts may be
-long. All of it can be left for later (forerun.models.cuda.later): until then texts are written plainly. Nothing is
+long. All of it can be left for later (forerun.models.cuda.graphs): until then texts are written plainly. Nothing is
 captured inside of a round, unless a budget asks for another form.
 """
 

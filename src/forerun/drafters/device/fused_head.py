@@ -9,7 +9,7 @@ from forerun.drafters.device import kernels
 from forerun.drafters.device.head import HeadModel, ResidualStart, pick_fused
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.steps.fused import LOGITS, QKV, RESIDUAL, FusedSteps
+from forerun.models.cuda.steps.fused import LOGITS, QKV, RESIDUAL, FusedSteps, Product
 from forerun.models.cuda.steps.tiles import power_of_two
 from forerun.models.cuda.weights import rows_of
 
@@ -50,7 +50,7 @@ class FusedHeadSteps(FusedSteps):
         )  # fmt: skip
         if model.entry is not None:
             norm = model.layers[0].attention_norm
-            self._linear(run, "entry", RESIDUAL, self.entered, model.entry, self.buffers.rows, norm=norm)
+            self._linear(run, Product("entry", RESIDUAL, self.entered, model.entry, self.buffers.rows, norm=norm))
 
     def pick(self, rows: Tensor) -> None:
         pick_fused(self.buffers.x, self.buffers.queries, self.lifts, rows)
@@ -60,7 +60,7 @@ class FusedHeadSteps(FusedSteps):
             super().qkv(run, layer)
             return
         name, weights = "entering" if "entering" in self.tiles else "qkv", self.model.layers[0]
-        self._linear(run, name, QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
+        self._linear(run, Product(name, QKV, self.entered, weights.qkv, self.buffers.queries, normed=True))
 
     def keys_and_values(self, run: Run, layer: int) -> None:
         """As `qkv` finds them, to the last bit, without the queries: most of the product, where prompts are read."""
@@ -72,9 +72,10 @@ class FusedHeadSteps(FusedSteps):
         if not layer and self._head_model.entry is None:
             given, normed, name = self.entered, True, "entering" if "entering" in self.tiles else "qkv"
         own = rows_of(weights.qkv, heads * self.model.config.head_dim, weights.qkv.shape[0])
-        self._narrow_linear(run, name, QKV, given, own, self.buffers.queries, None, layer, normed, None, heads=0)
+        product = Product(name, QKV, given, own, self.buffers.queries, layer=layer, normed=normed, heads=0)
+        self._narrow_linear(run, product)
 
     def head(self, run: Run) -> None:
         plain = not self._head_model.norms_output
         rows, logits = self.buffers.rows, self.buffers.logits
-        self._linear(run, "head", LOGITS, rows, self.model.head, logits, normed=plain)
+        self._linear(run, Product("head", LOGITS, rows, self.model.head, logits, normed=plain))

@@ -39,28 +39,22 @@ class DeviceMenu(Menu, Protocol):
 
         Else behind its own trees alone, in the form of these.
         """
-        ...
 
     @property
     def complete_to(self) -> int:
         """Batches up to this size have all graphs that they will get, or get them later; 0 = nothing was captured."""
-        ...
 
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to what a pass can hold; None = there is none."""
-        ...
 
     def holds(self, length: int) -> bool:
         """Can sequences of so many tokens be drafted for without a new graph, in forms that are known?"""
-        ...
 
     def knows(self, form: Form, batch: int) -> bool:
         """Can this form be drafted for so many sequences without a new graph?"""
-        ...
 
     def drafting(self, form: Form, batch: int) -> float:
         """Seconds of a draft of any form, on the menu or not."""
-        ...
 
 
 class DeviceDrafter(Protocol):
@@ -74,16 +68,13 @@ class DeviceDrafter(Protocol):
     @property
     def needs(self) -> Needs:
         """Hidden rows of the target's passes that it reads."""
-        ...
 
     @property
     def menu(self) -> DeviceMenu:
         """The forms that it drafts in, with what each takes and should bring."""
-        ...
 
     def is_ready(self, seq: Seq) -> bool:
         """Can it draft for this sequence now? Others may be in the batch: they get some tree behind their root."""
-        ...
 
     def launch(self, seats: Seats, form: Form | None, behind: Unread | None = None) -> TreeBatch | None:
         """Start the draft of one tree of this form for each sequence; a new form is captured first.
@@ -91,15 +82,12 @@ class DeviceDrafter(Protocol):
         With `behind` the draft goes on from a round that was not read, which adds tokens that only the device knows;
         form None = that of its trees. None = it cannot: that round must be read first, and nothing has changed.
         """
-        ...
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Learn from a round that was read, as `Drafter.observe`; the next draft may start here."""
-        ...
 
     def rest(self, seats: Seats, behind: Unread) -> None:
         """A plain round follows unread trees: keep what a later draft needs of their pass (if the menu switches)."""
-        ...
 
     def rehearse(
         self,
@@ -115,8 +103,6 @@ class DeviceDrafter(Protocol):
         is told where the first of it cannot be captured. Only padding is drafted for. Without graphs, as on a CPU,
         there is nothing to do.
         """
-        ...
 
     def forget(self, seq: Seq) -> None:
         """Free what is held for a sequence; trees that were launched for it may still be verified."""
-        ...

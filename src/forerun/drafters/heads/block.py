@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
-from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -40,7 +39,7 @@ from forerun.drafters.heads.base import (
 )
 from forerun.drafters.heads.block_config import BlockKind
 from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
-from forerun.drafters.heads.eagle_head import default_layers
+from forerun.drafters.heads.eagle_head import with_layers
 from forerun.drafters.heads.eagle_torch import attend_to
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
@@ -585,8 +584,5 @@ def load_block(folder: Path, target: Target, kind: BlockKind) -> BlockHead:
     """A head from its folder, for this target; layers that the file does not name are EAGLE-3's usual ones."""
     config, weights = read_block(folder, kind=kind)
     shared = target.shared()
-    if not config.layers:
-        if shared is None or not shared.layers:
-            raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
-        config = replace(config, layers=default_layers(len(shared.layers)))
+    config = with_layers(config, folder, shared)
     return BlockHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

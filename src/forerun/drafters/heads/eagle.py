@@ -3,6 +3,9 @@
 Each sequence has a KV cache of its own for the head, one slot per row. Before a draft, the rows of tokens committed
 since the last one are run with the target's *true* features and kept; the rows of the draft itself are written behind
 them, seen by their own descendants only, and dropped. So a draft never depends on earlier drafts.
+
+A multi-token-prediction layer made of its checkpoint's own parts (`FamilyLayer`) is read as a layer of the target is:
+GLM-4.5's has half-rotated heads and experts, DeepSeek-V3's latent attention, Qwen3-Next's gated attention.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +37,7 @@ from forerun.drafters.heads.base import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, default_layers, read_head
+from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
 from forerun.drafters.heads.eagle_torch import TorchRunner
 from forerun.drafters.heads.formats import (
@@ -45,9 +49,95 @@ from forerun.drafters.heads.formats import (
     write_shards,
 )
 from forerun.drafters.heads.growth import Ranks, Steps, Tree, grow_ranked, lay_out, sample_trees
-from forerun.drafters.heads.mtp_layer import FamilyLayer, check_layer, family_layer
 from forerun.models.base import Target
-from forerun.models.layers import rms_norm
+from forerun.models.config import DecoderConfig
+from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.rows import threads_for_rows
+from forerun.models.hybrid.weights import GatedAttention, HybridCheckpoint
+from forerun.models.layers import gate, mix, norm_heads_, rms_norm, rotate_
+from forerun.models.load import shapes as family_shapes
+
+_HERE, _THERE = "midlayer.", "model.layers.0."
+
+
+def family_layer(values: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DecoderConfig | None:
+    """The shape of the layer, as a model of one; None where config.json names no family with parts beyond Llama's."""
+    try:
+        config = DecoderConfig.from_hf(values)
+    except UnsupportedModel:
+        return None
+    partly = config.ropes[0].dims < config.head_dim
+    if config.moe is None and config.latent is None and not config.gated_attention and not partly:
+        return None
+    sparse = f"{_HERE}mlp.gate.weight" in weights
+    return replace(config, layers=1, recurrent=None, windows=(None,), layer_ropes=(0,), sparse=(sparse,))
+
+
+def check_layer(folder: Path, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
+    """Every weight of the layer is there, of its shape, and there is none that is not read."""
+    named = _named(weights)
+    shapes = {n: s for n, s in family_shapes.expected_shapes(config, cast(Any, named)) if n.startswith(_THERE)}
+    for name, shape in shapes.items():
+        check_weight(folder, named, name, shape)
+    if surplus := next((name for name in named if name not in shapes), None):
+        raise UnsupportedModel(
+            f"the multi-token-prediction layer of {folder} has {surplus.removeprefix(_THERE)!r}, which a layer of "
+            f"{config.family} has not; train one with `forerun train mtp`"
+        )
+
+
+def _named(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_THERE + n.removeprefix(_HERE): w for n, w in weights.items() if n.startswith(_HERE)}
+
+
+class FamilyLayer:
+    """Weights in one precision on one device, and a pass over any rows."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._block = HybridCheckpoint(_named(weights), config, dtype, device).hybrid_block(0)
+
+    def behind(self, x: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """Rows x [N, D] through the layer."""
+        block, config = self._block, self._config
+        assert block.norm is not None and block.mlp_norm is not None  # noqa: PT018
+        norm = partial(rms_norm, eps=config.norm_eps)
+        with threads_for_rows(x.device):
+            rows, turns = norm(x, weight=block.norm), torch.view_as_real(rotations)
+            if isinstance(block.mixer, LatentAttention):
+                x = x + self._latent(rows, block.mixer, turns, attend)
+            else:
+                assert isinstance(block.mixer, GatedAttention)
+                x = x + self._ordinary(rows, block.mixer, rotations, attend)
+            rows = norm(x, weight=block.mlp_norm)
+            if block.experts is not None:
+                assert config.moe is not None
+                return x + mix(rows, block.experts, config.moe, config.activation)
+            assert block.mlp is not None
+            return x + block.mlp.down(gate(block.mlp.gate_up(rows), config.activation))
+
+    def _latent(self, rows: Tensor, mixer: LatentAttention, turns: Tensor, attend: Attend) -> Tensor:
+        """Queries, which the caller divides by the root of their width, are scaled as the family scales them."""
+        queries, latents = mixer.projected(rows, turns)
+        queries = queries * (self._config.attention_scale * queries.shape[-1] ** 0.5)
+        found = attend(queries, latents[:, None], latents[:, None], 0).view_as(queries)
+        return mixer.expanded(found[..., : mixer.config.rank])
+
+    def _ordinary(self, rows: Tensor, mixer: GatedAttention, rotations: Tensor, attend: Attend) -> Tensor:
+        config, wide = self._config, mixer.inputs(rows)
+        heads, dim, both = config.heads, config.head_dim, config.heads + config.kv_heads
+        rotary = wide[:, : both * dim].reshape(len(rows), both, dim)
+        values = wide[:, both * dim : (both + config.kv_heads) * dim].view(len(rows), -1, dim)
+        if mixer.qk_norm is not None:
+            norm_heads_(rotary, mixer.qk_norm, heads, config.qk_norm == "all", config.norm_eps)
+        rotate_(rotary[..., : config.ropes[0].dims].view(len(rows), both, -1, 2), rotations)
+        found = attend(rotary[:, :heads], rotary[:, heads:], values, 0)
+        if config.gated_attention:
+            found = found * wide[:, -heads * dim :].sigmoid()
+        return mixer.output(found)
+
 
 PROMPT = 32  # more rows than this at once are a prompt's
 READING = 0.15  # of a level: what a row of a prompt takes, until one was read
@@ -60,11 +150,9 @@ class Runner(Protocol):
 
     def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> RunnerSteps:
         """Run the observed rows of these sequences through the head; the result drafts for them."""
-        ...
 
     def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
         """The same and the tree itself in one go; None where only `begin` will do."""
-        ...
 
     def forget(self, seq_id: int) -> None: ...
 
@@ -221,10 +309,7 @@ def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHe
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
     config, weights = read_head(folder, kind=kind)
     shared = target.shared()
-    if not config.layers:
-        if shared is None or not shared.layers:
-            raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
-        config = replace(config, layers=default_layers(len(shared.layers)))
+    config = with_layers(config, folder, shared)
     normed = any(name.endswith("q_norm.weight") for name in weights)  # queries and keys, which no kernel of ours does
     if NativeHead.supports(config, target.device) and not normed:
         return NativeHead(config, weights, shared)

@@ -16,9 +16,9 @@ Embedding and LM head may be absent: the target shares its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,7 @@ class HeadLayer:
 
 
 Kind = Literal["eagle", "eagle3", "mtp"]
+Shape = TypeVar("Shape", bound=HeadShape)
 MOST_LAYERS = 64  # that a file may say it has
 NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "MTP"}
 
@@ -112,7 +113,7 @@ class EagleConfig(HeadShape):
     norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
     norm_before_fc: bool = False  # one norm over all features, side by side
     norm_before_residual: bool = False
-    family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.mtp_layer)
+    family: DecoderConfig | None = None  # MTP: the layer is one of this family (forerun.drafters.heads.eagle)
 
     @property
     def depends_on(self) -> int:
@@ -188,6 +189,15 @@ class EagleConfig(HeadShape):
 def default_layers(layers: int) -> tuple[int, int, int]:
     """The inputs of layers 2, L/2 and L - 3: what EAGLE-3 heads read where their files do not say."""
     return (min(2, layers), layers // 2, max(0, layers - 3))
+
+
+def with_layers(config: Shape, folder: Path, shared: SharedWeights | None) -> Shape:
+    """The config of a head; layers that its file does not name are the usual ones of this target."""
+    if config.layers:
+        return config
+    if shared is None or not shared.layers:
+        raise InvalidInput(f"{folder} does not say which hidden layers its head reads; add them to config.json")
+    return replace(config, layers=default_layers(len(shared.layers)))
 
 
 def _depth_in(values: Mapping[str, Any]) -> int:

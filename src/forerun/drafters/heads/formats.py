@@ -26,8 +26,8 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, brief
 from forerun.heads import lora_base
+from forerun.models.adapters import Adapter
 from forerun.models.layers import linear
-from forerun.models.load.adapter import Adapter
 from forerun.models.load.weights import write_tensors
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode, PackedWeight, pack_floats, side_by_side

@@ -241,11 +241,9 @@ class Steps(Protocol):
 
     def first(self) -> Tensor:
         """[B, Vd] after the roots."""
-        ...
 
     def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
         """[B, W, Vd] after W new nodes each: their tokens [B, W], and their parents' places in the last frontier."""
-        ...
 
 
 class Ranks(Protocol):

@@ -132,19 +132,15 @@ class Place(Protocol):
     @property
     def length(self) -> int:
         """Tokens that match; 0 = none."""
-        ...
 
     def continuations(self) -> list[tuple[int, int]]:
         """(count, token) of what followed, the most frequent first; [] where nothing did."""
-        ...
 
     def after(self, token: int) -> Place:
         """The place after one of them."""
-        ...
 
     def shorter(self) -> Place:
         """Where a shorter end of the sequence matches, more often; a place of length 0 where there is none."""
-        ...
 
 
 class AutomatonPlace:

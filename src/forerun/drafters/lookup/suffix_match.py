@@ -197,7 +197,6 @@ class Lookup(Protocol):
 
     def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
         """The sequence has grown by these tokens: find the chain, `most` steps at most."""
-        ...
 
     def steps(self, most: int) -> Sequence[Step]: ...
 
@@ -205,15 +204,12 @@ class Lookup(Protocol):
 
     def survivals(self) -> Sequence[float]:
         """How likely the first 1, 2, ... tokens of the chain are all accepted."""
-        ...
 
     def match(self) -> int:
         """The length of the match that the chain follows; 0 = there is none."""
-        ...
 
     def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
         """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
-        ...
 
 
 class PlaceLookup:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.noise import Noise, derived_seed
-from forerun.core.types import Budget, Draws, Laws, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Laws, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, Drafter
+from forerun.drafters.heads.growth import lay_out
 from forerun.drafters.model.draft_model import CATCH_UP, Branch, Growth, ModelDrafter, fit
 from forerun.verify.coupled import walk_coupled
 from forerun.verify.exact import walk_exactly
@@ -63,25 +64,17 @@ class CascadeDrafter(ModelDrafter):
         while live := [b for b in branches if left[b] > 0]:
             self._round(live, branches, left, trees, laws)
         self._meter.stop(max(len(tree.tokens) for tree in trees) - 1)
-        rows = torch.tensor([row for tree in trees for row in tree.rows])
-        drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
-        return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
+        return lay_out([(tree.tokens, tree.parents) for tree in trees], [tree.rows for tree in trees], laws)
 
     def forget(self, seq: Seq) -> None:
         super().forget(seq)
         self.lower.forget(seq)
 
-    def _catch_up(self, behind: list[Branch]) -> None:
-        """Read what the draft model has not seen of these sequences, as prompts."""
-        if not behind:
-            return
-        started, unread = self._clock(), sum(len(one.tokens) - max(0, one.cached) for one in behind)
-        trees, scores = self.draft.prefill(behind, self.needs)
-        self.lower.observe(behind, trees, scores, Verdict.whole_chain(trees, [one.tokens[-1] for one in behind]))
-        spent = (self._clock() - started) / unread
-        self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
-        for branch in behind:
-            branch.cached = len(branch.tokens) - 1
+    def _catch_up(self, behind: list[Branch]) -> tuple[TreeBatch, Scores] | None:
+        """As one draft model does; the lower drafter observes it."""
+        if (read := super()._catch_up(behind)) is not None:
+            self.lower.observe(behind, *read, Verdict.whole_chain(read[0], [one.tokens[-1] for one in behind]))
+        return read
 
     def _follow(self, seq: Seq) -> Branch:
         """The branch of the committed sequence; the lower drafter is rewound to what is left of it."""

@@ -24,9 +24,10 @@ from forerun.core.noise import DRAFT, draw, exponential, uniform
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
 from forerun.core.tree import topology_of
-from forerun.core.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.heads.base import Meter
+from forerun.drafters.heads.growth import lay_out
 from forerun.drafters.model.translated import TranslatedTarget
 from forerun.models.base import Target
 from forerun.verify.warp import argmax_rows, warp
@@ -100,14 +101,7 @@ class ModelDrafter:
         branches = {b: self._follow(seqs[b]) for b in wanted}
         branches = {b: branch for b, branch in branches.items() if not branch.foreign}
         live = list(branches)
-        behind = [b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP]
-        if behind:
-            started, unread = self._clock(), sum(len(b.tokens) - max(0, b.cached) for b in behind)
-            self.draft.prefill(behind, self.needs)
-            spent = (self._clock() - started) / unread
-            self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
-            for branch in behind:
-                branch.cached = len(branch.tokens) - 1
+        self._catch_up([b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP])
         self._meter.start()
         widths = {b: max(1, min(budgets[b].width, budgets[b].nodes)) for b in live}
         first = self._heads(live, branches, widths, trees, laws)
@@ -119,9 +113,19 @@ class ModelDrafter:
             depths = {b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head}
             self._chains(with_head, branches, tips, depths, trees, laws)
         self._meter.stop(max((topology_of(tuple(tree.parents)).deepest for tree in trees), default=0))
-        rows = torch.tensor([row for tree in trees for row in tree.rows])
-        drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
-        return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
+        return lay_out([(tree.tokens, tree.parents) for tree in trees], [tree.rows for tree in trees], laws)
+
+    def _catch_up(self, behind: list[Branch]) -> tuple[TreeBatch, Scores] | None:
+        """Read what the draft model has not seen of these sequences, as prompts."""
+        if not behind:
+            return None
+        started, unread = self._clock(), sum(len(one.tokens) - max(0, one.cached) for one in behind)
+        read = self.draft.prefill(behind, self.needs)
+        spent = (self._clock() - started) / unread
+        self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
+        for branch in behind:
+            branch.cached = len(branch.tokens) - 1
+        return read
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         pass  # the next proposal compares with the committed sequence itself

@@ -229,7 +229,7 @@ def load_peers(llm: LLM, settings: Settings) -> Peers:
             context=llm.engine.max_length, threads=threads,
         )  # fmt: skip
     if settings.url:
-        from forerun.measure.peers.endpoint import endpoint_contender
+        from forerun.measure.peers.process import endpoint_contender
 
         found.contenders.append(endpoint_contender(settings.url, settings.ignore_eos))
     return found

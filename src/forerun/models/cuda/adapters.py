@@ -22,11 +22,10 @@ from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
 from forerun.core.types import LoadedAdapter
-from forerun.models.adapters import parts_of
+from forerun.models.adapters import Adapter, parts_of
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.plan import MAX_ROWS, Runs, SentInts
 from forerun.models.layers import pair_up
-from forerun.models.load.adapter import Adapter
 from forerun.models.paged import Ints
 
 log = logging.getLogger(__name__)

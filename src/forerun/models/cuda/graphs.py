@@ -5,6 +5,10 @@ can occur in the usual course is captured by `warm_up`, before texts are written
 that was captured and has room for it. What comes before and after a pass (trees grown on the device, the tokens of a
 plain pass that follows another) is launched apart, or captured with the pass where a form of trees is rehearsed.
 Seconds of passes come from events in the stream (`PassClock`), read later, without waiting.
+
+Graphs of drafts wait in `LaterCaptures` until the engine is idle, a batch needs them, or a share of a busy engine's
+time is due to them. Until they are there, texts are written without these drafts. Kernels of a group are compiled by
+other processes first, while texts are written.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import cycle
 from time import perf_counter
@@ -28,7 +32,7 @@ from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, complete_roots
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, SHORT, Need, Plan, Size, padding, round_up, splits_to
-from forerun.models.cuda.steps.compiling import compile_together
+from forerun.models.cuda.steps.compiling import Compiling, compile_together
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
@@ -417,6 +421,23 @@ class PassClock:
         return lambda: span.seconds() if span.uses == uses else None
 
 
+class PromptPace:
+    """Keeps the host one pass over prompts ahead of the device: a request that comes waits for two at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._last: Any = None
+
+    def launched(self) -> None:
+        """One more is launched: wait for the one before, beside which it was launched."""
+        if not self._on_gpu:
+            return
+        before, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last.record()
+        if before is not None:
+            before.synchronize()
+
+
 class HasPasses(Protocol):
     """A target whose passes are timed."""
 
@@ -457,3 +478,97 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     events[1].record()
     events[1].synchronize()
     return float(events[0].elapsed_time(events[1])) / 1e3 / repeats
+
+
+log = logging.getLogger(__name__)
+progress = logging.getLogger("forerun.progress")
+
+
+@dataclass(slots=True)
+class _Group:
+    what: str  # it captures
+    batches: range  # sizes of batches that its graphs are for
+    compile: Callable[[], Compiling | None]
+    captures: list[Callable[[], None]]
+    failed: Callable[[Exception], None] | None  # of the first of a drafter
+    compiling: Compiling | None = field(default=None)
+    has_begun: bool = False
+
+
+class LaterCaptures:
+    """Implements forerun.models.base.Later. Used by the engine's thread, between rounds."""
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+
+    def __len__(self) -> int:
+        return sum(len(group.captures) for group in self._groups)
+
+    def add(
+        self,
+        what: str,
+        batches: range,
+        compile_kernels: Callable[[], Compiling | None],
+        captures: Sequence[Callable[[], None]],
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """Graphs for batches of these sizes; `compile_kernels` begins to compile what they launch.
+
+        The first that a drafter adds has `failed`, which is told why one of them could not be captured.
+        """
+        self._groups.append(_Group(what, batches, compile_kernels, list(captures), failed))
+        self._groups.sort(key=lambda group: group.batches.stop)
+
+    def left(self, batch: int) -> int:
+        """Captures for batches of this size."""
+        return sum(len(group.captures) for group in self._groups if batch in group.batches)
+
+    def is_first(self, batch: int | None) -> bool:
+        """Is the next capture of a drafter that has none?"""
+        group = self._group_for(batch)
+        return group is not None and group.failed is not None
+
+    def wants(self, batch: int, waits: bool = True) -> bool:
+        """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
+        group = self._group_for(batch)
+        return group is not None and (waits or group.compiling is None or group.compiling.is_done)
+
+    def next(self, batch: int | None = None, waits: bool = False) -> bool:
+        """Capture one graph, for a batch of this size or the smallest; False = there is none, or it is compiled still.
+
+        `waits`: for its kernels, where they are being compiled. A group that fails is given up: its batches are
+        written as they are now.
+        """
+        group = self._group_for(batch)
+        if group is None:
+            return False
+        try:
+            return self._advance(group, waits)
+        except Exception as error:  # no memory, or a kernel that does not compile
+            self._groups.remove(group)
+            log.warning("no more %s: %s: %s", group.what, type(error).__name__, error)
+            if group.failed is not None:
+                group.failed(error)
+            return True
+
+    def _advance(self, group: _Group, waits: bool) -> bool:
+        if not group.has_begun:
+            group.has_begun, group.compiling = True, group.compile()
+            return True
+        if group.compiling is not None:
+            if not waits and not group.compiling.is_done:
+                return False
+            group.compiling.finish()
+            group.compiling = None
+        if group.captures:
+            progress.info("capturing %s: %d left", group.what, len(group.captures))
+            group.captures[0]()
+            del group.captures[0]  # not one that was interrupted
+        if not group.captures:
+            self._groups.remove(group)
+            log.info("captured %s; %d other captures wait", group.what, len(self))
+        return True
+
+    def _group_for(self, batch: int | None) -> _Group | None:
+        """The first whose graphs a batch of this size replays, or any."""
+        return next((group for group in self._groups if batch is None or batch in group.batches), None)

@@ -19,8 +19,7 @@ from forerun.models.base import LayerSubset
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import Adapted, AdapterStacks
-from forerun.models.cuda.file_weights import StoredWeights, pack_numbers
-from forerun.models.cuda.gguf_weights import GgufNumbers, StoredBlocks, pack_gguf
+from forerun.models.cuda.file_weights import GgufNumbers, StoredBlocks, StoredWeights, pack_gguf, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
 from forerun.models.cuda.special import LatentWeights, LayerEnd, end_of, inputs_of, latent_of, ordinary
 from forerun.models.cuda.weights import (
@@ -345,15 +344,12 @@ class Steps(Protocol):
     def head(self, run: Run) -> None: ...
     def head_of_normed(self, run: Run) -> None:
         """The LM head's logits of `Buffers.rows` with their norm applied, where another than the last norm did that."""
-        ...
 
     def on(self, model: Model) -> Steps:
         """The same steps over a part of their model, in the same buffers."""
-        ...
 
     def active_experts(self) -> list[int]:
         """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""
-        ...
 
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:

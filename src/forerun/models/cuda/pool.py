@@ -10,8 +10,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput, MissingDependency, UnsupportedModel
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.cubin.build import FILES
-from forerun.models.cuda.cubin.products import path_of
+from forerun.models.cuda.cubin.products import FILES, path_of
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainLatentSteps, PlainSizedSteps, PlainSteps
 from forerun.models.cuda.weights import WeightKind

@@ -28,6 +28,7 @@ from torch import Tensor
 from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.tree import TreeBatch, TreeForm
 from forerun.core.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
+from forerun.models.adapters import Adapter
 from forerun.models.attention import Span as Nodes
 from forerun.models.attention import SparseContext
 from forerun.models.base import LayerSubset, SharedWeights
@@ -35,8 +36,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
-from forerun.models.cuda.later import LaterCaptures
+from forerun.models.cuda.graphs import LaterCaptures, Passes, PromptPace, Replays, menu, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
@@ -63,7 +63,6 @@ from forerun.models.cuda.plan import (
 from forerun.models.cuda.pool import Kind, has_compiled, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
-from forerun.models.load.adapter import Adapter
 from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.models.partial import Leave, PartialTarget
 from forerun.models.slots import SlotTarget
@@ -120,6 +119,7 @@ class CudaDecoder(SlotTarget):
         )  # fmt: skip
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
         self.later = LaterCaptures()
+        self._prompt_pace = PromptPace(self.device)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -171,6 +171,7 @@ class CudaDecoder(SlotTarget):
         self._note_layers(seqs, needs)
         for _, pieces in self._passes(seqs, fresh, CHUNK):
             self._run(chunks_of(pieces), 0, found)
+        self._prompt_pace.launched()
         chains, hidden = self._with_found(seqs, fresh, self._hidden(found))
         return TreeBatch.chains(chains), Scores(None, hidden)
 

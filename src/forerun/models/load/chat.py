@@ -2,7 +2,7 @@
 
 A template comes with the checkpoint and is not trusted, so it runs in Jinja's immutable sandbox, with the helpers
 that transformers gives it and nothing else. For a template that knows no tools, offered tools, calls and results become
-plain messages; the answer format that they teach is one of those that `forerun.server.tools` reads.
+plain messages; the answer format that they teach is one of those that `forerun.server.reading` reads.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import DamagedFile, UnsupportedModel
+from forerun.models.adapters import AdaptedWeights, Adapter, is_adapter
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.families import WRAPPED
-from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder, find_model
 from forerun.models.load.gguf import GgufFile, Metadata
 from forerun.models.load.gguf_families import config_of, in_keys, origins_of
 from forerun.models.load.marian_tokenizer import MarianTokenizer
+from forerun.models.load.quantized.layouts import QuantizedWeights
 from forerun.models.load.quantized.scheme import is_quantised, quantization_of
 from forerun.models.load.quantized.unstacked import unstack
-from forerun.models.load.quantized.weights import QuantizedWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
 from forerun.models.load.weights import FILE, GgufWeights, PickledWeights, SafetensorsWeights, Weights
 

@@ -5,23 +5,36 @@ lies behind its context already, so its nodes have longer contexts and a tail of
 context and have their own paths as tails. `RotationTables` has cosines and sines by position.
 
 `HiddenRows` has the hidden rows of a pass by layer, in one block of memory whose addresses are known: kernels write
-them and a head's kernels read them. A layer becomes a tensor where somebody asks for it: between two passes, which
-evict the CPU caches, making a tensor or asking one for its address costs many microseconds.
+them and a head's kernels read them. A layer becomes a tensor where somebody asks for it.
+
+`TreePass` is the struct of a pass over one sequence's tree, filled once and then changed in place: from one pass over a
+chain to the next a few integers change. Behind it `PlainRun` runs plain passes of one greedy text in the same native
+call, where nobody would draft (`Needs.match_length`): Python between two passes mostly waits for what the pass has
+evicted from the caches. The engine learns nothing of it: its next rounds ask for the same passes, one by one, and get
+what is known. Whoever asks for anything else has them dropped.
 """
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.core.tree import Topology
+from forerun.core.types import Greedy, Needs, Scores, Seq, TreeBatch
 from forerun.models.attention import Span
-from forerun.models.layers import Rotations
-from forerun.models.native.library import Reach
+from forerun.models.layers import Rotations, not_numbers
+from forerun.models.native import library as native
+from forerun.models.native.library import Model, Pass, Reach
+from forerun.models.paged import Extent
+from forerun.models.pages import PAGE
 
 
 class Rows:
@@ -223,3 +236,229 @@ class LayerRows(Sequence[Tensor]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+_AT_ONCE = 8  # logits of one node that are made together
+
+
+class TreePass:
+    """One struct, and the integers that it points to: columns as `Rows` has them, then the pages."""
+
+    def __init__(self, model: Model) -> None:
+        self.one = Pass()
+        self._reach = self.one.reach  # the same memory; asking for it makes an object each time
+        self.at = ctypes.byref(model), ctypes.byref(self.one)
+        self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
+        self._pages: Sequence[int] = ()
+        self._table: Table | None = None
+        self._adapters = array("Q")
+        self._vocab, self._shows = model.vocab, False  # does the pass show hidden rows?
+        self._spare: list[tuple[Tensor, int]] = []  # and where each lies
+
+    def logits(self, nodes: int) -> Tensor:
+        """[nodes, V] that the pass fills. Of one node several are made at once: a tensor takes long to make."""
+        if nodes > 1:
+            logits = torch.empty(nodes, self._vocab)
+            self.one.logits = logits.data_ptr()
+            return logits
+        if not self._spare:
+            self._make_spare()
+        logits, self.one.logits = self._spare.pop()
+        return logits
+
+    def spare_rows(self, rows: int) -> int:
+        """Where `rows` rows of logits [1, V] lie one behind the other; `take_rows` takes those that were filled."""
+        if len(self._spare) < rows:
+            self._make_spare()
+        return self._spare[-1][1]
+
+    def take_rows(self, rows: int) -> list[Tensor]:
+        return [self._spare.pop()[0] for _ in range(rows)]
+
+    def _make_spare(self) -> None:
+        with torch.inference_mode(False):
+            block = torch.empty(_AT_ONCE, 1, self._vocab)
+        self._spare = [(row, row.data_ptr()) for row in reversed(block.unbind())]  # the first is taken first
+
+    def set_x(self, hidden: Mapping[int, Tensor], last: int, shows: bool) -> None:
+        """What leaves the last layer is computed in place where it is shown; not `shows`: no rows are."""
+        if shows:
+            self.one.x, self._shows = hidden[last].data_ptr() if last in hidden else None, True
+        elif self._shows:
+            self.one.hidden_count, self.one.kept, self.one.x, self._shows = 0, None, None, False
+
+    def set_adapter(self, address: int, nodes: int) -> None:
+        """All rows have the changes that lie there; 0 = none have any."""
+        if address or self.one.adapters:
+            self._adapters = array("Q", [address] * nodes) if address else array("Q")
+            self.one.adapters = self._adapters.buffer_info()[0] if address else None
+
+    def fill(self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table) -> None:
+        """A tree of these tokens follows `length` committed ones of a sequence with these pages."""
+        if table is not self._table:
+            self._table, self.one.cosines, self.one.sines = table, table.cosines, table.sines
+            self.one.rope_stride = table.stride
+        if shape.is_chain:
+            self._fill_chain(tokens, length, pages)
+        else:
+            self._fill_tree(tokens, shape, length, pages)
+
+    def _fill_chain(self, tokens: Sequence[int], length: int, pages: Sequence[int]) -> None:
+        nodes = len(tokens)
+        if nodes != len(self._ids) or pages is not self._pages:
+            self._lay_out(nodes, pages)
+        numbers, ids = self._numbers, self._ids
+        for i, token in enumerate(tokens):
+            position, ids[i] = length + i, token
+            numbers[nodes + i] = numbers[3 * nodes + i] = position
+            slot = pages[position // PAGE] * PAGE + position % PAGE
+            numbers[4 * nodes + i] = numbers[5 * nodes + i] = slot
+        self._reach.most = length + nodes
+
+    def _fill_tree(self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int]) -> None:
+        """Its nodes share the context, and have their own paths behind it."""
+        nodes, depths, stride = len(tokens), shape.depths, shape.deepest + 1
+        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in range(length, length + nodes)]
+        numbers = [*[0] * nodes, *[length] * nodes, *[depth + 1 for depth in depths]]
+        numbers += [length + depth for depth in depths]
+        numbers += slots
+        for path, depth in zip(shape.paths, depths, strict=True):
+            numbers += [slots[node] for node in path]
+            numbers += [0] * (stride - depth - 1)
+        self._numbers = array("i", [*numbers, *pages])
+        self._ids, self._tops, self._pages = array("q", tokens), array("i", [0] * nodes), ()
+        self._point(nodes, stride)
+        self._reach.most = length + stride
+
+    def _lay_out(self, nodes: int, pages: Sequence[int]) -> None:
+        """Room for `nodes` nodes, behind these pages."""
+        none = [0] * nodes
+        self._numbers = array("i", [*none, *none, *[1] * nodes, *none, *none, *none, *pages])
+        self._ids, self._tops, self._pages = array("q", none), array("i", none), pages
+        self._point(nodes, 1)
+
+    def _point(self, nodes: int, stride: int) -> None:
+        """To the columns of `nodes` nodes, with `stride` slots in each tail."""
+        one, reach, at, size = self.one, self._reach, self._numbers.buffer_info()[0], 4 * nodes
+        one.nodes = one.scored = nodes
+        one.tokens, one.tops = self._ids.buffer_info()[0], self._tops.buffer_info()[0]
+        one.position, one.write = at + 3 * size, at + 4 * size
+        reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
+        reach.tails, reach.tail_stride, reach.pages = at + 5 * size, stride, at + (5 + stride) * size
+
+    def top(self, node: int) -> int:
+        """Where the logits of one node are largest, after the pass."""
+        return self._tops[node]
+
+    def tops(self) -> list[int]:
+        """Where each row of logits is largest, after the pass."""
+        return self._tops.tolist()
+
+
+def checked(tops: list[int]) -> list[int]:
+    """The same, if all rows of logits held numbers."""
+    if -1 in tops:
+        raise not_numbers()
+    return tops
+
+
+MOST = 7  # passes behind the first of a call: up to eight tokens come at once, within the seconds that it may hold
+SECONDS = 0.03  # of a call: where passes take long, Python between them is a small share, and tokens come one by one
+_MORE = 256  # tokens that the text grows by
+
+
+@lru_cache(maxsize=64)
+def without_rows(needs: Needs) -> Needs:
+    """What a head that reads one row needs of a pass behind which it rests; the last round of the rest has that row."""
+    return replace(needs, hidden_layers=(), rests=(needs.rests or 1) - 1)
+
+
+class PlainRun:
+    """The passes behind the last one: whose they are, and what each found."""
+
+    def __init__(self, alone: TreePass, layers: int, width: int) -> None:
+        self._last, self._width = layers, width
+        self._alone, self._one, self._tops = alone, native.Run(), (ctypes.c_int32 * MOST)()
+        self._decode = native.library().fr_decode_run
+        self._one.seconds, self._one.tops = SECONDS, ctypes.addressof(self._tops)
+        self._at = *alone.at, ctypes.byref(self._one)
+        self._extent: Extent | None = None  # None = there are none
+        self._start = 0  # committed positions before the first of them
+        self._found: list[
+            tuple[int, Tensor, int, Mapping[int, Tensor]]
+        ] = []  # the token of each, its logits, where these are largest, and rows that entered layers
+        self._layers: tuple[int, ...] = ()  # these layers
+        # of the sequence that `_reader` is, and how much of it is known
+        self._text, self._read = array("i"), 0
+        self._reader: Extent | None = None
+        self._stop_ids, self._stops = frozenset[int](), array("q")
+
+    def known(self, extent: Extent, tokens: list[int], needs: Needs) -> Scores | None:
+        """Of a pass over these tokens, if it was run; else all that were are dropped."""
+        if extent is self._extent and len(tokens) == 1 and needs.hidden_layers == self._layers:
+            place = extent.length - self._start
+            if 0 <= place < len(self._found) and self._found[place][0] == tokens[0]:
+                _, logits, top, hidden = self._found[place]
+                return Scores(logits, hidden, Greedy(checked([top])), ahead=-1)
+        self.drop()
+        return None
+
+    def has_next(self, extent: Extent) -> bool:
+        """Was the next pass of this sequence run, without hidden rows?"""
+        known = extent is self._extent and not self._layers
+        return known and 0 <= extent.length - self._start < len(self._found)
+
+    def drop(self) -> None:
+        """What was run and not asked for no longer counts."""
+        self._extent = None
+
+    def passes(self, seq: Seq, extent: Extent, trees: TreeBatch, needs: Needs) -> int:
+        """How many may be run behind the pass over this tree. The first token of a text does not wait for others."""
+        if needs.match_length is None or needs.may_run or len(seq.tokens) <= seq.prompt_length:
+            return 0
+        if not trees.topology()[0].is_chain:
+            return 0
+        if self._last in needs.hidden_layers:  # computed in place, for the caller of the first pass
+            return 0
+        room = min(seq.max_length - len(seq.tokens), extent.writable - extent.length) - trees.nodes
+        return max(0, min(MOST if needs.rests is None else min(MOST, needs.rests), room))
+
+    def run(
+        self, seq: Seq, extent: Extent, tokens: list[int], most: int, needs: Needs, layers: Sequence[int] = ()
+    ) -> tuple[int, float]:
+        """The pass that the TreePass has, over a chain of these tokens, and up to `most` behind it.
+
+        `layers`: of these, the rows that enter them are kept for each. How many were run, and the first one's share of
+        the time.
+        """
+        one, alone = self._one, self._alone
+        shown = [HiddenRows(layers, 1, self._width) for _ in range(most)] if layers else []
+        places = array("Q", [at for rows in shown for at in rows.addresses.values()])
+        one.hidden = places.buffer_info()[0]
+        one.most, one.match, one.logits = most, needs.match_length or 0, alone.spare_rows(most)
+        if needs.match_length:
+            self._write_text(seq.tokens, extent, len(tokens))
+        if seq.stop_ids is not self._stop_ids:
+            self._stop_ids, self._stops = seq.stop_ids, array("q", seq.stop_ids)
+            one.stops, one.stop_count = self._stops.buffer_info()
+        if self._decode(*self._at):
+            raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
+        count = one.count
+        if count:
+            tops = self._tops[:count]
+            roots, hidden = (alone.top(one.kept), *tops), shown or ({},) * count
+            self._found = list(zip(roots, alone.take_rows(count), tops, hidden, strict=False))
+            self._layers = needs.hidden_layers
+            self._extent, self._start = extent, extent.length + one.kept + 1
+        return count, one.own
+
+    def _write_text(self, tokens: list[int], extent: Extent, nodes: int) -> None:
+        """The text of this sequence, with room behind it for tokens found behind `nodes` nodes."""
+        length = len(tokens)
+        if extent is not self._reader or length < self._read:
+            self._reader, self._read = extent, 0
+        if length + nodes + MOST > len(self._text):
+            self._text.extend([0] * (length + nodes + _MORE - len(self._text)))
+        self._text[self._read : length] = array("i", tokens[self._read :])
+        self._read = length
+        self._one.text, self._one.length = self._text.buffer_info()[0], length

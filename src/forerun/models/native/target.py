@@ -3,15 +3,22 @@
 Weights keep the checkpoint's own quantisation where it has one. Every row of a pass has the same bits whatever
 other rows are in it, so text with and without drafting is bit-equal in every mode. Slots, prompts and trees are
 handled by the torch decoder that this one extends; so are the sizes that `reason_against` names.
+
+An adapter's matrix is multiplied by a power of two that brings its largest number close to the largest of 16 bits; what
+`down` gives is divided by it again, in float32. So numbers of float16 or bfloat16 are exact, and those of float32 are
+rounded to 11 significant bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +26,121 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
-from forerun.models.attention import Span
+from forerun.models.adapters import Adapter, parts_of
+from forerun.models.attention import PassRows, Span
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.kv_budget import KV_DTYPES
-from forerun.models.layers import Rotations
-from forerun.models.load.adapter import Adapter
+from forerun.models.layers import Rotations, unpair
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights
 from forerun.models.native import library as native
-from forerun.models.native.adapters import NativeAdapter, adapters_of, address_of
+from forerun.models.native.library import AdapterLayer, Change
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
-from forerun.models.native.pass_rows import HiddenRows, Regimes, RotationTables, rows_of
-from forerun.models.native.plain_run import PlainRun, without_rows
-from forerun.models.native.tree_pass import TreePass, checked
+from forerun.models.native.pass_rows import (
+    HiddenRows,
+    PlainRun,
+    Regimes,
+    RotationTables,
+    TreePass,
+    checked,
+    rows_of,
+    without_rows,
+)
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.slots import SlotTarget
 
+_LANES, _RANKS, _OUTPUTS = 16, 4, 32  # as forerun.h has them
+_ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # as fr_adapter_layer has them
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class NativeAdapter:
+    """An adapter in memory; implements forerun.core.types.LoadedAdapter."""
+
+    name: str
+    key: int
+    nbytes: int
+    config: DecoderConfig  # of the target that it was loaded for
+    layers: ctypes.Array[AdapterLayer]
+    kept: Sequence[Tensor]  # what the structs point to
+
+    @classmethod
+    def of(cls, name: str, key: int, adapter: Adapter, config: DecoderConfig) -> NativeAdapter:
+        layers, kept = (AdapterLayer * config.layers)(), list[Tensor]()
+        rank = -(-adapter.rank // _RANKS) * _RANKS
+        for part in parts_of(adapter, config):
+            turned = config.rope_pairs == "neighbours" and part.name in ("q", "k")  # as the weights' rows are
+            rows = unpair(part.up, config.head_dim, config.ropes[0].dims) if turned else part.up
+            (down, first), (up, second) = _halves(part.down), _halves(rows)
+            down, up = _in_blocks(down), _in_panels(up, rank)
+            kept += [down, up]
+            change = Change(rank, down.data_ptr(), up.data_ptr(), adapter.scale * 2.0 ** -(first + second))
+            layers[part.layer].changes[_ORDER.index(part.name)] = change
+        return cls(name, key, sum(one.nbytes for one in kept), config, layers, kept)
+
+    def at(self, first: int) -> int:
+        """Where the changes of a layer, and of those behind it, lie."""
+        return ctypes.addressof(self.layers) + first * ctypes.sizeof(AdapterLayer)
+
+
+def _halves(matrix: Tensor) -> tuple[Tensor, int]:
+    """The matrix times a power of two, in 16 bits, and that power."""
+    largest = float(matrix.abs().max())
+    power = 14 - math.frexp(largest)[1] if 0.0 < largest < math.inf else 0
+    return (matrix.double() * 2.0**power).half(), power
+
+
+def _in_blocks(down: Tensor) -> Tensor:
+    """[R, in] -> [R / 4, in / 16, 4, 16], zeros behind the last."""
+    rank, inputs = down.shape
+    whole = F.pad(down, (0, -inputs % _LANES, 0, -rank % _RANKS))
+    return whole.view(-1, _RANKS, whole.shape[1] // _LANES, _LANES).transpose(1, 2).contiguous()
+
+
+def _in_panels(up: Tensor, rank: int) -> Tensor:
+    """[out, R] -> [out / 32, R, 32], zeros behind the last."""
+    whole = F.pad(up, (0, rank - up.shape[1], 0, -len(up) % _OUTPUTS))
+    return whole.view(-1, _OUTPUTS, rank).transpose(1, 2).contiguous()
+
+
+def adapters_of(config: DecoderConfig, spans: Sequence[Span], seqs: Sequence[Seq], first: int = 0) -> array[int] | None:
+    """For every row of a pass, where the changes of its sequence's adapter lie from layer `first` on; None = nowhere.
+
+    The array must live as long as the pass, and the sequences keep their adapters.
+    """
+    if not any([seq.adapter is not None for seq in seqs]):  # noqa: C419 - asked in every pass
+        return None
+    places = array("Q")
+    for span, seq in zip(spans, seqs, strict=True):
+        places.extend([address_of(config, seq, first)] * span.nodes)
+    return places
+
+
+def address_of(config: DecoderConfig, seq: Seq, first: int = 0) -> int:
+    """Of one sequence; 0 = it has none."""
+    own = seq.adapter
+    if own is None:
+        return 0
+    if not isinstance(own, NativeAdapter) or own.config is not config:  # C would read what is not there
+        raise InvalidInput(f"the adapter {own.name!r} was loaded by another target")
+    return own.at(first)
+
+
 log = logging.getLogger(__name__)
 
 _KV_KINDS = {torch.float32: native.FLOATS, torch.float16: native.HALVES, torch.int8: native.BYTES}
+
+
+class NativePlacement(TypedDict):
+    """How the kernels hold weights, and what the KV cache may take."""
+
+    mode: Mode
+    kv_slots: NotRequired[int | None]
+    kv_memory: NotRequired[int | None]
+    kv_dtype: NotRequired[str]
 
 
 class NativeDecoder(Decoder):
@@ -48,16 +148,8 @@ class NativeDecoder(Decoder):
 
     reader = NativeReader
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        mode: Mode,
-        kv_slots: int | None,
-        kv_memory: int | None = None,
-        kv_dtype: str = "auto",
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **placed: Unpack[NativePlacement]) -> None:
+        mode = placed["mode"]
         # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
         halves = mode in ("gguf", "q8") and native.library().fr_prefers_half()
         # Not Decoder's: it would read all weights into torch.
@@ -65,10 +157,10 @@ class NativeDecoder(Decoder):
             self,
             config,
             dtype=torch.float32,
-            device=torch.device("cpu"),
-            kv_slots=kv_slots,
-            kv_memory=kv_memory,
-            kv_dtype=KV_DTYPES.get(kv_dtype, torch.float16 if halves else None),
+            device="cpu",
+            kv_slots=placed.get("kv_slots"),
+            kv_memory=placed.get("kv_memory"),
+            kv_dtype=KV_DTYPES.get(placed.get("kv_dtype", "auto"), torch.float16 if halves else None),
         )
         self.mode = mode
         self._decode = native.library().fr_decode
@@ -114,17 +206,9 @@ class NativeDecoder(Decoder):
             return self._no_regimes
         return tuple(rope.regime(self._lengths[seq.id]) for rope in self.config.ropes)
 
-    def _run(
-        self,
-        tokens: Sequence[int],
-        spans: Sequence[Span],
-        seqs: Sequence[Seq],
-        hidden: Mapping[int, Tensor],
-        logits: Tensor | None = None,
-        layers: LayerSubset | None = None,
-        rows: Tensor | None = None,
-    ) -> list[int] | None:
-        """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+    def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
+        """One pass, which fills the hidden rows and logits given, and says where each row of these is largest."""
+        tokens, spans, seqs, hidden, logits, _ = given
         self._plain_run.drop()  # their keys and values may be overwritten
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer

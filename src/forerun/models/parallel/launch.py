@@ -31,9 +31,7 @@ from forerun.models.config import DecoderConfig, supports
 from forerun.models.kv_budget import allowed_bytes
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.models.load.shapes import check_shapes
-from forerun.models.parallel.decoder import ParallelFollower, ParallelTarget
-from forerun.models.parallel.group import Backend, Group
-from forerun.models.parallel.split import DTYPES, Part, check_split
+from forerun.models.parallel.decoder import DTYPES, Backend, Group, ParallelFollower, ParallelTarget, Part, check_split
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that a worker has to end by itself

@@ -20,9 +20,8 @@ from typing import Any
 from forerun.build.memory_limit import without_collector
 from forerun.core.errors import ForerunError
 from forerun.server.backends.base import CLOSING
-from forerun.server.backends.channel import Channel
 from forerun.server.backends.start import Loader
-from forerun.server.backends.wire import pack_error
+from forerun.server.backends.wire import Channel, pack_error
 from forerun.server.settings import LOG_FORMAT
 
 log = logging.getLogger(__name__)

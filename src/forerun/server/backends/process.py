@@ -11,9 +11,8 @@ from pathlib import Path
 from time import monotonic, process_time, thread_time
 from typing import Any
 
-from forerun.api.calls import make_request
+from forerun.api.calls import as_token_list, make_request
 from forerun.api.completion import Completion
-from forerun.api.prompts import as_token_list
 from forerun.core.errors import ForerunError
 from forerun.core.request import Event, TokenLogprob
 from forerun.models.load.tokenizer import Tokenizer

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ForerunError
 from forerun.server.backends.base import EngineError
-from forerun.server.backends.channel import Channel
-from forerun.server.backends.wire import Facts, unpack_error
+from forerun.server.backends.wire import Channel, Facts, unpack_error
 
 if TYPE_CHECKING:
     from forerun.api.llm import LLM

@@ -15,9 +15,9 @@ from forerun.engine.driver import Handle, HeadSwap, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import seconds_of
-from forerun.server.backends.channel import Channel
 from forerun.server.backends.thread import change_adapter, load_of, lost_process_of, progress_of
 from forerun.server.backends.wire import (
+    Channel,
     Facts,
     Packed,
     Report,

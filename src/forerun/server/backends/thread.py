@@ -11,10 +11,9 @@ from time import process_time, thread_time
 from typing import Any
 
 from forerun.api.async_llm import AsyncLLM
-from forerun.api.calls import make_request
+from forerun.api.calls import as_token_list, make_request
 from forerun.api.completion import Completion
 from forerun.api.llm import LLM
-from forerun.api.prompts import as_token_list
 from forerun.core.request import Event
 from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine

@@ -33,8 +33,7 @@ from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.app import create_app
 from forerun.server.backends.base import Backend, Load, Restarted
-from forerun.server.cluster.loads import Loads, ReplicaGauges, Report
-from forerun.server.cluster.replica import Begun, Ended
+from forerun.server.cluster.replica import Begun, Ended, Loads, ReplicaGauges, Report
 from forerun.server.settings import ClusterSettings
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.thinking import HARMONY, TAIL, Start, ThinkingMarks
-from forerun.server.parsers.pieces import Kind, Parser, Piece, PlainParser, held_back
-from forerun.server.parsers.tools import ToolParser
+from forerun.server.parsers.tools import Kind, Parser, Piece, PlainParser, ToolParser, held_back
 from forerun.server.schemas import ChatRequest, Generation
 
 if TYPE_CHECKING:

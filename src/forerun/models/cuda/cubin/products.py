@@ -21,6 +21,20 @@ ENOUGH = 5  # strips of a program: fewer do not keep its warps busy
 SUMS, GATED = range(2)
 OF_GGUF = ("int4_mins", "int4_k", "bytes_k", "int8_groups")  # formats with a kernel for one row
 
+FILES = {  # name: format, columns of a group
+    "bf16": ("BF16", 128),
+    "e4m3": ("E4M3", 128),
+    "int8": ("INT8", 128),
+    "e4m3_weights": ("E4M3_WEIGHTS", 128),
+    "int4_128": ("INT4", 128),
+    "int4_32": ("INT4", 32),
+    "int4_zeros_128": ("INT4_ZEROS", 128),
+    "int4_zeros_32": ("INT4_ZEROS", 32),
+    "int4_mins_32": ("INT4_MINS", 32),
+    "int4_k_32": ("INT4_K", 32),
+    "bytes_k_16": ("BYTES_K", 16),
+    "int8_groups_32": ("INT8_GROUPS", 32),
+}
 
 _POINTERS = "weights", "sides", "of_blocks", "channel", "squares", "row_scales", "out", "parts", "counters"
 _NUMBERS = (

@@ -13,10 +13,9 @@ from torch import Tensor
 from forerun.models.cuda.cubin.products import Norm, Products, quantise_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.steps.adapters import Change
 from forerun.models.cuda.steps.finish import HandedOn, InBytes, Sums, columns_of, finish_gate
-from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps
-from forerun.models.cuda.weights import BLOCK, Strips, Weight
+from forerun.models.cuda.steps.fused import GATED, LOGITS, RESIDUAL, FusedSteps, Product
+from forerun.models.cuda.weights import BLOCK, Strips
 
 PIECES = 8  # of a row of the residual stream: each is added to, and its squares summed, by a program of its own
 
@@ -52,20 +51,8 @@ class CompiledSteps(FusedSteps):
     def _partials(self, name: str) -> int:
         return 0  # sums of splits lie in what the products have reserved
 
-    def _linear(
-        self,
-        run: Run,
-        name: str,
-        mode: int,
-        rows: Tensor,
-        weight: Weight,
-        out: Tensor,
-        norm: Tensor | None = None,
-        layer: int = 0,
-        normed: bool = False,
-        change: Change | None = None,
-        after: Tensor | None = None,
-    ) -> None:
+    def _linear(self, run: Run, product: Product) -> None:
+        _, mode, rows, weight, out, norm, layer, normed, change, after, _ = product
         assert isinstance(weight, Strips)
         assert change is None, "CudaDecoder.load_adapter refuses adapters here"
         count, scales = run.size.rows, None

@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,22 @@ if TYPE_CHECKING:
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 BESIDE = 150 << 10  # bytes of shared memory of such a program where adapters' programs run beside it
+
+
+class Product(NamedTuple):
+    """Rows times a weight, and the steps that are fused into it."""
+
+    name: str
+    mode: int
+    rows: Tensor
+    weight: Weight
+    out: Tensor
+    norm: Tensor | None = None
+    layer: int = 0
+    normed: bool = False  # the rows come with their norm applied, and not as x times its weight
+    change: Change | None = None  # what adapters add
+    after: Tensor | None = None  # the norm of what is added to the residual stream
+    heads: int | None = None  # of queries, where the weight has others than the model
 
 
 class FusedSteps:
@@ -159,27 +175,29 @@ class FusedSteps:
         weights = self.model.layers[layer]
         change = self._change(run, layer, "qkv", self.buffers.rows)
         given, out = self.buffers.rows, self.buffers.queries
-        self._linear(run, "qkv", QKV, given, weights.qkv, out, layer=layer, normed=self.bare, change=change)
+        self._linear(run, Product("qkv", QKV, given, weights.qkv, out, layer=layer, normed=self.bare, change=change))
 
     def leave_attention(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         found, rows = shaped(self.buffers.found, weights.o.shape[1]), self.buffers.rows
         change = self._change(run, layer, "o", found)
         after = weights.after_attention_norm
-        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change, after=after)
+        self._linear(
+            run, Product("o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm, change=change, after=after)
+        )
 
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         change = self._change(run, layer, "gate", self.buffers.rows)
         given, out = self.buffers.rows, shaped(self.buffers.inner, weights.down.shape[1])
-        self._linear(run, "gate", GATED, given, weights.gate_up, out, normed=self.bare, change=change)
+        self._linear(run, Product("gate", GATED, given, weights.gate_up, out, normed=self.bare, change=change))
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         weights, norm = self.model.layers[layer], self.model.next_norm(layer)
         inner = shaped(self.buffers.inner, weights.down.shape[1])
         change = self._change(run, layer, "down", inner)
         rows, after = self.buffers.rows, weights.after_mlp_norm
-        self._linear(run, "down", RESIDUAL, inner, weights.down, rows, norm=norm, change=change, after=after)
+        self._linear(run, Product("down", RESIDUAL, inner, weights.down, rows, norm=norm, change=change, after=after))
 
     def normalise(self, run: Run, into: Tensor) -> None:
         config = self.model.config
@@ -189,11 +207,11 @@ class FusedSteps:
         )  # fmt: skip
 
     def head(self, run: Run) -> None:
-        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+        self._linear(run, Product("head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits))
         self._finish_logits(run)
 
     def head_of_normed(self, run: Run) -> None:
-        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True)
+        self._linear(run, Product("head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True))
         self._finish_logits(run)
 
     def _finish_logits(self, run: Run) -> None:
@@ -213,54 +231,25 @@ class FusedSteps:
     def active_experts(self) -> list[int]:
         return []
 
-    def _linear(
-        self,
-        run: Run,
-        name: str,
-        mode: int,
-        rows: Tensor,
-        weight: Weight,
-        out: Tensor,
-        norm: Tensor | None = None,
-        layer: int = 0,
-        normed: bool = False,
-        change: Change | None = None,
-        after: Tensor | None = None,
-    ) -> None:
-        """One product with the steps fused into it; pointers that a mode does not use are placeholders.
-
-        `normed`: the rows come with their norm applied, and not as x times its weight. `change`: what adapters add.
-        `after`: the norm of what is added to the residual stream.
-        """
+    def _linear(self, run: Run, product: Product) -> None:
+        """One product with the steps fused into it; pointers that a mode does not use are placeholders."""
         if self.wide is not None and self.wide.takes(run.size.rows):
-            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed, change, after)
+            self._wide_linear(self.wide, run, product)
             return
-        if name in self.apart:
-            self._narrow_linear(run, name, mode, rows, weight, self.sums, norm, layer, normed, change)
-            sums = Sums(self.sums, 1, run.size.rows)
-            if mode == RESIDUAL:
-                assert norm is not None
-                self._finish_residual(sums, run.size.rows, out, norm, after=after)
-            else:
-                self._finish_qkv(sums, run, layer, out, normed, norms=self.norms_by_tile)
+        if product.name not in self.apart:
+            self._narrow_linear(run, product)
             return
-        self._narrow_linear(run, name, mode, rows, weight, out, norm, layer, normed, change)
+        self._narrow_linear(run, product._replace(out=self.sums))
+        sums = Sums(self.sums, 1, run.size.rows)
+        if product.mode == RESIDUAL:
+            assert product.norm is not None
+            self._finish_residual(sums, run.size.rows, product.out, product.norm, after=product.after)
+        else:
+            self._finish_qkv(sums, run, product.layer, product.out, product.normed, norms=self.norms_by_tile)
 
-    def _narrow_linear(
-        self,
-        run: Run,
-        name: str,
-        mode: int,
-        rows: Tensor,
-        weight: Weight,
-        out: Tensor,
-        norm: Tensor | None,
-        layer: int,
-        normed: bool,
-        change: Change | None,
-        heads: int | None = None,
-    ) -> None:
-        """By the kernel for few rows; `heads`: of queries, where the weight has others than the model."""
+    def _narrow_linear(self, run: Run, product: Product) -> None:
+        """By the kernel for few rows."""
+        name, mode, rows, weight, out, norm, layer, normed, change, _, heads = product
         config, place = self.model.config, self.model.layers[layer]
         heads = config.heads if heads is None else heads
         head_norm = None if place.qk_norm is None else place.qk_norm[config.heads - heads :]
@@ -301,22 +290,9 @@ class FusedSteps:
             SHARE=config.residual_scale, enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
-    def _wide_linear(
-        self,
-        wide: WideProducts,
-        run: Run,
-        name: str,
-        mode: int,
-        rows: Tensor,
-        weight: Weight,
-        out: Tensor,
-        norm: Tensor | None,
-        layer: int,
-        normed: bool,
-        change: Change | None,
-        after: Tensor | None,
-    ) -> None:
+    def _wide_linear(self, wide: WideProducts, run: Run, product: Product) -> None:
         """The same by the kernels for many rows."""
+        name, mode, rows, weight, out, norm, layer, normed, change, after, _ = product
         assert isinstance(weight, Tensor)
         count, delta = run.size.rows, None if change is None else change.delta()
         if mode == GATED:
@@ -336,7 +312,7 @@ class FusedSteps:
         if self.wide is not None and self.wide.takes(run.size.rows):
             assert isinstance(weight, Tensor)
             return self.wide.sums(self._named(name, weight), run.size.rows, rows, weight)
-        self._narrow_linear(run, name, RESIDUAL, rows, weight, self.sums, None, 0, True, None)
+        self._narrow_linear(run, Product(name, RESIDUAL, rows, weight, self.sums, normed=True))
         return Sums(self.sums, 1, run.size.rows)
 
     def _finish_residual(

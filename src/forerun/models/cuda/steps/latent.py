@@ -14,7 +14,7 @@ from forerun.models.cuda.network import Buffers, Model, Run, shaped, turned
 from forerun.models.cuda.plan import MAX_ROWS, QUERIES, split_of
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.experts import FusedExpertSteps
-from forerun.models.cuda.steps.fused import RESIDUAL
+from forerun.models.cuda.steps.fused import RESIDUAL, Product
 from forerun.models.cuda.steps.tiles import power_of_two, programs_for, rows_per_tile
 from forerun.models.cuda.weights import Weight
 
@@ -112,7 +112,7 @@ class LatentSteps(FusedExpertSteps):
         assert weights.latent is not None
         given = shaped(self.plain, weights.o.shape[1])
         self._by_heads(run, self.buffers.found, weights.latent.values, given, weights.latent.values.shape[1])
-        self._linear(run, "o", RESIDUAL, given, weights.o, rows, norm=weights.mlp_norm)
+        self._linear(run, Product("o", RESIDUAL, given, weights.o, rows, norm=weights.mlp_norm))
 
     def _by_heads(self, run: Run, rows: Tensor, weights: Tensor, out: Tensor, numbers: int) -> None:
         """Rows [R, H, K] by weights [H, N, K], to the first N of the `numbers` that heads of `out` have."""

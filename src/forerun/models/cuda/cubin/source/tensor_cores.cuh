@@ -2,10 +2,10 @@
 #pragma once
 #include <stdint.h>
 
-#include "wgmma.cuh"  // made by wgmma_header.py
+#include "wgmma.cuh"  // made by tools/cubins.py
 
 // Lines of 128 bytes in groups of eight, their pieces of 16 bytes exchanged (the 128-byte swizzle).
-// The lower half of the description: the upper one is the same for all (wgmma_header.py).
+// The lower half of the description: the upper one is the same for all (tools/cubins.py).
 __device__ __forceinline__ uint32_t describe(uint32_t address) { return 0x10000 | (address >> 4); }
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
