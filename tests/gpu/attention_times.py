@@ -133,9 +133,12 @@ def _ways(config: DecoderConfig, length: int, kept: torch.dtype | None) -> None:
         plan = plan_pass(
             [span], nodes_per_group(*shape_of), lambda need: need.exactly(1, 0, 0), tiled_nodes=tiled_nodes
         )
-        usual = tiled_sharing(plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads,
-                              config.head_dim, attention.processors)  # fmt: skip
-        for how in dict.fromkeys((usual, *_other(plan.size, usual))):
+        given = plan.size, power_of_two(config.heads // config.kv_heads), config.kv_heads, config.head_dim
+        usual, old = (
+            tiled_sharing(*given, attention.processors, kept_in_bytes=known) for known in (kept is not None, False)
+        )
+        others = _other(plan.size, usual) if kept is None else [old]
+        for how in dict.fromkeys((usual, *others)):
             micros, out = _time(attention, plan, queries, kv, scales, how)
             flag = "" if torch.equal(out[: plan.rows], wanted[: plan.rows]) else "  BITS DIFFER"
             print(f"{length:>7} {name:>11}: {micros:8.1f} us  {_words(how)}{flag}", flush=True)
@@ -149,6 +152,7 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
+    most += ", spread" * how.spread
     return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
 
 

@@ -1,7 +1,8 @@
 """Plain decoding beside sparse_kv, several long texts at once: tokens per second, rounds by part, and equal texts.
 
 Parts of a round are the engine's (engine/stats.py): draft and pass by the clock of the device, verdict what was waited
-beyond these, host what no device worked beside.
+beyond these, host what no device worked beside. What is counted ends with the first text that does: from then on the
+batch is another. A pause in mid-text (something that is compiled or captured) shows as the longest round.
 
 With `--model` a real model goes on with sources of Python's library: real acceptance. With `--shape` weights are random
 and `--attention` scales what attention adds to them: what drafts leave out then matters as little as that, so that the
@@ -25,6 +26,7 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Needs, Request
 from forerun.engine.engine import Engine
+from forerun.engine.stats import EngineStats
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.verify.greedy import device_walk
@@ -64,8 +66,7 @@ def main() -> None:
     _write(engine, prompts, "none", 8)  # reads the prompts, once
     print(f"loaded, and read the prompts, in {perf_counter() - started:.0f} s", flush=True)
     started = perf_counter()
-    engine.captures.before(1)
-    engine.captures.before(given.batch)
+    engine.captures.up_to(given.batch)
     _write(engine, prompts, "4", 16)
     _write(engine, prompts, "adaptive", 32)
     print(f"captured drafts in {perf_counter() - started:.0f} s", flush=True)
@@ -78,7 +79,7 @@ def main() -> None:
 
 @dataclass
 class Written:
-    """Texts, and what writing them took once all had begun."""
+    """Texts, and what writing them took from when all had begun to when the first had ended."""
 
     texts: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
@@ -86,6 +87,7 @@ class Written:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    longest: float = 0.0  # seconds of a step
     parts: dict[str, float] = field(default_factory=dict)
 
     def row(self, plain: Written) -> str:
@@ -93,11 +95,12 @@ class Written:
         rate, usual = self.tokens / self.seconds, plain.tokens / plain.seconds
         each = 1e3 / max(1, self.rounds)
         parts = ", ".join(f"{part} {each * spent:.2f}" for part, spent in self.parts.items() if each * spent >= 0.005)
+        drafts = f"accepted {self.accepted / max(1, self.drafted):.3f} of {self.drafted}"
         differ = sum(a != b for a, b in zip(plain.texts, self.texts, strict=True))
         return (
             f"{rate:7.0f} tokens/s, {rate / usual:5.3f} x plain; {self.rounds} rounds of {each * self.seconds:.2f} ms "
-            f"({parts}), {self.tokens / max(1, self.rounds):.1f} tokens each; accepted "
-            f"{self.accepted / max(1, self.drafted):.3f} of {self.drafted}; {differ} of {len(self.texts)} texts differ"
+            f"({parts}; the longest {1e3 * self.longest:.1f}), {self.tokens / max(1, self.rounds):.1f} tokens each; "
+            f"{drafts}; {differ} of {len(self.texts)} texts differ"
         )
 
 
@@ -155,24 +158,45 @@ def _write(engine: Engine, prompts: Prompts, name: str, tokens: int) -> Written:
     drafter, stats = "none" if name == "none" else "sparse_kv", engine.stats
     ids = [engine.submit(Request(one, params, drafter=drafter, budget=budget)) for one in prompts]
     texts: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
-    started, begun, counts, parts = 0.0, 0, (0, 0, 0), dict[str, float]()
+    before, after = None, None
+    longest = 0.0
     while engine.busy:
+        started = perf_counter()
         for event in engine.step():
             texts[event.seq_id] += event.tokens
-        if not started and all(texts.values()):
-            started, begun = perf_counter(), sum(map(len, texts.values()))
-            counts, parts = (stats.rounds, stats.drafted, stats.accepted), dict(stats.seconds)
-    spent = perf_counter() - started
-    rounds, drafted, accepted = counts
+        if before and not after:
+            longest = max(longest, perf_counter() - started)
+        if not before and all(texts.values()):
+            before = _Counts.of(stats, texts)
+        if before and not after and any(len(text) >= tokens for text in texts.values()):
+            after = _Counts.of(stats, texts)
+    assert before, "every text had a token"
+    assert after, "every text ended"
     return Written(
         texts=[texts[seq_id] for seq_id in ids],
-        seconds=spent,
-        tokens=sum(map(len, texts.values())) - begun,
-        rounds=stats.rounds - rounds,
-        drafted=stats.drafted - drafted,
-        accepted=stats.accepted - accepted,
-        parts={part: stats.seconds[part] - before for part, before in parts.items()},
+        seconds=after.at - before.at,
+        tokens=after.tokens - before.tokens,
+        rounds=after.rounds - before.rounds,
+        drafted=after.drafted - before.drafted,
+        accepted=after.accepted - before.accepted,
+        longest=longest,
+        parts={part: spent - before.parts[part] for part, spent in after.parts.items()},
     )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    at: float
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    parts: dict[str, float]
+
+    @classmethod
+    def of(cls, stats: EngineStats, texts: dict[int, list[int]]) -> _Counts:
+        written = sum(map(len, texts.values()))
+        return cls(perf_counter(), written, stats.rounds, stats.drafted, stats.accepted, dict(stats.seconds))
 
 
 if __name__ == "__main__":

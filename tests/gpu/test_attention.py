@@ -182,6 +182,22 @@ def test_programs_of_tiled_passes_have_as_many_rows_as_groups_have_queries(size:
     assert walked == (size.splits if size.rows == 1024 else 0), "one program has a whole group of a prompt"
 
 
+def test_keys_and_values_of_8_bits_are_read_by_single_warps_where_there_are_enough_and_spread_for_prompts() -> None:
+    def how(size: Size, dim: int = 128, in_bytes: bool = True) -> tuple[int, int, bool]:
+        found = tiled_sharing(size, 4, 8, dim, 132, kept_in_bytes=in_bytes)
+        return found.warps, found.rows, found.spread
+
+    root, prompt = Size(1, 1, 256, tiled=True), Size(1024, 128, 256, tiled=True)
+    assert how(root) == (1, 8, False)
+    assert how(Size(4, 1, 256, tiled=True)) == (1, 16, False)
+    assert how(Size(8, 8, 48, tiled=True)) == (1, 8, False), "as many programs, of eight texts"
+    for size in (Size(1, 1, 96, tiled=True), Size(8, 1, 256, tiled=True)):
+        assert how(size)[0] == 4, "few programs, or many queries"
+    assert how(root, dim=256)[0] == how(root, in_bytes=False)[0] == 4
+    assert how(prompt)[2]
+    assert not how(prompt, in_bytes=False)[2]
+
+
 def must_agree(found: Tensor, wanted: Tensor) -> None:
     """To the last bit on a GPU; the interpreter's products add up in an order of their own."""
     if found.device.type == "cpu":

@@ -4,6 +4,7 @@ Kernels run on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from forerun.core.tree import chain_of, topology_of
 from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.steps.plain import from_bytes, in_bytes
+from forerun.models.cuda.steps.tiles import Sharing
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.kv_budget import KV_DTYPES, slot_bytes
 from forerun.models.pages import PAGE
@@ -26,7 +28,6 @@ from tests.gpu.test_attention import (
     SMALL,
     WALKED,
     Extra,
-    Sharing,
     attend,
     found_by_hand,
     lone_nodes,
@@ -134,6 +135,52 @@ def test_tiled_passes_over_bytes_find_what_others_find(
     for nodes, how in ((32, SMALL), (2, SMALL), (8, LARGE), (32, LARGE), (32, WALKED)):
         plan = plan_pass(spans, 16, tiled_nodes=nodes)
         must_agree(attend(plan, queries, numbers, 0, how, scales=scales)[: plan.rows], wanted)
+
+
+FEW = (Sharing(3, walked=0, stages=1, rows=16, warps=1), Sharing(2, walked=0, stages=1, rows=8, warps=1))
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+@pytest.mark.parametrize(("dim", "window", "cap"), [(32, 90, 1.5), (64, 0, 0.0), (128, 0, 1.5)])
+def test_a_warp_by_itself_finds_the_same(
+    kept: str, dim: int, window: int, cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit on a GPU: a root, a chain, and a tree that branches; groups of more queries are read in parts."""
+    spans = [
+        Span([1], chain_of(1), [*range(1, 7)], 340), Span([1, 2, 3], chain_of(3), [*range(20, 23)], 126),
+        Span([1, 2, 3, 4], topology_of((-1, 0, 0, 2)), [*range(30, 34)], 190),
+    ]  # fmt: skip
+    queries, numbers, scales, plain = numbers_of(kept, dim)
+    extra = Extra(cap, None)
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    wanted = attend(plan, queries, numbers, window, SMALL, extra=extra, scales=scales)[: plan.rows]
+    by_hand = found_by_hand(spans, queries, plain, window, extra)
+    torch.testing.assert_close(wanted.float(), by_hand, atol=3e-2, rtol=3e-2)
+    for how in FEW:
+        must_agree(attend(plan, queries, numbers, window, how, extra=extra, scales=scales)[: plan.rows], wanted)
+
+
+@pytest.mark.gpu
+@EACH_FORMAT
+@pytest.mark.parametrize(("window", "room"), [(0, 1 << 17), (90, 1 << 17), (0, 7)])
+def test_prompts_read_numbers_that_were_written_before(
+    kept: str, window: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a lone root, which reads bytes; where there is no room for all, the others read bytes too."""
+    spans = [
+        Span([1], chain_of(1), [*range(1, 5)], 230), Span([1] * 40, chain_of(40), [*range(10, 14)], 195),
+        Span([1] * 33, chain_of(33), [*range(20, 22)], 71),
+    ]  # fmt: skip
+    queries, numbers, scales, plain = numbers_of(kept, 32)
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    monkeypatch.setattr("forerun.models.cuda.steps.attention.PAGES", room)
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    wanted = attend(plan, queries, numbers, window, WALKED, scales=scales)[: plan.rows]
+    torch.testing.assert_close(wanted.float(), found_by_hand(spans, queries, plain, window), atol=3e-2, rtol=3e-2)
+    how = replace(WALKED, spread=True)
+    must_agree(attend(plan, queries, numbers, window, how, scales=scales)[: plan.rows], wanted)
 
 
 @pytest.mark.gpu

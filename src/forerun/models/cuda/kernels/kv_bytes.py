@@ -97,8 +97,8 @@ def wide(fetched, FORMAT: tl.constexpr):
     else:  # noqa: RET505
         words, scales = fetched[0], fetched[1][:, None]
         if INTERPRETED:
-            a, b = _one(words, scales, 0, FORMAT), _one(words, scales, 8, FORMAT)
-            c, d = _one(words, scales, 16, FORMAT), _one(words, scales, 24, FORMAT)
+            a, b = number(words, scales, 0, FORMAT), number(words, scales, 8, FORMAT)
+            c, d = number(words, scales, 16, FORMAT), number(words, scales, 24, FORMAT)
         else:
             TWICE: tl.constexpr = "cvt.rn.f16x2.f32 $0, $1, $1;"
             by = tl.inline_asm_elementwise(TWICE, "=r,f", [scales], tl.int32, is_pure=True, pack=1)
@@ -112,7 +112,7 @@ def wide(fetched, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _one(words, scales, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
+def number(words, scales, SHIFT: tl.constexpr, FORMAT: tl.constexpr):
     """What the instructions make of one of four numbers."""
     numbers = (words >> SHIFT).to(tl.int8)
     if FORMAT == E4M3:

@@ -146,17 +146,49 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
             tl.store(sums + part, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["PROGRAMS", "WALKED"])
+@triton.jit(do_not_specialize=["first_page", "most"])
+def spread(keys, values, ints, groups, positions, numbers, head_stride, first_page, most, EACH: tl.constexpr,
+           D: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+    """Write what large groups see as numbers of 16 bits, in the order of their pages in `ints`; `most` pages of these.
+
+    The last group of a sequence has this done: it sees most. Where there are several, the first is large.
+    """
+    g, h, rank = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group = groups + g * FIELDS
+    first, count, length, pages = tl.load(group + 2), tl.load(group + 3), tl.load(group + 5), tl.load(group + 7)
+    before = tl.load(group - FIELDS + 7, mask=g > 0, other=-1)
+    behind = tl.load(group + FIELDS + 7, mask=g + 1 < tl.num_programs(0), other=-1)
+    t, d = tl.arange(0, TILE), tl.arange(0, D)
+    FEW: tl.constexpr = 2 * EACH if 2 * EACH > FEWEST else FEWEST
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if (count > 0) & (behind != pages) & ((count * EACH > FEW) | (before == pages)):
+        start = length * 0
+        if WINDOW > 0:
+            start = tl.maximum(length - WINDOW + 1, 0) // TILE
+        end = tl.minimum(tl.load(positions + first + count - 1) // TILE + 1, most - (pages - first_page))
+        for i in range(start + rank, end, tl.num_programs(2)):
+            slot = tl.load(ints + pages + i) * TILE + t
+            place = ((h.to(tl.int64) * most + pages - first_page + i) * TILE + t)[:, None] * D + d[None, :]
+            k = fetch(head_of(keys, h, head_stride, D, FORMAT), slot, D, FORMAT)
+            v = fetch(head_of(values, h, head_stride, D, FORMAT), slot, D, FORMAT)
+            tl.store(numbers + place, wide(k, FORMAT))
+            tl.store(numbers + tl.num_programs(1).to(tl.int64) * most * (TILE * D) + place, wide(v, FORMAT))
+
+
+@triton.jit(do_not_specialize=["PROGRAMS", "WALKED", "first_page", "most"])
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, sinks, scale, head_stride,
-           split_stride, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr,
-           D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SIZE: tl.constexpr,
-           WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-           PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
+           split_stride, PROGRAMS, WALKED, numbers, in_order, first_page, most, H: tl.constexpr, HKV: tl.constexpr,
+           EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+           SIZE: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+           SPREAD: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr, FORMAT: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every n-th split: what its queries found in each, unnormalised, in fp32.
 
     Each group has PROGRAMS. WALKS: where a group has all splits of its nodes, and no more than WALKED, one
     program takes all of them and writes what was found to `out`. A group of more than SIZE queries is read in parts.
-    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers.
+    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers. SPREAD: large groups
+    read what `spread` wrote, if there was room; `in_order` are the places of its pages.
     """
     # groups of one split are neighbours, and find each other's tiles in the cache; the last are of
     # prompts, and take longest; programs that find nothing to do start last
@@ -172,7 +204,22 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if low + rank < tl.where(whole, 1, high):
-        if NARROW and count * EACH <= FEW:
+        if SPREAD:
+            if (count * EACH > FEW) & (tl.load(group + 7) - first_page + end // TILE < most):
+                wide_k = numbers + h.to(tl.int64) * most * (TILE * D)
+                wide_v = wide_k + HKV * most.to(tl.int64) * (TILE * D)
+                for done in range(0, count, SIZE // EACH):
+                    _attend(queries, wide_k, wide_v, in_order - first_page, group, first + done,
+                            tl.minimum(count - done, SIZE // EACH), positions, out, parts, tops, sums, sinks, scale,
+                            split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, SIZE,
+                            WALKS, STAGES, ROOM, PDL, PLAIN)  # fmt: skip
+            else:
+                for done in range(0, count, FEW // EACH):
+                    _attend(queries, mine, theirs, ints, group, first + done, tl.minimum(count - done, FEW // EACH),
+                            positions, out, parts, tops, sums, sinks, scale, split_stride, h, low, high, rank, step,
+                            whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS, STAGES + 1 if STAGES > 1 else 1,
+                            ROOM, PDL, FORMAT)  # fmt: skip
+        elif NARROW and count * EACH <= FEW:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, sinks, scale,
                     split_stride, h, low, high, rank, step, whole, H, HKV, EACH, D, WINDOW, CAP, SINKS, FEW, WALKS,
                     STAGES + 1 if STAGES > 1 else 1, ROOM, PDL, FORMAT)  # fmt: skip

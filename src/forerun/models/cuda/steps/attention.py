@@ -10,12 +10,15 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.kernels import attention as kernels_attention
+from forerun.models.cuda.kernels import few as kernels_few
 from forerun.models.cuda.kernels import kv_bytes
 from forerun.models.cuda.kernels import tiled as kernels_tiled
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import MAX_ROWS, split_of
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, PAGES, split_of
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, sharing_for, tiled_sharing
+from forerun.models.pages import PAGE
 
+SPREADING = 64  # programs to a group and head that write keys and values of 8 bits as numbers of 16
 COMBINING = 1024  # programs that look for parts to add up, at most
 _FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
 
@@ -45,6 +48,8 @@ class Attention:
         widest = max(config.kv_sizes(layer)[1] for layer in range(config.layers))
         self.parts = torch.empty(rows * widest, device=device)
         self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
+        self.numbers = self.parts.view(torch.float16)  # keys and values of 8 bits, as a pass reads them: see _spread
+        self.in_order = torch.arange(PAGES, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -112,12 +117,23 @@ class Attention:
             "FORMAT": kept_as,
         }  # fmt: skip
         own = self.tops if sinks is None else sinks
-        kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
-            queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
-            scale, kv.stride(1), self.split_stride, how.programs, how.walked, SIZE=how.rows, WALKS=how.walked > 0,
-            NARROW=how.narrow, STAGES=how.stages,
-            num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
-        )  # fmt: skip
+        if how.warps == 1:
+            kernels_few.attend_few[size.shared, config.kv_heads, how.programs](
+                queries, keys, values, run.ints, run.groups, run.positions, self.parts, self.tops, self.sums, scale,
+                kv.stride(1), self.split_stride, how.programs, H=config.heads, HKV=config.kv_heads, EACH=each,
+                D=config.head_dim, WINDOW=window, CAP=cap / math.log(2), SIZE=how.rows,
+                PDL=self.pdl, FORMAT=kept_as, num_warps=1, num_stages=1, **settings,
+            )  # fmt: skip
+        else:
+            first_page, most, spread = 0, 0, scales is not None and how.spread
+            if spread:
+                first_page, most = self._spread(run, keys, values, kv, kept_as, each, window, settings)
+            kernels_tiled.attend[size.shared, config.kv_heads, how.programs](
+                queries, keys, values, run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums, own,
+                scale, kv.stride(1), self.split_stride, how.programs, how.walked, self.numbers, self.in_order,
+                first_page, most, SIZE=how.rows, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
+                SPREAD=spread, num_warps=how.warps, num_stages=how.stages, **shape, **limit, **settings,
+            )  # fmt: skip
         if not size.lone:
             self._combine(run, config.head_dim, out, window, sinks, how.walked > 0, 16, settings)
             return
@@ -126,6 +142,23 @@ class Attention:
             self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
             num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
         )  # fmt: skip
+
+    def _spread(
+        self, run: Run, keys: Any, values: Any, kv: Tensor, kept_as: int, each: int, window: int,
+        settings: dict[str, Any],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Write what large groups see as numbers of 16 bits. Where its pages start among `run.ints`, and how many fit.
+
+        They lie where programs leave parts: where a program has all splits of a group, none leaves any.
+        """
+        size, heads, dim = run.size, kv.shape[1], kv.shape[3]
+        first_page = MAX_ROWS + 3 * size.rows + FIELDS * size.groups
+        most = min(self.numbers.numel() // (2 * heads * PAGE * dim), len(self.in_order))
+        kernels_tiled.spread[size.shared, heads, SPREADING](
+            keys, values, run.ints, run.groups, run.positions, self.numbers, kv.stride(1), first_page, most,
+            EACH=each, D=dim, WINDOW=window, PDL=self.pdl, FORMAT=kept_as, num_warps=4, **settings,
+        )  # fmt: skip
+        return first_page, most
 
     def _combine(
         self,

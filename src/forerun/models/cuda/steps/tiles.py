@@ -21,6 +21,7 @@ FEW = 132  # programs: as many as an H200 has multiprocessors
 MANY = 90  # programs that keep the memory busy, where each has a multiprocessor for itself
 LEAST = 512  # of the depth: of a split, where there would be few programs
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
+ALONE = 8  # programs of one warp to a multiprocessor, at least: fewer leave the memory idle
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 FULL_NODES = 16  # of a group of a prompt, mostly
 FEWEST_ROWS = 16  # of a program of a tiled pass
@@ -111,7 +112,8 @@ class Sharing:
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
     rows: int = 64  # queries of a program of a tiled pass; groups of more are read in parts
-    warps: int = 4
+    warps: int = 4  # 1: of those that read numbers of 8 bits by themselves (kernels/few.py)
+    spread: bool = False  # are keys and values of 8 bits written as numbers of 16 before large groups read them?
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
@@ -149,18 +151,22 @@ def tiled_sharing(
 ) -> Sharing:
     """For tiled passes over `heads` key-value heads of `each` queries; keys and values may be kept in 8 bits."""
     rows = _rows_for(size, each, head_dim)
+    queries, programs = each * -(-size.rows // max(1, size.shared)), programs_for(size, heads, processors)
+    many = programs * size.shared * heads >= ALONE * processors
+    if kept_in_bytes and head_dim <= WIDEST and queries <= FEWEST_ROWS and many:
+        return Sharing(programs, 0, stages=1, rows=8 if queries <= 8 else FEWEST_ROWS, warps=1)
     warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
     few = 2 * size.shared * heads < 3 * processors
     if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
         stages = 1 if head_dim > WIDEST else 4 if rows == FEWEST_ROWS else 3
         # what is asked for ahead lies in registers then: three programs to a multiprocessor have as many of them
         most = 168 if kept_in_bytes and stages == 4 else None
-        return Sharing(programs_for(size, heads, processors), 0, stages, most, rows=rows, warps=warps)
+        return Sharing(programs, 0, stages, most, rows=rows, warps=warps)
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
     if size.rows * heads >= 2 * FULL_NODES * processors:
-        return how
-    return replace(how, programs=programs_for(size, heads, processors), walked=SHORT_SPLITS)
+        return replace(how, spread=kept_in_bytes)
+    return replace(how, programs=programs, walked=SHORT_SPLITS)
 
 
 def _rows_for(size: Size, each: int, head_dim: int) -> int:
