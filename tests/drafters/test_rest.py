@@ -16,8 +16,10 @@ from forerun.control.cost import CostModel
 from forerun.core.offer import NEVER, Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Prompts, Request, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.lookup.recycling import LONGEST, SHORTEST, RecyclingDrafter, Rest
+from forerun.drafters.lookup.lookahead import LookaheadDrafter, Pool
+from forerun.drafters.lookup.recycling import LONGEST, SHORTEST, RecyclingDrafter, Rest, Table
 from forerun.engine.engine import Engine
+from forerun.engine.round import LaunchedRound
 from forerun.engine.sequence import SequenceState
 from forerun.testing import FakeSeq
 from lab.simulate.device import KnownAnswers, SimulatedDevice
@@ -196,3 +198,55 @@ def test_a_round_whose_rows_were_overwritten_teaches_what_was_committed() -> Non
         if drafter._rest.holds(seq):
             break
     assert drafter.offer(seq) is NEVER
+
+
+@pytest.mark.parametrize("made", [RecyclingDrafter, LookaheadDrafter])
+def test_a_long_prompt_is_learnt_once_whether_it_is_read_in_parts_or_read_again(
+    made: type[RecyclingDrafter | LookaheadDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a text that was preempted: its parts are not taken for rounds in which all that was drafted was right."""
+    learnt, noted, text = list[int](), list[int](), [*range(100, 164)]
+    learn_copied, collect = Table.learn_copied, LookaheadDrafter._collect
+
+    def copied(self: Table, tokens: Sequence[int]) -> None:
+        learnt.append(len(tokens))
+        learn_copied(self, tokens)
+
+    def collected(self: LookaheadDrafter, pool: Pool, tokens: Sequence[int], fresh: int) -> None:
+        learnt.append(fresh)
+        collect(self, pool, tokens, fresh)
+
+    monkeypatch.setattr(Table, "learn_copied", copied)
+    monkeypatch.setattr(LookaheadDrafter, "_collect", collected)
+    monkeypatch.setattr(Rest, "note", lambda *given: noted.append(1))
+    for prompt_length in (64, 40):  # the second was preempted when 24 tokens were written
+        drafter, seq = made(), FakeSeq(0, text, prompt_length=prompt_length)
+        for at in (0, 16, 32, 48):
+            part, end = TreeBatch.chains([text[at : min(at + 16, 63)]]), min(at + 16, 63)
+            drafter.observe([seq], part, Scores(None), Verdict.whole_chain(part, [text[end]]))
+        assert sum(learnt) <= 64
+        learnt.clear()
+        assert not noted
+        drafter.observe([seq], TreeBatch.chains([[]]), Scores(None), Verdict.of([[]], [text[-1]], "cpu"))
+        drafter.observe([seq], TreeBatch.chains([[text[-1]]]), Scores(None), Verdict.of([[]], [7], "cpu"))
+        assert sum(learnt) == (3 if prompt_length == 40 and made is RecyclingDrafter else prompt_length == 40)
+        learnt.clear()
+        noted.clear()
+
+
+class Ending(FakeSeq):
+    finished: str | None = None
+
+
+def test_rows_of_those_that_ended_are_not_read_for_others() -> None:
+    """A round behind one in which a sequence ended has its logits where those of all of its sequences were."""
+    seqs = [Ending(0, [1, 2]), Ending(1, [3, 4])]
+    seqs[0].finished = "stop"
+    trees, logits = TreeBatch.chains([[2], [4]]), torch.full((2, 9), -9.0)
+    logits[0, 7] = logits[1, 8] = 9.0
+    given: Any = (None, seqs, [], trees, Scores(logits), None, None)
+    left, few, scores, verdict = LaunchedRound(*given).without_ended(Verdict.of([[], []], [5, 6], "cpu"))
+    drafter = RecyclingDrafter()
+    drafter.observe(left, few, scores, verdict)
+    assert [seq.id for seq in left] == [1]
+    assert 7 not in [token for token, _ in drafter._table(seqs[1]).after(3, 4)]

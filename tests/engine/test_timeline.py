@@ -372,4 +372,4 @@ def test_a_round_is_read_without_the_sequences_that_have_ended() -> None:
     left, trees, some, kept = one.without_ended(verdict)
     assert (left, trees.to_host()[0]) == ([seqs[0], seqs[2]], [30, 32])
     assert kept.to_host()[1] == [7, 9]
-    assert (some.required_logits.shape[0], some.hidden[1].tolist()) == (2, [[0.0], [2.0]])
+    assert (some.logits, some.hidden[1].tolist()) == (None, [[0.0], [2.0]])

@@ -236,6 +236,13 @@ def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
     return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
 
 
+def goes_on(seq: Seq, trees: TreeBatch, b: int) -> bool:
+    """Does tree b go on with a text that is being written? Else it is a part of what is read, or the first round."""
+    start = trees.starts[b]
+    has_root = start < trees.starts[b + 1] and trees.to_host()[0][start] == seq.tokens[-1]
+    return has_root and len(seq.tokens) > seq.prompt_length
+
+
 def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
     """What a round adds to every sequence: the tokens of its path, and the target's own."""
     (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()

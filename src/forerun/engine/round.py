@@ -113,15 +113,13 @@ class LaunchedRound(NamedTuple):
         return sum([seq.id in read for seq in seqs]) if read else 0
 
     def _scores_of(self, kept: Sequence[int]) -> Scores:
-        """Scores of some trees; those of a form stay whole (`DeviceOutcome.trees`)."""
+        """Scores of some trees, without logits; those of a form stay whole (`DeviceOutcome.trees`)."""
         if self.trees.form is not None:
             return self.scores
-        # only the number of rows matters: another pass has written there
-        logits = self.scores.required_logits[: len(kept)]
         hidden = {layer: rows_of(rows, kept) for layer, rows in self.scores.hidden.items()}
         rows = self.scores.kept
         some = None if rows is None else lambda: [rows()[b] for b in kept]
-        return replace(self.scores, logits=logits, hidden=hidden, kept=some)
+        return replace(self.scores, logits=None, hidden=hidden, kept=some)
 
 
 class Timeline:

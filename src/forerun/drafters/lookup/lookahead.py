@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
+from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
 
@@ -122,9 +122,11 @@ class LookaheadDrafter(BaseDrafter):
         windows = scores.logits is not None and any(self._state(seq).nodes for seq in seqs)
         guesses = scores.logits.argmax(-1).tolist() if windows and scores.logits is not None else []
         for b, seq in enumerate(seqs):
-            state, start, came = self._state(seq), trees.starts[b], committed[b]
-            if len(seq.tokens) <= seq.prompt_length and scores.logits is None:
-                self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
+            start, came, is_new = trees.starts[b], committed[b], seq.id not in self._sequences
+            state = self._state(seq)
+            if scores.logits is None and not goes_on(seq, trees, b):
+                if is_new:  # with the first part of it all that is read is collected
+                    self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
                 continue
             state.pool.count(seq.tokens[-1], came)
             if len(came) == 1:

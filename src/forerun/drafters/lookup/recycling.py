@@ -28,7 +28,7 @@ from torch import Tensor
 
 from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
 from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
@@ -182,11 +182,12 @@ class RecyclingDrafter(BaseDrafter):
         if rows is None and scores.logits is not None:  # part of a batch, or of a composition
             rows = self.keep(seqs, scores.logits)
         if rows is None:
-            for seq, came in zip(seqs, committed, strict=True):
-                starts = len(seq.tokens) <= seq.prompt_length
-                self._table(seq).learn_copied(seq.tokens if starts else [*seq.tokens[-2:], *came])
-                if not starts:
+            for b, (seq, came) in enumerate(zip(seqs, committed, strict=True)):
+                if goes_on(seq, trees, b):
+                    self._table(seq).learn_copied([*seq.tokens[-2:], *came])
                     self._rest.note(seq, len(came) - 1, len(came) > 1)
+                elif seq.id not in self._tables:  # with the first part of it all that is read is learnt
+                    self._table(seq).learn_copied(seq.tokens)
             return
         (tokens, parents), paths, found = trees.to_host(), verdict.to_host()[0], rows()
         for b, seq in enumerate(seqs):
