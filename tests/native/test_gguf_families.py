@@ -1,7 +1,7 @@
 """GGUF files of hybrids, of latent attention and of layers of different sizes against transformers' own checkpoints."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile
+from forerun.core.errors import DamagedFile, UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
@@ -18,7 +18,7 @@ from forerun.models.load.quants import dequantize
 from forerun.models.load.shapes import check_shapes
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native.target import choose_mode, native_decoder
-from tests.models.gguf_writer import write_gguf
+from tests.models.gguf_writer import converted, write_gguf
 from tests.models.tiny_checkpoints import (
     LATENT,
     VOCAB,
@@ -189,6 +189,40 @@ def test_damaged_files_are_refused_by_name(
     _, config, weights = made(name)
     with pytest.raises(DamagedFile, match=said):
         load(write_gguf(tmp_path / "odd.gguf", config, weights, **keys))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        ("lfm2", "conv.conv.weight", lambda one: one[:, None].repeat(1, 2, 1)),
+        ("qwen3_next", "conv1d.weight", lambda one: one[:, None].repeat(1, 2, 1)),
+        ("qwen3_next", "shared_expert_gate.weight", lambda one: one.repeat(2, 1)),
+        ("gemma4-experts", "gate_up_exps.weight", lambda one: torch.cat((one, one[:, :1]), 1)),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused_by_name(
+    name: str,
+    part: str,
+    change: Callable[[Tensor], Tensor],
+    made: Callable[[str], Made],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, config, weights = made(name)
+
+    def changed(*given: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((key, change(one) if key.endswith(part) else one) for key, one in converted(*given))
+
+    monkeypatch.setattr("tests.models.gguf_writer.converted", changed)
+    with pytest.raises(DamagedFile, match=r"blk\.\d"):
+        load(write_gguf(tmp_path / "odd.gguf", config, weights))
+
+
+def test_numbers_of_layers_that_no_model_has_are_refused(made: Callable[[str], Made], tmp_path: Path) -> None:
+    _, config, weights = made("lfm2")
+    odd = {f"blk.{'9' * 5000}.attn_q.weight": torch.ones(2)}
+    with pytest.raises(UnsupportedModel, match="not known"):
+        load(write_gguf(tmp_path / "odd.gguf", config, weights | odd))
 
 
 def load(path: str) -> Decoder:

@@ -480,10 +480,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return float(events[0].elapsed_time(events[1])) / 1e3 / repeats
 
 
-log = logging.getLogger(__name__)
-progress = logging.getLogger("forerun.progress")
-
-
 @dataclass(slots=True)
 class _Group:
     what: str  # it captures

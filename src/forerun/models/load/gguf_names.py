@@ -111,7 +111,7 @@ _FUSED = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}  # where a 
 _ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SCALES = {"ffn_gate_inp": "mlp.gate.scale", "ffn_down_exps": "mlp.gate.per_expert_scale"}  # Gemma 4's
 _BARE = ("sinks", "A_log", "D", "dt_bias", "layer_scalar", "e_score_correction_bias")  # weights without .weight
-LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
+LAYER_TENSOR = re.compile(r"blk\.(\d{1,9})\.([a-z0-9_]+(?:\.[a-z_]+)??)(?:\.(\d{1,9}))?(?:\.(weight|bias|scale))?")
 _LAYER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 
 
@@ -179,8 +179,10 @@ def _map_tensor(file: GgufFile, tensor: str, names: dict[str, str], config: dict
     if match[3] is not None:
         return {name.format(match[3]): Origin(tensor)}
     if part == "ffn_gate_up_exps":
-        halves = [(name.replace("gate_up", one), half) for half, one in enumerate(("gate", "up"))]
         count = range(_count_experts(file, tensor))
+        if file.tensors[tensor].shape[1] % 2:
+            raise DamagedFile(f"{file.path} is damaged: the rows of {tensor} are no gates and ups; pull it again")
+        halves = [(name.replace("gate_up", one), half) for half, one in enumerate(("gate", "up"))]
         return {one.format(i): Origin(tensor, expert=i, half=half) for one, half in halves for i in count}
     if part.endswith("_exps"):
         return {name.format(i): Origin(tensor, expert=i) for i in range(_count_experts(file, tensor))}
@@ -203,6 +205,8 @@ def _origin_in_layer(file: GgufFile, tensor: str, part: str, family: Family, con
         if values not in file.tensors or not len(given) == len(file.tensors[values].shape) == 3:
             raise DamagedFile(f"{file.path} is damaged: {tensor} and {values} are no heads' weights; pull it again")
         shape = (given[0] * (given[2] + file.tensors[values].shape[1]), given[1])
+    elif shape and prod(shape) != prod(given):
+        raise DamagedFile(f"{file.path} is damaged: {tensor} has shape {given}, not {shape}; pull it again")
     return Origin(
         tensor,
         heads=heads.get(part, 0) if family.gguf_interleaves else 0,
