@@ -193,7 +193,7 @@ def test_keys_and_values_of_8_bits_are_read_by_single_warps_where_there_are_enou
     assert how(Size(8, 8, 48, tiled=True)) == (1, 8, False), "as many programs, of eight texts"
     for size in (Size(1, 1, 96, tiled=True), Size(8, 1, 256, tiled=True)):
         assert how(size)[0] == 4, "few programs, or many queries"
-    assert how(root, dim=256)[0] == how(root, in_bytes=False)[0] == 4
+    assert how(root, dim=256)[0] == how(root, dim=16)[0] == how(root, in_bytes=False)[0] == 4
     assert how(prompt)[2]
     assert not how(prompt, in_bytes=False)[2]
 

@@ -26,6 +26,7 @@ SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 posi
 FULL_NODES = 16  # of a group of a prompt, mostly
 FEWEST_ROWS = 16  # of a program of a tiled pass
 MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
+THINNEST = 32  # numbers of a head that eight threads read, a word each at least (kernels/few.py)
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
@@ -153,7 +154,7 @@ def tiled_sharing(
     rows = _rows_for(size, each, head_dim)
     queries, programs = each * -(-size.rows // max(1, size.shared)), programs_for(size, heads, processors)
     many = programs * size.shared * heads >= ALONE * processors
-    if kept_in_bytes and head_dim <= WIDEST and queries <= FEWEST_ROWS and many:
+    if kept_in_bytes and THINNEST <= head_dim <= WIDEST and queries <= FEWEST_ROWS and many:
         return Sharing(programs, 0, stages=1, rows=8 if queries <= 8 else FEWEST_ROWS, warps=1)
     warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
     few = 2 * size.shared * heads < 3 * processors
