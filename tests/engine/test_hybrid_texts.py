@@ -116,7 +116,7 @@ def test_what_hybrids_cannot_do_is_said_in_one_line(options: dict[str, Any], sai
     assert "\n" not in str(raised.value)
 
 
-def test_nemotron_with_experts_is_refused_before_weights_are_read(
+def test_nemotron_with_latent_experts_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers would read all of them, and then fail the test of trees."""
@@ -125,8 +125,9 @@ def test_nemotron_with_experts_is_refused_before_weights_are_read(
     config = json.loads((folder / "config.json").read_text())
     key = next(name for name in ("layers_block_type", "layer_types") if name in config)
     config[key] = ["moe" if one == "mlp" else one for one in config[key]]
+    config["moe_latent_size"] = 16
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="experts") as raised:
+    with pytest.raises(UnsupportedModel, match="moe_latent_size") as raised:
         LLM(folder, device="cpu")
     assert "\n" not in str(raised.value)
 

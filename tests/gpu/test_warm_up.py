@@ -71,8 +71,12 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(one: Tensor) -> int:
-    """How much of it can be read at once where it lies, in bytes; 0 = it is read number by number anyway."""
-    return next(at for at in (32, 16, 8, 4, 2, 1) if not one.data_ptr() % at) if one.is_contiguous() else 0
+    """How much of it can be read at once where it lies, in bytes; 0 = it is read number by number anyway.
+
+    In its storage, which begins at a multiple of 512 on a device, and anywhere on a CPU.
+    """
+    begin = one.storage_offset() * one.element_size()
+    return next(at for at in (32, 16, 8, 4, 2, 1) if not begin % at) if one.is_contiguous() else 0
 
 
 def _operations_of_texts(

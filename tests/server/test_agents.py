@@ -108,7 +108,8 @@ def test_text_beside_tools_is_streamed_as_it_comes(served: Running) -> None:
         whole = client.chat.completions.create(**asked, tools=[ADD], tool_choice="auto").choices[0].message
         if whole.content is not None and not whole.tool_calls:
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.content
-            assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 2
+            # one call of the engine may write several plain tokens
+            assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 1
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from forerun.core.errors import InvalidInput
 from forerun.core.offer import Offer
 from forerun.core.params import Forces
 from forerun.core.tree import ONE_NODE, ints_of
 from forerun.core.types import Budget, Draws, Needs, Request, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, PoolingDrafter, device_of
+from forerun.drafters.base import BaseDrafter, Drafter, KeepsRows, LookupDrafter, NoDrafter, PoolingDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
 from forerun.engine.sequence import SWITCHED_OFF, SequenceState
 
@@ -263,11 +263,11 @@ class DrafterPool:
     def keep_rows(self, seqs: Sequence[SequenceState], scores: Scores) -> Scores:
         """The scores of a pass with what the drafter of these sequences keeps of their logits."""
         name = _shared_drafter(seqs)
-        keep = None if name is None else getattr(self._made[name], "keep", None)  # quicker than to ask for the protocol
-        if name is None or keep is None or scores.logits is None:
+        drafter = None if name is None else self._made[name]
+        if name is None or scores.logits is None or not _keeps_rows(drafter):
             return scores
         try:
-            return replace(scores, kept=keep(seqs, scores.logits))
+            return replace(scores, kept=drafter.keep(seqs, scores.logits))
         except Exception as error:
             self._switch_off(name, seqs, error)
             return scores
@@ -371,7 +371,8 @@ class DrafterPool:
 
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""
-        return isinstance(seq, SequenceState) and getattr(self._made[seq.drafting], "looks_up", False)
+        drafter = self._made[seq.drafting] if isinstance(seq, SequenceState) else None
+        return isinstance(drafter, BaseDrafter) and drafter.looks_up
 
     def offer(self, seq: SequenceState) -> Offer:
         """What a sequence's drafter offers; one that raises is switched off, and the plain one is asked."""
@@ -422,6 +423,16 @@ class DrafterPool:
             self._made[name].forget(seq)
         except Exception as error:
             log.warning("drafter %r could not forget a sequence: %r", name, error)
+
+
+def _keeps_rows(drafter: Drafter | None) -> TypeGuard[KeepsRows]:
+    return drafter is not None and _kind_keeps_rows(type(drafter))
+
+
+@cache
+def _kind_keeps_rows(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes long."""
+    return issubclass(kind, KeepsRows)
 
 
 def alone(needs: Needs, seq: SequenceState, rests: int) -> Needs:
