@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,26 +98,27 @@ class Idle:
         monkeypatch.setattr(SimulatedDevice, "busy_for", busy_for)
 
 
-def served(drafts: bool, clients: int) -> Answered:
+def served(drafts: bool, clients: int, seed: int) -> Answered:
     """The second load, on a server that has learnt from the first."""
     server = SimulatedServer(drafts, rate=0.6)
     for _ in range(2):
-        found = server.serve(asks(5 * clients, seed=clients, prompt=142), clients)
+        found = server.serve(asks(5 * clients, seed=seed, prompt=142), clients)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_clients_that_ask_again_are_read_a_round_earlier(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = Idle(monkeypatch)
-    late = served(drafts, 32)
+    idle, seeds = Idle(monkeypatch), range(32, 36)  # forms differ by chance: a single load says little of speed
+    late = [served(drafts, 32, seed) for seed in seeds]
     idle_late, idle.seconds = idle.seconds, 0.0
     monkeypatch.setattr(rounds, "QUIET", 0)  # nobody is waited for
-    early = served(drafts, 32)
-    assert late.first_at(0.5) < 0.9 * early.first_at(0.5)
-    assert late.first_at(0.99) <= 1.01 * early.first_at(0.99)
-    assert late.rate > 0.99 * early.rate
-    assert idle_late <= idle.seconds + 0.005 * late.seconds
+    early = [served(drafts, 32, seed) for seed in seeds]
+    for one, other in zip(late, early, strict=True):
+        assert one.first_at(0.5) < 0.9 * other.first_at(0.5)
+        assert one.first_at(0.99) <= 1.01 * other.first_at(0.99)
+    assert fmean(one.rate for one in late) > 0.99 * fmean(one.rate for one in early)
+    assert idle_late <= idle.seconds + 0.005 * sum(one.seconds for one in late)
 
 
 def test_who_leads_is_woken_by_a_request_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:

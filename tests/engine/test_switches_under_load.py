@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from forerun.control.adaptive import AdaptiveController
+from forerun.engine.engine import Engine
 from forerun.engine.round import LaunchedRound
 from tests.simulate.load import SimulatedServer, asks
 
@@ -40,7 +40,7 @@ def test_hardly_a_round_is_read_first_though_forms_change() -> None:
 @pytest.mark.slow
 def test_negative_control_where_every_change_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = load()[3]
-    monkeypatch.setattr(AdaptiveController, "switches", lambda self, seqs: None)
+    monkeypatch.setattr(Engine, "_switches", lambda self, seqs: False)
     first, rounds, _, slower = load()
     assert first > 0.06 * rounds
     assert slower < rate, "the device waits meanwhile"
