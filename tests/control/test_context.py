@@ -120,7 +120,7 @@ class Blind(AdaptiveController):
     [
         ("long in turn with short, hard texts", 0.98, 0.95),
         ("long in turn with short", 1.2, 1.17),
-        ("long texts alone", 1.6, 1.35),
+        ("long texts alone", 1.6, 1.4),
     ],
 )
 def test_long_texts_in_turn_with_short_ones(name: str, least: float, blind: float) -> None:
