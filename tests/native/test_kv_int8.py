@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,12 +60,14 @@ def logits_behind(target: NativeDecoder, tokens: list[int], seq_id: int = 0) -> 
     ],
 )
 def test_laws_are_near_those_of_floats(family: str, tmp_path: Path) -> None:
-    tokens = [token % VOCAB for token in text(1, 30)]
-    law, wanted = (
-        logits_behind(make(tmp_path / kind, family, kind), tokens).log_softmax(-1) for kind in ("int8", "auto")
-    )
-    divergence = float((wanted.exp() * (wanted - law)).sum())
-    assert 0 < divergence < (2e-3 if family in SIZED else 1e-3)  # zero would be floats; Gemma 4 does not scale scores
+    made, found = [make(tmp_path / kind, family, kind) for kind in ("int8", "auto")], list[float]()
+    for seed in range(12):
+        tokens = [token % VOCAB for token in text(seed, 30)]
+        law, wanted = (logits_behind(target, tokens, seed).log_softmax(-1) for target in made)
+        found.append(float((wanted.exp() * (wanted - law)).sum()))
+    assert min(found) > 0  # zero would be floats
+    # not each: a token whose experts are nearly tied has others; Gemma 4 does not scale scores
+    assert median(found) < (2e-3 if family in SIZED else 1e-3)
 
 
 def test_a_token_takes_a_byte_for_each_number_and_a_scale_for_each_head(tmp_path: Path) -> None:
