@@ -5,6 +5,7 @@ Compiling needs Triton but no GPU: where there is none, a driver that only count
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -210,6 +211,25 @@ def test_processes_outlive_an_interrupt_of_the_program() -> None:
         worker._process.send_signal(SIGINT)
     worker.close()
     assert worker._process.returncode == 0
+
+
+def test_a_process_whose_program_has_ended_says_nothing() -> None:
+    """A command may end, or be interrupted, in the middle of a first start: a traceback of each process was printed."""
+    nothing = Job("missing", "kernel", "", object, {}, {}, {}, None, {}, None)
+    command = [sys.executable, "-m", "forerun.models.cuda.steps.compile_worker"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(pickle.dumps(nothing))
+        process.stdin.flush()
+        process.stdout.readline()  # it is at work
+        process.stdout.close()
+        process.stdin.write(pickle.dumps(nothing))
+        process.stdin.close()
+        assert process.wait(30) == 0
+        assert process.stderr.read() == b""
 
 
 def test_what_is_compiled_beside_texts_is_found_by_launches_at_the_end(offline: Offline) -> None:

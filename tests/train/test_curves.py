@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.train import curves
-from forerun.train.curves import SMOOTH, draw, main, read_curve, smoothed
+from forerun.train.curves import SMOOTH, draw, main, minutes_at, read_curve, smoothed
 from tools.docs_figures import documents, figures
 
 
@@ -99,3 +99,8 @@ def test_a_race_has_minutes_and_tokens_of_every_run(tmp_path: Path) -> None:
     assert slow["minutes"] == pytest.approx(3 + 3)
     text = figures("race/curve", known={"race": found})
     assert "| quick | 7 | 4 | 3.0 |" in text
+
+
+def test_a_run_that_has_not_begun_has_learnt_for_no_time() -> None:
+    assert minutes_at([{"step": 0, "seconds": 9.0}]) == {0: 0.0}
+    assert minutes_at([{"step": 0, "seconds": 9.0}, {"step": 1, "seconds": 60.0}]) == {0: 0.0, 1: 1.0}

@@ -262,7 +262,7 @@ class DrafterPool:
 
     def keep_rows(self, seqs: Sequence[SequenceState], scores: Scores) -> Scores:
         """The scores of a pass with what the drafter of these sequences keeps of their logits."""
-        name = _shared_drafter(seqs)
+        name = None if scores.logits is None else _shared_drafter(seqs)
         drafter = None if name is None else self._made[name]
         if name is None or scores.logits is None or not _keeps_rows(drafter):
             return scores

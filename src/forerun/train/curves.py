@@ -79,7 +79,7 @@ def evaluations(folder: Path) -> dict[str, Any]:
 def minutes_at(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
     """How long a run had learnt at each of its steps; one that was slow, as it compiled, counts as the median step."""
     seconds = [row["seconds"] for row in rows if row["step"]]
-    usual, found, total = median(seconds), dict[int, float](), 0.0
+    usual, found, total = median(seconds or [0.0]), dict[int, float](), 0.0
     for row in rows:
         total += min(row["seconds"], 3.0 * usual) if row["step"] else 0.0
         found[row["step"]] = total / 60

@@ -100,18 +100,22 @@ class Worker:
 def main() -> None:
     signal(SIGINT, SIG_IGN)  # Ctrl-C reaches it too: it ends with the program, which may go on
     os.nice(5)  # texts may be written meanwhile
-    said = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    said = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no answer
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
+        answer = "done"
         try:
             job.compile()
-            print("done", file=said)
         except Exception as error:
-            print(repr(error).replace("\n", " "), file=said)
+            answer = repr(error).replace("\n", " ")
+        try:
+            os.write(said, answer.encode() + b"\n")
+        except BrokenPipeError:  # the program has ended
+            return
 
 
 if __name__ == "__main__":
