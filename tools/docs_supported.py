@@ -26,7 +26,7 @@ from forerun.models.families import FAMILIES, WRAPPED, RecurrentKind
 from forerun.models.hybrid.mixers import DeltaNet, Mamba2, Memory, ShortConv
 from forerun.models.load.catalog import known_models
 from forerun.models.load.quantized.scheme import quantization_of
-from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
+from forerun.models.load.quants import LAYOUTS, Blocks, Layout, dequantize
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
 
@@ -120,13 +120,19 @@ def gguf_types() -> str:
             f"`{layout.name}`",
             f"{8 * layout.bytes / layout.weights:g}",
             "as it is" if layout.name in packed else "as float32",
-            f"packed, {BITS[layout.name]:g} bits" if layout.name in BITS else "as bfloat16",
+            _on_hopper(layout),
         )
         for layout in read
     ]
     unread = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if layout not in read)
     head = ("block type", "bits per weight", "held in memory by the C kernels", "by a Hopper GPU with `--dtype gguf`")
     return f"{table(head, rows)}\n\nNot read: {unread}."
+
+
+def _on_hopper(layout: Layout) -> str:
+    if layout.name == "MXFP4":
+        return "experts of gpt-oss as they are (any GPU, `bfloat16` too)"
+    return f"packed, {BITS[layout.name]:g} bits" if layout.name in BITS else "as bfloat16"
 
 
 def _is_read(kind: int) -> bool:

@@ -101,6 +101,7 @@ class RandomFamily(Mapping[str, Tensor]):
 
     def __init__(self, config: DecoderConfig, device: str) -> None:
         self.shapes, self.device = dict(expected_shapes(config, {})), device  # type: ignore[arg-type]
+        self.in_fours = config.family == "gpt_oss"  # whose checkpoints have experts in MXFP4
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -111,12 +112,19 @@ class RandomFamily(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         size = self.shapes[name]
         new = torch.ones(size, dtype=torch.bfloat16, device=self.device)
+        if self._is_in_fours(name):
+            return new.random_(-4, 5) * 2.0 ** -round(math.log2(size[-1]) / 2 + 2)
         return new.normal_(0.0, 0.7 / size[-1] ** 0.5) if len(size) > 1 else new
 
+    def _is_in_fours(self, name: str) -> bool:
+        return self.in_fours and ".experts." in name and len(self.shapes[name]) > 1 and "bias" not in name
+
     def bytes_read(self, config: DecoderConfig, nodes: int) -> float:
-        """By a pass over so many nodes, in 16 bits."""
+        """By a pass over so many nodes: 16 bits of each weight, 4.25 of MXFP4."""
         woken = 1.0 if config.moe is None else 1 - (1 - config.moe.per_token / config.moe.experts) ** nodes
-        sizes = {name: 2 * math.prod(shape) for name, shape in self.shapes.items()}
+        sizes = {
+            name: (4.25 / 8 if self._is_in_fours(name) else 2) * math.prod(shape) for name, shape in self.shapes.items()
+        }
         read = {name: size * (woken if ".experts." in name else 1.0) for name, size in sizes.items()}
         looked_up = "embed_tokens_per_layer" if config.tied else "embed_tokens"
         return sum(size for name, size in read.items() if looked_up not in name)

@@ -71,7 +71,7 @@ class RandomGguf(GgufWeights):
     def on(self, device: torch.device | str) -> RandomGguf:
         return self
 
-    def blocks(self, name: str) -> Blocks:
+    def _packed(self, name: str) -> Blocks:
         info = self.file.tensors[name]
         layout = LAYOUTS[info.kind]
         if layout.name == "F32":

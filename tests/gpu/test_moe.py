@@ -23,7 +23,7 @@ from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import WeightKind, pack, times
+from forerun.models.cuda.weights import Fours, WeightKind, pack, pack_fours, times
 from forerun.models.layers import clamped_gate, route
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
@@ -351,7 +351,7 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind, limit: float
     bias = torch.randn(experts * outputs, device=device)
     kernels.grouped[(-(-rows // block), outputs // 16, experts)](
         given, data, scales, bias, order, starts, counts, out, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
-        GATED=gated, LIMIT=limit, ALPHA=1.702, W8=kind != "plain", BIASES=limit > 0,
+        GATED=gated, LIMIT=limit, ALPHA=1.702, W8=kind != "plain", W4=False, BIASES=limit > 0,
     )  # fmt: skip
     wide = stacked if isinstance(weight, Tensor) else weight[torch.arange(experts * outputs, device=device)]
     for pair, expert in enumerate(picks.tolist()):
@@ -362,6 +362,108 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind, limit: float
             wanted = clamped_gate(torch.cat((row[0::2], row[1::2]))[None], limit, 1.702)[0]
         most = 1e-5 if INTERPRETED else 0.03
         torch.testing.assert_close(out[pair].float(), wanted, atol=most, rtol=most)
+
+
+def of_four_bits(outputs: int, depth: int, device: torch.device | str = "cpu") -> Tensor:
+    """Weights in bfloat16 that MXFP4 has exactly."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[torch.randint(8, (outputs, depth // 32, 32))]
+    signs, scales = torch.randint(2, numbers.shape) * 2 - 1, torch.randint(-9, -2, (outputs, depth // 32, 1))
+    return (numbers * signs).ldexp(scales).view(outputs, depth).to(device, torch.bfloat16)
+
+
+def test_four_bits_are_packed_only_where_nothing_is_lost() -> None:
+    torch.manual_seed(1)
+    weight = of_four_bits(48, 192)
+    weight[3], weight[4, :32], weight[5] = 0.0, weight[4, :32] * 2.0**-70, weight[5] * 2.0**5
+    packed = pack_fours(weight)
+    assert packed is not None
+    assert packed.shape == weight.shape
+    assert packed.nbytes * 32 == weight.numel() * 17
+    assert torch.equal(packed[:], weight)
+    assert torch.equal(packed[20:37], weight[20:37])
+    for place, number in (((7, 1), 5.0), ((7, 1), 2.0**-40), ((0, 0), 2.0**9)):  # no such number, step or scale
+        other = weight.clone()
+        other[7, :32] = 4.0
+        assert pack_fours(other) is not None
+        other[place] = number
+        assert pack_fours(other) is None
+    assert pack_fours(weight.float()) is None
+    assert pack_fours(weight[:40]) is None
+    assert pack_fours(weight[:, :96]) is None
+
+
+@pytest.mark.parametrize("block", [16, 32, 128])
+@pytest.mark.parametrize(("outputs", "tile"), [(32, 16), (128, 64)])
+def test_a_product_with_four_bits_has_the_bits_of_the_same_numbers(outputs: int, tile: int, block: int) -> None:
+    device = _where()
+    from forerun.models.cuda.kernels import experts as kernels
+
+    torch.manual_seed(block)
+    experts, rows, depth = 3, 21, 320
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    given = torch.randn(rows, depth, device=device).to(dtype)
+    wide = of_four_bits(experts * outputs, depth, device)
+    fours = pack_fours(wide)
+    assert fours is not None
+    picks = torch.arange(rows) % (experts - 1)  # nobody picks the last
+    order = picks.argsort(stable=True).to(device, torch.int32)
+    counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
+    starts, found = torch.cat((counts.new_zeros(1), counts[:-1])), list[Tensor]()
+    for four in (True, False):
+        data, scales = (fours.data, fours.scales) if four else (wide.to(dtype), counts)
+        found.append(torch.full((rows, outputs), 7.0, device=device))
+        kernels.grouped[(-(-rows // block), outputs // tile, experts)](
+            given, data, scales, scales, order, starts, counts, found[-1], N=outputs, K=depth, BN=tile, BK=64,
+            MT=block, EACH=1, GATED=False, LIMIT=0.0, ALPHA=1.0, W8=False, W4=four, BIASES=False,
+        )  # fmt: skip
+    if INTERPRETED:  # numpy's sums have another order
+        torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(*found)
+    assert not torch.equal(found[0], found[0].round())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
+def test_experts_of_four_bits_stay_packed_and_write_the_same(device: str) -> None:
+    """Also in any company; a checkpoint that was not rounded to four bits stays in 16."""
+    need_cuda(device)
+    settings = {**_BASE, **SHAPES["gpt_oss"], "hidden_size": 128, "intermediate_size": 64}
+    family = settings.pop("model_type")
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).bfloat16().eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.endswith(("gate_up_proj", "down_proj")):  # [E, inputs, outputs]
+                some = [of_four_bits(weight.shape[2], weight.shape[1]).t() for _ in range(len(weight))]
+                weight.copy_(torch.stack(some))
+            else:
+                weight.normal_(0.0, 0.3 / weight.shape[-1] ** 0.5).add_(1.0 if "norm" in key else 0.0)
+    config, weights = weights_of(model)
+    texts, found = [FakeSeq(i, _text(random.Random(i), 40 + 60 * i)) for i in range(3)], list[Tensor]()
+    for kept in (True, False):
+        given = weights if kept else {name: weight * (1 + 2.0**-7) for name, weight in weights.items()}
+        target = CudaDecoder(
+            config, given, dtype=torch.bfloat16, device=device, kv_slots=20_000,
+            kernels="triton" if device == "cuda" else "torch", greedy_walk=device_walk(torch.device(device)),
+        )  # fmt: skip
+        experts = target.model.layers[0].experts
+        assert experts is not None
+        assert isinstance(experts.gate_up, Fours) == isinstance(experts.down, Fours) == kept
+        if not kept:
+            break
+        for together in (texts, texts[1:2]):
+            target.prefill(together, Needs())
+            chains = TreeBatch.chains([[seq.tokens[-1], 5, 6] for seq in together])
+            found.append(target.score(together, chains, Needs()).required_logits.clone())
+            for seq in together:
+                target.release(seq)
+    assert torch.equal(found[0][3:6], found[1]) or device == "cpu"
+    torch.testing.assert_close(found[0][3:6], found[1], atol=0.05, rtol=0.05)
+    with torch.no_grad():
+        tokens = torch.tensor([[*texts[1].tokens, 5, 6]])
+        wanted = model.float()(tokens, use_cache=False).logits[0, -3:]
+    off = (found[1].cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(off.median()) < 0.1
 
 
 @pytest.mark.parametrize("biased", [False, True])

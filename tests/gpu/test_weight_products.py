@@ -232,7 +232,7 @@ def _by_triton(rows: Tensor, weight: Tensor, splits: int) -> Tensor:
         ints, ints, partial, counters, *[unused] * 7, 16, 1e-5, 0, N=outputs, K=depth, MODE=LOGITS, BN=64, BK=64,
         SPLIT=splits, MT=16, TILES=32, TILES_UP=32, H=1, HKV=1, D=128, ROT=0, BIAS=False, HEAD_NORM=False, ROPE=False,
         TMA=False, PDL=False, W8=False, NORMED=True, ROOM=0, RANK=0, ADAPTED_ROOM=0, GELU=False, SUMS=False,
-        num_warps=4, enable_fp_fusion=False,
+        SHARE=1.0, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

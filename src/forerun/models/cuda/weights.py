@@ -52,7 +52,55 @@ class Packed:
         return self.data[rows].float() * self.scales[rows, None]
 
 
-Weight = Tensor | Packed | Strips
+@dataclass(frozen=True, slots=True)
+class Fours:
+    """[N, K] in MXFP4: what a checkpoint rounded to it, without a change.
+
+    STRIP outputs lie together, and STEP inputs of theirs: half of a byte each, the first 32 in the lower half.
+    """
+
+    data: Tensor  # [N / STRIP, K / STEP, STRIP, STEP / 2] uint8
+    scales: Tensor  # [N / STRIP, K / STEP, 2, STRIP] uint8, exponents of two with an offset of 127
+
+    @property
+    def shape(self) -> torch.Size:
+        strips, steps = self.data.shape[:2]
+        return torch.Size((strips * STRIP, steps * STEP))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """Some outputs, in bfloat16."""
+        at = torch.arange(self.shape[0], device=self.data.device)[rows]
+        data, scales = self.data[at // STRIP, :, at % STRIP], self.scales[at // STRIP, :, :, at % STRIP]
+        numbers = torch.tensor(_NUMBERS, device=data.device)[torch.stack((data & 15, data >> 4), 2).long()]
+        return (numbers * (scales.float() - 127).exp2().unsqueeze(-1)).view(len(at), -1).bfloat16()
+
+
+STRIP, STEP = 16, 64  # of Fours, as in kernels/mxfp4.py
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+Weight = Tensor | Packed | Strips | Fours
+
+
+def pack_fours(weight: Tensor) -> Fours | None:
+    """A weight [N, K] as MXFP4, where that changes no number; None where it would, or sizes do not fit."""
+    if weight.dtype != torch.bfloat16 or weight.shape[0] % STRIP or weight.shape[1] % STEP:
+        return None
+    groups = weight.float().view(-1, STRIP, weight.shape[1] // STEP, 2, STEP // 2)
+    most = groups.abs().amax(-1, keepdim=True)
+    exponents = torch.where(most > 0, most.frexp().exponent - 3, 0)  # the largest becomes 4 or more
+    if not bool(((exponents >= -126) & (exponents <= 1)).all()):  # the kernel multiplies by 2 ** (exponent + 126)
+        return None
+    numbers = groups.ldexp(-exponents)
+    sizes = torch.tensor(_NUMBERS[:8], device=weight.device)
+    codes = torch.bucketize(numbers.abs(), sizes).clamp_(max=7)
+    if not torch.equal(sizes[codes], numbers.abs()):
+        return None
+    codes = (codes + 8 * (numbers < 0)).to(torch.uint8).permute(0, 2, 1, 3, 4)  # [strips, steps, STRIP, 2, STEP / 2]
+    scales = (exponents.squeeze(-1) + 127).to(torch.uint8).permute(0, 2, 3, 1)
+    return Fours((codes[..., 0, :] | codes[..., 1, :] << 4).contiguous(), scales.contiguous())
 
 
 def pack(weight: Tensor, kind: WeightKind) -> Weight:
@@ -134,13 +182,23 @@ def stack_experts(experts: Experts, config: MoeConfig, kind: WeightKind, before:
         router = torch.cat((router, experts.shared_gate))
     return ExpertWeights(
         router=router.contiguous(),
-        gate_up=pack(gate_up.flatten(0, 1), kind),
-        down=pack(down.flatten(0, 1), kind),
+        gate_up=_stacked(gate_up, kind),
+        down=_stacked(down, kind),
         shared_gate_up=None if shared is None else pack(interleaved(shared.gate_up), kind),
         shared_down=None if shared is None else pack(shared.down, kind),
         biases=_stack_biases(experts, before) if config.biases else None,
         correction=experts.correction,
     )
+
+
+def _stacked(weights: Tensor, kind: WeightKind) -> Weight:
+    """[E, N, K] expert after expert: in four bits where a checkpoint's were, and nobody asks for other ones."""
+    if kind == "plain" and pack_fours(weights[0]) is not None:
+        fours = [pack_fours(weight) for weight in weights]
+        found = [one for one in fours if one is not None]
+        if len(found) == len(fours):
+            return Fours(torch.cat([one.data for one in found]), torch.cat([one.scales for one in found]))
+    return pack(weights.flatten(0, 1), kind)
 
 
 def _stack_biases(experts: Experts, before: Tensor | None) -> ExpertBiases:
@@ -166,7 +224,7 @@ def part_of(weight: Weight, index: int, count: int) -> Weight:
 
 def rows_of(weight: Weight, first: int, end: int) -> Weight:
     """What makes the outputs from one to before another."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, (Tensor, Fours)):
         return weight[first:end]
     assert isinstance(weight, Packed)
     return Packed(weight.data[first:end], weight.scales[first:end])

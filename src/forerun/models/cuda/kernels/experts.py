@@ -12,6 +12,8 @@ sums of a product run along the depth in one order, and a row's experts are adde
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels import mxfp4
+
 
 @triton.jit
 def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_UP: tl.constexpr,
@@ -122,7 +124,7 @@ def sort_pairs(picked, order, starts, ends, pairs, BLOCK: tl.constexpr):
 @triton.jit
 def grouped(rows, w, scales, bias, order, starts, ends, out, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
             BK: tl.constexpr, MT: tl.constexpr, EACH: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
-            ALPHA: tl.constexpr, W8: tl.constexpr, BIASES: tl.constexpr):  # fmt: skip
+            ALPHA: tl.constexpr, W8: tl.constexpr, W4: tl.constexpr, BIASES: tl.constexpr):  # fmt: skip
     """A tile of one expert's outputs for a block of its pairs; pair p reads row p // EACH and writes row p.
 
     GATED: outputs are gate and up in turn, and leave as silu(gate) * up; with a LIMIT as gate * sigmoid(ALPHA * gate) *
@@ -135,14 +137,17 @@ def grouped(rows, w, scales, bias, order, starts, ends, out, N: tl.constexpr, K:
         live = places < end
         pair = tl.load(order + places, mask=live, other=0).to(tl.int64)
         n, ks = tl.arange(0, BN), tl.arange(0, BK)
-        start = w + (expert.to(tl.int64) * N + tile * BN) * K
-        weight = start + n[:, None] * K + ks[None, :]
-        source = rows + (pair // EACH)[:, None] * K + ks[None, :]
+        source = rows + (pair // EACH) * K
         acc = tl.zeros((BN, MT), dtype=tl.float32)
-        for k in range(0, K, BK):
-            left = tl.load(weight + k, eviction_policy="evict_first")
-            right = tl.load(source + k, mask=live[:, None], other=0.0)
-            acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
+        if W4:
+            acc = mxfp4.multiply(acc, w, scales, source, live, expert, tile * BN, N, K, BN)
+        else:
+            weight = w + (expert.to(tl.int64) * N + tile * BN) * K + n[:, None] * K + ks[None, :]
+            given = source[:, None] + ks[None, :]
+            for k in range(0, K, BK):
+                left = tl.load(weight + k, eviction_policy="evict_first")
+                right = tl.load(given + k, mask=live[:, None], other=0.0)
+                acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
         if W8:
             acc = acc * tl.load(scales + expert * N + tile * BN + n)[:, None]
         if BIASES:

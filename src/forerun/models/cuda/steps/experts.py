@@ -18,7 +18,7 @@ from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.steps.fused import FusedSteps
 from forerun.models.cuda.steps.tiles import power_of_two
-from forerun.models.cuda.weights import ExpertWeights, Strips, Weight
+from forerun.models.cuda.weights import STEP, ExpertWeights, Fours, Packed, Strips, Weight
 
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
@@ -192,11 +192,14 @@ class ExpertBuffers:
         order, starts, ends = self.order, self.starts[layer], self.ends[layer]
         if not each:
             order, starts, ends = self.every, self.first, self.counts[rows : rows + 1]
-        stage = tile.depth * (data.element_size() * tile.outputs + 2 * block)  # bytes
-        settings: dict[str, Any] = {"num_warps": 4, "num_stages": max(2, min(4, SHARED // stage))}
+        packed = isinstance(weight, Fours)
+        deep = STEP if packed else tile.depth
+        stage = deep * (data.element_size() * tile.outputs // (2 if packed else 1) + 2 * block)  # bytes
+        stages = max(2, min(6 if packed else 4, SHARED // stage))
+        settings: dict[str, Any] = {"num_warps": 4, "num_stages": stages}
         limit, alpha = self.moe.clamp or (0.0, 1.0)
         kernels_experts.grouped[grid](
             given, data, scales, self.gates if bias is None else bias, order, starts, ends, out, N=outputs, K=depth,
             BN=tile.outputs, BK=tile.depth, MT=block, EACH=max(1, each), GATED=gated, LIMIT=limit, ALPHA=alpha,
-            W8=data is not weight, BIASES=bias is not None, enable_fp_fusion=False, **settings,
+            W8=isinstance(weight, Packed), W4=packed, BIASES=bias is not None, enable_fp_fusion=False, **settings,
         )  # fmt: skip
