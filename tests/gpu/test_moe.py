@@ -378,7 +378,7 @@ def test_four_bits_are_packed_only_where_nothing_is_lost() -> None:
     packed = pack_fours(weight)
     assert packed is not None
     assert packed.shape == weight.shape
-    assert packed.nbytes * 32 == weight.numel() * 17
+    assert packed.nbytes * 16 == weight.numel() * 9
     assert torch.equal(packed[:], weight)
     assert torch.equal(packed[20:37], weight[20:37])
     for place, number in (((7, 1), 5.0), ((7, 1), 2.0**-40), ((0, 0), 2.0**9)):  # no such number, step or scale

@@ -60,7 +60,7 @@ class Fours:
     """
 
     data: Tensor  # [N / STRIP, K / STEP, STRIP, STEP / 2] uint8
-    scales: Tensor  # [N / STRIP, K / STEP, 2, STRIP] uint8, exponents of two with an offset of 127
+    scales: Tensor  # [N / STRIP, K / STEP, STRIP, 2] bfloat16: powers of two, times 2 ** 126
 
     @property
     def shape(self) -> torch.Size:
@@ -74,9 +74,9 @@ class Fours:
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """Some outputs, in bfloat16."""
         at = torch.arange(self.shape[0], device=self.data.device)[rows]
-        data, scales = self.data[at // STRIP, :, at % STRIP], self.scales[at // STRIP, :, :, at % STRIP]
+        data, scales = self.data[at // STRIP, :, at % STRIP], self.scales[at // STRIP, :, at % STRIP]
         numbers = torch.tensor(_NUMBERS, device=data.device)[torch.stack((data & 15, data >> 4), 2).long()]
-        return (numbers * (scales.float() - 127).exp2().unsqueeze(-1)).view(len(at), -1).bfloat16()
+        return (numbers * (scales.double() * 2.0**-126).float().unsqueeze(-1)).view(len(at), -1).bfloat16()
 
 
 STRIP, STEP = 16, 64  # of Fours, as in kernels/mxfp4.py
@@ -99,7 +99,7 @@ def pack_fours(weight: Tensor) -> Fours | None:
     if not torch.equal(sizes[codes], numbers.abs()):
         return None
     codes = (codes + 8 * (numbers < 0)).to(torch.uint8).permute(0, 2, 1, 3, 4)  # [strips, steps, STRIP, 2, STEP / 2]
-    scales = (exponents.squeeze(-1) + 127).to(torch.uint8).permute(0, 2, 3, 1)
+    scales = (exponents.squeeze(-1).double() + 126).exp2().bfloat16().permute(0, 2, 1, 3)
     return Fours((codes[..., 0, :] | codes[..., 1, :] << 4).contiguous(), scales.contiguous())
 
 
