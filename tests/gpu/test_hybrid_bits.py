@@ -1,6 +1,7 @@
-"""Recurrent hybrids and latent attention in torch on a GPU: a node has the bits of a fresh read of its path."""
+"""Recurrent hybrids and latent attention on a GPU, in torch and captured: bits of a fresh read of the same path."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.hybrid import CudaHybrid
 from forerun.models.decoder import Decoder
 from forerun.models.hybrid.target import torch_decoder
 from forerun.models.load.shapes import expected_shapes
 from forerun.testing import FakeSeq, check_target, extend, path_to, random_tree, random_verdict, tree_of
+from forerun.verify.greedy import device_walk
+from forerun.verify.sampled import SampledTokens
 from tests.gpu.tiny import need_cuda
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +66,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+HYBRIDS = ["lfm2", "qwen3_5_text", "granitemoehybrid", "qwen3_next"]
 
 
-def make_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def make_target(name: str, dtype: torch.dtype = torch.bfloat16, *, in_torch: bool = True) -> Decoder | CudaHybrid:
     need_cuda()
     config, none = DecoderConfig.from_hf({"model_type": name, **_SIZES, **SETTINGS[name]}), dict[str, Any]()
     draws, weights = torch.Generator().manual_seed(1), dict[str, Tensor]()
@@ -72,7 +77,12 @@ def make_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
         weight = torch.randn(shape, generator=draws)
         vector = len(shape) == 1
         weights[key] = weight * 0.1 + (not config.norm_offset) if vector else weight * shape[-1] ** -0.5
-    return torch_decoder(config)(config, weights, dtype=dtype, device="cuda", kv_slots=20_000)
+    if in_torch:
+        return torch_decoder(config)(config, weights, dtype=dtype, device="cuda", kv_slots=20_000)
+    walk = device_walk(torch.device("cuda"))
+    return CudaHybrid(
+        config, weights, dtype=dtype, device="cuda", kv_slots=20_000, greedy_walk=walk, sampling=SampledTokens()
+    )
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -85,9 +95,17 @@ def test_hybrids_are_targets_to_the_bit(name: str, dtype: torch.dtype) -> None:
     check_target(lambda: make_target(name, dtype), vocab_size=VOCAB, needs=Needs((-1, 1)), atol=0.0)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_long_texts_trees_and_turns_have_the_bits_of_a_fresh_read(name: str) -> None:
-    target, plain, rng = make_target(name), make_target(name), random.Random(3)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_captured_hybrids_are_targets_to_the_bit(name: str) -> None:
+    make = partial(make_target, name, in_torch=False)
+    check_target(make, vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=40, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_torch"), [(name, True) for name in SETTINGS] + [(name, False) for name in HYBRIDS]
+)
+def test_long_texts_trees_and_turns_have_the_bits_of_a_fresh_read(name: str, in_torch: bool) -> None:
+    target, plain, rng = (*(make_target(name, in_torch=in_torch) for _ in range(2)), random.Random(3))
     seqs = [FakeSeq(b, text(b, n), max_length=900, cache_salt="") for b, n in enumerate((300, 62, 127, 2))]
     target.prefill(seqs, Needs())
 
@@ -119,12 +137,15 @@ def test_long_texts_trees_and_turns_have_the_bits_of_a_fresh_read(name: str) -> 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "deepseek_v3"])
-def test_drafted_texts_are_the_plain_ones(name: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "in_torch"),
+    [("lfm2", True), ("qwen3_next", True), ("deepseek_v3", True), *((one, False) for one in HYBRIDS)],
+)
+def test_drafted_texts_are_the_plain_ones(name: str, in_torch: bool, temperature: float) -> None:
     params, texts = SamplingParams(max_tokens=60, temperature=temperature, seed=1, ignore_eos=True), []
     for drafter in ("none", "ngram"):
         config = SpeculativeConfig(drafter=drafter, controller="fixed", budget=6)
-        engine = make_engine(make_target(name), frozenset(), config, EngineConfig(device="cuda"))
+        engine = make_engine(make_target(name, in_torch=in_torch), frozenset(), config, EngineConfig(device="cuda"))
         seqs = [engine.find(engine.submit(Request(tuple(text(b, 20) * 3), params))) for b in range(4)]
         while engine.busy:
             engine.step()

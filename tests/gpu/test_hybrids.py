@@ -1,6 +1,7 @@
 """Recurrent hybrids in the GPU decoder: states of any node, whatever it shares its pass with and however it is read."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from forerun.core.tree import topology_of
 from forerun.core.types import Needs, TreeBatch, TreeForm, Verdict
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.hybrid import CudaHybrid
-from forerun.models.cuda.states import Nodes, windows_of
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS, Size
+from forerun.models.cuda.special import Recurrent
+from forerun.models.cuda.states import Links, Nodes, StatePool, windows_of
+from forerun.models.hybrid.mixers import Convolution, DeltaNet, Mamba2
+from forerun.models.hybrid.rows import RowLinear
 from forerun.models.pages import PAGE
 from forerun.testing import FakeSeq, check_target, extend, random_tree, random_verdict
 from forerun.verify.greedy import device_walk
@@ -23,14 +29,20 @@ from tests.gpu.test_plain_rounds import _engine, _requests, _write
 from tests.gpu.tiny import VOCAB, fused_on_a_cpu, need_cuda, where_kernels_run
 from tests.models.tiny_checkpoints import make_reference, reference_logits
 
-KINDS = ["lfm2"]
+KINDS = ["lfm2", "qwen3_next", "qwen3_5", "granite4"]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+TOLERANCE = 2e-3  # of logits that a wrong state moves by several
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3_5": {"attention_bias": False},
+    "granite4": {"shared_intermediate_size": 32},
+}
 _known: dict[str, tuple[Any, DecoderConfig, dict[str, Tensor]]] = {}
 
 
 def reference(name: str) -> tuple[Any, DecoderConfig, dict[str, Tensor]]:
     if name not in _known:
-        model = make_reference(name, SIZES)
+        model = make_reference(name, {**SIZES, **MORE.get(name, {})})
         values = {**model.config.to_dict(), "model_type": model.config.model_type}
         _known[name] = model, DecoderConfig.from_hf(values), dict(model.state_dict())
     return _known[name]
@@ -45,6 +57,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
     )  # fmt: skip
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_equal_transformers(name: str) -> None:
     model, target = reference(name)[0], make(name)
@@ -54,12 +67,13 @@ def test_logits_equal_transformers(name: str) -> None:
         seq = FakeSeq(cached, tokens[:cached], max_length=400)
         target.prefill([seq], Needs())
         got = target.score([seq], TreeBatch.chains([tokens[cached - 1 :]]), Needs()).required_logits
-        torch.testing.assert_close(got, wanted[cached - 1 :], atol=2e-4, rtol=0)
+        torch.testing.assert_close(got, wanted[cached - 1 :], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_hybrids_are_targets(name: str) -> None:
-    check_target(lambda: make(name), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=2e-4)
+    check_target(lambda: make(name), vocab_size=VOCAB, needs=Needs((-1, 1)), nodes=9, atol=TOLERANCE)
 
 
 def on_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> CudaHybrid:
@@ -88,7 +102,7 @@ def test_captured_texts_are_those_of_plain_decoding(name: str, monkeypatch: pyte
     texts, accepted = write(make_following(target, Forms([CHAIN, WIDE, None], 6), follows=True), some, 5)
     assert texts == wanted
     assert watched.followed > 10
-    assert sum(map(sum, accepted)) > 20
+    assert sum(map(sum, accepted)) > 10
     assert _write(_engine(target, "ngram"), _requests()) == _write(_engine(target, follows=False), _requests())
 
 
@@ -153,6 +167,132 @@ def test_a_convolution_has_the_bits_of_its_own_path() -> None:
     assert not states[[0, 1, 2, 5, 6, 7]].any()
 
 
+class Alone:
+    """One recurrent layer of a model without its products: rows are what the first one gives."""
+
+    def __init__(self, name: str) -> None:
+        device = where_kernels_run()
+        from forerun.models.cuda.steps.finish import HandedOn, Sums
+        from forerun.models.cuda.steps.recurrent import RecurrentSteps
+
+        self.dtype, draws = torch.float32 if device.type == "cpu" else torch.bfloat16, torch.Generator().manual_seed(2)
+        config = DecoderConfig.from_hf({"model_type": name, **MEMORIES[name], **_TINY})
+        recurrent = config.recurrent
+        assert recurrent is not None
+
+        def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(shape, generator=draws).to(device, dtype)
+
+        delta, heads = recurrent.kind == "delta_net", recurrent.value_heads
+        pool, values = StatePool(config, self.dtype, device), heads * recurrent.value_dim
+        convolution = Convolution(some(pool.channels, 1, recurrent.kernel), some(pool.channels))
+        none, steps = RowLinear(torch.empty(0, 0)), 2 * heads if delta else heads
+        norm = some(recurrent.value_dim if delta else values, dtype=self.dtype)
+        memory = (DeltaNet if delta else Mamba2)(
+            recurrent, none, convolution, -some(heads).exp(), some(heads), norm, none, config.norm_eps, steps
+        )
+        if isinstance(memory, Mamba2):
+            memory.skip = some(heads)
+        layer = sum(recurrent.layers) - 1
+        self.memory, self.pool, self.own = memory, pool, Recurrent(layer, convolution.weight, convolution.bias, memory)
+        self.steps, self.sums = RecurrentSteps.__new__(RecurrentSteps), Sums
+        self.rows, self.factors = some(NODES, pool.channels + values + steps), some(NODES).exp()
+        self.start = some(*pool.inputs.shape[1:], dtype=self.dtype), some(*pool.memories.shape[1:])
+        found = torch.zeros(MAX_ROWS, values, dtype=self.dtype, device=device)
+        buffers = SimpleNamespace(states=pool, ints=torch.arange(MAX_ROWS, device=device).int(), found=found)
+        model = SimpleNamespace(config=config, layers=[SimpleNamespace(recurrent=self.own)])
+        inverses = torch.zeros(MAX_ROWS, device=device)
+        given: dict[str, Any] = {"model": model, "buffers": buffers, "inverses": inverses, "squares": inverses[:, None]}
+        given |= {"wide": None, "pdl": False, "width": config.width, "no_skip": torch.zeros(heads, device=device)}
+        given |= {"norms_by_tile": HandedOn(inverses, given["squares"], pdl=False)}
+        given |= {"read": torch.zeros(MAX_ROWS, values, device=device)}
+        vars(self.steps).update(given)
+        self.begin()
+
+    def begin(self) -> None:
+        """A sequence's state lies in place 3."""
+        self.pool.inputs.zero_()
+        self.pool.memories.zero_()
+        self.pool.inputs[3], self.pool.memories[3] = self.start
+
+    def run(self, rows: list[int], links: Links) -> Tensor:
+        count = len(rows)
+        self.pool.send(links.ints)
+        given = self.rows[rows]
+        self.steps._made = self.sums(torch.stack((given / 2, given / 2)), 2, count)
+        self.steps.inverses[:count] = self.factors[rows]
+        run = Run.of(Size(count, 1, 1), torch.zeros(8 * MAX_ROWS, dtype=torch.int32, device=given.device))
+        self.steps._remember(run, self.own, self.memory)
+        return self.steps.buffers.found[:count].clone()
+
+    def by_hand(self, path: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last row of a path gives, and the state behind it."""
+        memory, channels = self.memory, self.pool.channels
+        made = (self.rows * self.factors[:, None])[path].to(self.dtype)
+        joined, gates, steps = torch.split(made, [channels, memory.values, memory.steps], -1)
+        inputs, state = (one[self.own.index] for one in self.start)
+        windows = torch.cat((inputs, joined)).unfold(0, len(self.own.taps), 1).transpose(1, 2)
+        assert self.own.bias is not None
+        mixed = ((windows.float() * self.own.taps).sum(1) + self.own.bias).to(self.dtype)
+        for row in memory.prepare(mixed, steps):
+            state, found = memory.step(state, row)
+        return memory.finish(found[None].to(self.dtype), gates[-1:])[0], windows[-1, 1:], state
+
+
+NODES, PARENTS_OF = 9, (-1, 0, 1, 1, 0, 4, 5, 6, 3)
+_TINY = {
+    "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 40,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4, "mamba_d_head": 20, "mamba_expand": 5, "mamba_d_state": 12, "mamba_n_groups": 2,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 16,
+}  # fmt: skip
+MEMORIES = {"qwen3_5_text": _DELTA, "granitemoehybrid": _MAMBA}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memories_are_those_of_the_formulas_and_have_the_bits_of_their_path(name: str) -> None:
+    """Of a tree's node, of a chain that is read in two pieces beside another, and of what is kept after the pass."""
+    alone, paths = Alone(name), topology_of(PARENTS_OF).paths
+    pool, layer = alone.pool, alone.own.index
+    free = [pool.take() for _ in range(8)]
+    before = next(place for place in free if place.number == 3)
+    tree = Links()
+    tree.add_tree(0, PARENTS_OF, before)
+    found = alone.run([*range(NODES)], tree)
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if alone.dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    rows, places = (torch.tensor(one, device=found.device) for one in ([3, 8, 7], [5, -1, 6]))
+    alone.steps.keep_states(pool.trace(NODES), rows, places)
+    kept = {
+        node: (pool.inputs[place, layer].clone(), pool.memories[place, layer].clone())
+        for node, place in ((3, 5), (7, 6))
+    }
+    for node, path in enumerate(paths):
+        wanted, inputs, memory = alone.by_hand(list(path))
+        torch.testing.assert_close(found[node], wanted, **tolerance)
+        alone.begin()
+        middle, place = len(path) // 2, before
+        for some, into in ((path[:middle], free[6]), (path[middle:], free[7])):
+            if some:
+                links = Links()
+                links.add_chain(2, len(some), place)  # behind two rows of another's
+                links.add_chain(0, 2, free[0])
+                links.keep(1 + len(some), into)
+                got, place = alone.run([5, 1, *some], links), into
+        assert torch.equal(got[-1], found[node])
+        torch.testing.assert_close(pool.memories[free[7].number, layer], memory, **tolerance)
+        assert torch.equal(pool.inputs[free[7].number, layer], inputs)
+        if node in kept:
+            assert torch.equal(kept[node][0], inputs)
+            assert torch.equal(kept[node][1], pool.memories[free[7].number, layer])
+
+
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
@@ -180,6 +320,7 @@ def willing(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return target
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, WIDE, None]])
 def test_texts_are_those_of_plain_decoding_where_rounds_follow_unread_ones(
@@ -190,7 +331,7 @@ def test_texts_are_those_of_plain_decoding_where_rounds_follow_unread_ones(
     texts, accepted = write(make_following(target, Forms(forms, 6), follows=True), some, 5)
     assert texts == wanted
     assert watched.followed > 10
-    assert sum(map(sum, accepted)) > 20, "something is accepted"
+    assert sum(map(sum, accepted)) > 10, "something is accepted"
     assert not target._written
     kept = sum(len(state) for state in target._states._kept.values())
     assert target.places.free == target.places.size - 1 - kept, "places that nobody gives back"
@@ -215,6 +356,7 @@ def not_rolled_back(self: CudaHybrid, seqs: Any, trees: TreeBatch, verdict: Verd
 commit = CudaHybrid.commit
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_device_that_keeps_wrong_states_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, some = make(name), requests(9, 3)
@@ -224,13 +366,15 @@ def test_a_device_that_keeps_wrong_states_is_caught(name: str, monkeypatch: pyte
     assert write(make_following(target, Forms([WIDE], 6), follows=True), some, 5)[0] != wanted
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_not_rolled_back_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaHybrid, "commit", not_rolled_back)
     with pytest.raises(AssertionError):
-        check_target(lambda: make(name), vocab_size=VOCAB, nodes=9, atol=2e-4)
+        check_target(lambda: make(name), vocab_size=VOCAB, nodes=9, atol=TOLERANCE)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_turns_start_where_texts_ended_and_pages_are_found_with_their_states(name: str) -> None:
     target, plain, rng = make(name), make(name), random.Random(5)
@@ -258,11 +402,12 @@ def test_turns_start_where_texts_ended_and_pages_are_found_with_their_states(nam
             got, wanted = (
                 one.score([own], root, Needs()).required_logits for one, own in ((target, again), (plain, fresh))
             )
-            torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
+            torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)
             target.kv.release(again.id)
             plain.release(fresh)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.parametrize("name", KINDS)
 def test_plain_rounds_follow_unread_ones_and_look_ups_are_rolled_back(name: str, drafter: str) -> None:

@@ -124,8 +124,16 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
     def _decided(self, form: TreeForm) -> None:
         """The states behind accepted paths, for passes that follow."""
         if form.nodes > 1:
-            rows = self.grown.last_nodes(form)
-            self._keep(self.places.trace(form.rows), rows, self.places.links[ENDS, : form.trees])
+            self.after.replays.do(("states", form), lambda: self._keep_ends(form))
+
+    def _keep_ends(self, form: TreeForm) -> None:
+        ends = self.places.links[ENDS, : form.trees]
+        self._keep(self.places.trace(form.rows), self.grown.last_nodes(form), ends)
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        super().warm_up(needs, max_batch, max_length)
+        first = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._keep(self.places.trace(1), first, first - 1)  # compiled before a text is written
 
     def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
         found = super().rehearse(form, needs, farthest)

@@ -28,6 +28,7 @@ from forerun.models.cuda.special import (
     end_of,
     inputs_of,
     latent_of,
+    opens_of,
     ordinary,
     recurrent_of,
 )
@@ -50,6 +51,7 @@ from forerun.models.load.weights import GgufWeights
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
+WIDEST_MEMORY = 256  # numbers of a key or a value of recurrent layers
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 HAS = {
     "GeGLU",
@@ -66,8 +68,7 @@ HAS = {
 HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
 HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
 HAS |= {"layers without a norm before attention", "scaled logits", "layers of different sizes"}
-HAS |= {"latent attention", "groups of experts", "recurrent states"}
-RECURRENT = ("short_conv",)
+HAS |= {"latent attention", "groups of experts", "recurrent states", "gates behind attention"}
 
 
 def reason_against(config: DecoderConfig) -> str | None:
@@ -79,8 +80,10 @@ def reason_against(config: DecoderConfig) -> str | None:
     dims = sorted({config.kv_sizes(layer)[1] for layer in layers})
     if lacking := [name for name in config.features if name not in HAS]:
         return f"it has no kernels for {config.special or lacking[0]}"
-    if config.recurrent is not None and config.recurrent.kind not in RECURRENT:
-        return f"it has no kernels for recurrent states of the kind {config.recurrent.kind}"
+    if (recurrent := config.recurrent) is not None and recurrent.mlp_alone:
+        return "it has no kernels for layers that are feed-forward ones alone"
+    if recurrent is not None and max(recurrent.key_dim, recurrent.value_dim) > WIDEST_MEMORY:
+        return f"memories of {recurrent.key_dim} by {recurrent.value_dim} numbers"
     if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
         return "its experts have GeGLU, other norms than one before them, or scaled residuals"
     if (latent := config.latent) is not None:
@@ -127,13 +130,14 @@ class Layer:
     sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
     end: LayerEnd | None = None  # what follows the feed-forward layer
     latent: LatentWeights | None = None
+    opens: Weight | None = None  # [H Dh, D] the gate of what attention finds
     recurrent: Recurrent | None = None  # a layer with a state: `qkv` makes its inputs, `o` reads what it finds
 
     @property
     def weights(self) -> list[Weight]:
         """All that a pass reads of a layer without experts."""
         end = () if self.end is None else (self.end.gate, self.end.projection)
-        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *end) if one is not None]
+        return [one for one in (self.qkv, self.opens, self.o, self.gate_up, self.down, *end) if one is not None]
 
 
 class Model:
@@ -203,10 +207,11 @@ class Model:
         if not isinstance(checkpoint, HybridCheckpoint):
             return self._layer(checkpoint.block(index), index, rope, stored)
         block = checkpoint.hybrid_block(index)
-        layer = self._layer(ordinary(block, self.config.heads), index, rope, stored)
+        layer = self._layer(ordinary(block, self.config), index, rope, stored)
         recurrent = recurrent_of(block, self.config.recurrent, index)
         end, latent = end_of(block, self._pack_layer), latent_of(block, self._pack_layer)
-        return replace(layer, end=end, latent=latent, recurrent=recurrent)
+        opens = opens_of(block, self.config, self._pack_layer)
+        return replace(layer, end=end, latent=latent, recurrent=recurrent, opens=opens)
 
     def _layer(
         self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | GgufNumbers | None]

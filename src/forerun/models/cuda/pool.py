@@ -85,9 +85,9 @@ def make_steps(
             plain = PlainRecurrentSteps
         return plain(model, buffers, kv, scales)
     if model.config.recurrent is not None:
-        from forerun.models.cuda.steps.recurrent import RecurrentSteps
+        from forerun.models.cuda.steps.recurrent import RecurrentExpertSteps, RecurrentSteps
 
-        return RecurrentSteps(model, buffers, kv, scales)
+        return (RecurrentExpertSteps if routed else RecurrentSteps)(model, buffers, kv, scales)
     if model.config.latent is not None:
         from forerun.models.cuda.steps.latent import LatentSteps
 

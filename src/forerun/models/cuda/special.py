@@ -1,6 +1,7 @@
 """Layers of other kinds as the GPU decoder has them: as ordinary blocks, with what comes on top.
 
-These are layers of different sizes (Gemma 4), latent attention (DeepSeek) and layers with a state (LFM2). The first
+These are layers of different sizes (Gemma 4), latent attention (DeepSeek) and layers with a state (LFM2, Qwen3-Next).
+The first
 product of latent attention makes queries, or the short row that they are made of, and behind them what is cached of
 the token.
 
@@ -11,6 +12,7 @@ have a copy of the keys' weight: they lie in the keys' order, which the output's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +23,7 @@ from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.cuda.weights import Weight
 from forerun.models.hybrid.latent import LatentAttention
-from forerun.models.hybrid.mixers import ShortConv
+from forerun.models.hybrid.mixers import Memory, ShortConv
 from forerun.models.hybrid.rows import RowLinear
 from forerun.models.hybrid.sized import SizedAttention
 from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
@@ -67,13 +69,24 @@ class Recurrent:
     index: int  # among such layers
     taps: Tensor  # [K, C] fp32 of its convolution
     bias: Tensor | None  # [C] fp32
+    memory: Memory | None  # what it remembers beside the last inputs; its own products are the layer's
 
 
 def recurrent_of(block: HybridBlock, config: RecurrentConfig | None, layer: int) -> Recurrent | None:
-    if config is None or not isinstance(block.mixer, ShortConv):
+    if config is None or not isinstance(block.mixer, ShortConv | Memory):
         return None
-    convolution = block.mixer.convolution
-    return Recurrent(config.layers[:layer].count(True), convolution.weight, convolution.bias)
+    convolution, memory = block.mixer.convolution, None
+    if isinstance(block.mixer, Memory):
+        memory = copy(block.mixer)
+        memory.inputs = memory.output = RowLinear(torch.empty(0, 0))
+    return Recurrent(config.layers[:layer].count(True), convolution.weight, convolution.bias, memory)
+
+
+def opens_of(block: HybridBlock, config: DecoderConfig, pack: Pack) -> Weight | None:
+    """The gate of what attention finds, [H Dh, D], which lies behind queries, keys and values."""
+    if not (config.gated_attention and isinstance(block.mixer, GatedAttention)):
+        return None
+    return pack(block.mixer.inputs.weight[-config.heads * config.head_dim :].contiguous())
 
 
 def latent_of(block: HybridBlock, pack: Pack) -> LatentWeights | None:
@@ -99,8 +112,8 @@ def end_of(block: HybridBlock, pack: Pack) -> LayerEnd | None:
     return LayerEnd(pack(end.gate.weight), pack(end.projection.weight), end.norm, float(end.scale))
 
 
-def ordinary(block: HybridBlock, heads: int) -> Block:
-    """A layer of any kind without what `end_of`, `latent_of` and `recurrent_of` have."""
+def ordinary(block: HybridBlock, config: DecoderConfig) -> Block:
+    """A layer of any kind without what `end_of`, `latent_of`, `recurrent_of` and `opens_of` have."""
     mixer, mlp = block.mixer, block.mlp
     linear = [] if mlp is None else [mlp.gate_up, mlp.down]
     if isinstance(mixer, LatentAttention):
@@ -108,14 +121,17 @@ def ordinary(block: HybridBlock, heads: int) -> Block:
         _refuse_biases([*linear, first, mixer.queries, mixer.latents, mixer.output])
         qkv = torch.cat((first.weight, mixer.latents.weight))
         return _block(block, qkv, None, mixer.output.weight)
-    if isinstance(mixer, ShortConv | GatedAttention):
-        norm = mixer.qk_norm if isinstance(mixer, GatedAttention) else None
-        of_inputs = mixer.inputs.bias if isinstance(mixer, GatedAttention) else None
-        _refuse_biases([*linear, mixer.output, *([] if isinstance(mixer, GatedAttention) else [mixer.inputs])])
-        return replace(_block(block, mixer.inputs.weight, norm, mixer.output.weight), qkv_bias=of_inputs)
+    if isinstance(mixer, ShortConv | Memory):
+        _refuse_biases([*linear, mixer.inputs, mixer.output])
+        return _block(block, mixer.inputs.weight, None, mixer.output.weight)
+    if isinstance(mixer, GatedAttention):
+        _refuse_biases([*linear, mixer.output, *([mixer.inputs] if config.gated_attention else [])])
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        made = _block(block, mixer.inputs.weight[:rows].contiguous(), mixer.qk_norm, mixer.output.weight)
+        return replace(made, qkv_bias=mixer.inputs.bias)
     assert isinstance(mixer, SizedAttention)
     _refuse_biases([*linear, mixer.queries, mixer.keys, mixer.values, mixer.output])
-    parts, norms = [mixer.queries.weight], [mixer.query_norm.expand(heads, -1)]
+    parts, norms = [mixer.queries.weight], [mixer.query_norm.expand(config.heads, -1)]
     if mixer.keys is not None:
         assert mixer.key_norm is not None
         values = mixer.keys if mixer.values is None else mixer.values

@@ -3,7 +3,8 @@
 A place is written once, by a pass or after a verdict, and read until nobody refers to it: sequences share states as
 they share pages, and a pass that is never committed changes none. Place 0 is the state before the first token.
 
-Per row a pass is told its parent (a row of the pass, or a place), and where the state behind it goes. What recurrent
+Per row a pass is told its parent (a row of the pass, or a place), where the state behind it goes, and how many rows are
+a chain from there (0 = one walks its own path, -1 = another row's walk has it). What recurrent
 layers read of its rows stays in buffers, so that the state behind any node of a tree can be computed later, along the
 node's own path.
 """
@@ -43,13 +44,14 @@ class Place:
 class Trace:
     """What recurrent layers read of a pass: enough for the state behind any of its rows."""
 
-    def __init__(self, links: Tensor, joined: Tensor) -> None:
+    def __init__(self, links: Tensor, joined: Tensor, prepared: Tensor) -> None:
         self.links = links  # [4, rows]
         self.joined = joined  # [R, rows, C] what convolutions read
+        self.prepared = prepared  # [R, rows, ..] what memories read
 
     def save(self) -> None:
         """Another pass follows, in the same buffers."""
-        self.links, self.joined = self.links.clone(), self.joined.clone()
+        self.links, self.joined, self.prepared = self.links.clone(), self.joined.clone(), self.prepared.clone()
 
 
 class Nodes(dict[int, LayerState]):
@@ -69,13 +71,22 @@ class StatePool:
         recurrent = config.recurrent
         assert recurrent is not None
         layers, taps = recurrent.layers.count(True), recurrent.kernel - 1
-        self.channels = config.width
-        self.nbytes = layers * taps * self.channels * dtype.itemsize  # of a state
+        heads, keys, values = (
+            recurrent.value_heads,
+            recurrent.key_dim,
+            recurrent.value_dim,
+        )  # none of short convolutions
+        self.channels = 2 * recurrent.key_heads * keys + heads * values or config.width
+        # of a state
+        self.nbytes = layers * (taps * self.channels * dtype.itemsize + 4 * heads * keys * values)
         free = free_memory(device) if device.type == "cuda" else None
         self.size = max(FEWEST_PLACES, min(MOST_PLACES, max(KEPT_BYTES, (free or 0) // SHARE) // self.nbytes))
         with torch.inference_mode(False):
             self.inputs = torch.zeros(self.size, layers, taps, self.channels, dtype=dtype, device=device)
+            self.memories = torch.zeros(self.size, layers, heads, keys, values, device=device)
             self.joined = torch.zeros(layers, MAX_ROWS, self.channels, dtype=dtype, device=device)
+            wide = -(-heads * (2 * keys + values + 2) // 4) * 4  # rows start at multiples of 16 bytes
+            self.prepared = torch.zeros(layers, MAX_ROWS, wide, device=device)
         self._sent = SentInts(device, (ENDS + 1) * MAX_ROWS, torch.int32)
         self.links = self._sent.all.view(-1, MAX_ROWS)
         self._none = np.full(self.links.shape, -1, dtype=np.int32)
@@ -101,7 +112,7 @@ class StatePool:
 
     def trace(self, rows: int) -> Trace:
         """Of the pass that comes next."""
-        return Trace(self.links[:, :rows], self.joined[:, :rows])
+        return Trace(self.links[:, :rows], self.joined[:, :rows], self.prepared[:, :rows])
 
     def join_trees(self, parents: Tensor, trees: int) -> None:
         """Of trees that were grown on the device [rows]: below a root, parents are rows of the pass, not its place."""
@@ -120,10 +131,12 @@ class Links:
     def add_chain(self, first: int, nodes: int, before: Place) -> None:
         self.ints[PARENTS, first : first + nodes] = np.arange(first - 1, first + nodes - 1)
         self.ints[PARENTS, first] = -1 - before.number
+        self.ints[WALKS, first] = nodes
 
     def add_tree(self, first: int, parents: Iterable[int], before: Place) -> None:
         rows = [-1 - before.number if parent < 0 else first + parent for parent in parents]
         self.ints[PARENTS, first : first + len(rows)] = rows
+        self.ints[WALKS, first : first + len(rows)] = 0
 
     def keep(self, row: int, place: Place) -> None:
         self.ints[KEEPS, row] = place.number

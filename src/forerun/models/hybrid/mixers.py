@@ -126,7 +126,7 @@ class Memory(ABC):
         sizes = [2 * self.keys + self.values, self.values, self.steps]
         joined, gates, steps = torch.split(self.inputs(x), sizes, -1)
         mixed, inputs = self.convolution.run(joined, walks, [state[0] for state in states])
-        prepared = by_rows(self._prepare, mixed.to(x.dtype), steps)
+        prepared = by_rows(self.prepare, mixed.to(x.dtype), steps)
         found, made = prepared.new_empty(len(x), self.values), list[Made]()
         for walk, state, last in zip(walks, states, inputs, strict=True):
             some = slice(walk.span.first, walk.span.end)
@@ -135,7 +135,7 @@ class Memory(ABC):
                 made.append(_Replayed(self, walk, state[1], prepared[some], last))
             else:
                 made.append({node: (last[node], memories[node]) for node in walk.kept})
-        return self.output(by_rows(self._finish, found.to(x.dtype), gates)), made
+        return self.output(by_rows(self.finish, found.to(x.dtype), gates)), made
 
     def _walk(self, walk: Walk, start: Tensor, prepared: Tensor, found: Tensor) -> Mapping[int, Tensor]:
         """Fill what each node finds in its memory; the memories of all nodes, of a chain those that are kept."""
@@ -182,7 +182,7 @@ class Memory(ABC):
         return (one.repeat(1, each, 1) if self.config.in_turns else one.repeat_interleave(each, 1)).flatten(1)
 
     @abstractmethod
-    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+    def prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
         """[N, ...] fp32, side by side: queries, keys, values, how strongly each is written, what is left of before."""
 
     @abstractmethod
@@ -193,7 +193,7 @@ class Memory(ABC):
         return torch.bmm(query, memory)
 
     @abstractmethod
-    def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
+    def finish(self, found: Tensor, gates: Tensor) -> Tensor:
         """What is found, normed and multiplied by its gate."""
 
 
@@ -217,7 +217,7 @@ class _Replayed(Mapping[int, LayerState]):
 class DeltaNet(Memory):
     """Qwen3-Next and Qwen3.5: what a key gives already is taken off its value (the gated delta rule)."""
 
-    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+    def prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
         queries, keys, values = torch.split(F.silu(mixed).float(), [self.keys, self.keys, self.values], -1)
         parts = list[Tensor]()
         for one in (queries, keys):
@@ -232,7 +232,7 @@ class DeltaNet(Memory):
     def _written(self, memory: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return value - torch.bmm(key, memory)
 
-    def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
+    def finish(self, found: Tensor, gates: Tensor) -> Tensor:
         heads = found.reshape(len(found), -1, self.config.value_dim)
         normed = self.norm * F.rms_norm(heads.float(), heads.shape[-1:], None, self.eps).to(found.dtype)
         return (normed.flatten(1) * F.silu(gates.float())).to(found.dtype)
@@ -241,7 +241,7 @@ class DeltaNet(Memory):
 class Mamba2(Memory):
     """Granite 4: values come first among what is convolved, then keys and queries of groups of heads."""
 
-    def _prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
+    def prepare(self, mixed: Tensor, steps: Tensor) -> Tensor:
         values, keys, queries = torch.split(F.silu(mixed).float(), [self.values, self.keys, self.keys], -1)
         groups = [one.reshape(len(one), -1, self.config.key_dim) for one in (queries, keys)]
         strengths = F.softplus(steps.float() + self.step_bias).clamp(min=self.config.least_step)
@@ -254,6 +254,6 @@ class Mamba2(Memory):
         assert self.skip is not None
         return torch.bmm(query, memory) + self.skip.view(-1, 1, 1) * value
 
-    def _finish(self, found: Tensor, gates: Tensor) -> Tensor:
+    def finish(self, found: Tensor, gates: Tensor) -> Tensor:
         gated = (found.float() * F.silu(gates.float())).view(len(found), self.config.norm_groups, -1)
         return self.norm * F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(1).to(found.dtype)

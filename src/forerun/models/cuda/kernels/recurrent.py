@@ -107,9 +107,44 @@ def _above(parents, row, STEPS: tl.constexpr):
 def _factor(inverses, squares, m, square_stride, eps, WIDTH: tl.constexpr, PIECES: tl.constexpr):
     """Of the norm of the row that went into the first product."""
     if PIECES == 0:
-        return tl.load(inverses + m, cache_modifier=".cg")
-    pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
-    return tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
+        found = tl.load(inverses + m, cache_modifier=".cg")
+    else:
+        pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
+        found = tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
+    return found
+
+
+@triton.jit
+def _convolved(parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride,
+               m, c, inside, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
+               WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+               GATED: tl.constexpr):  # fmt: skip
+    """Channels c of the convolution of row m along its own path; its inputs go to `joined`, and to its place `into`.
+
+    Inputs are the first C of N sums of a row; GATED: times the last C of them. `own`: a layer's inputs in place 0.
+    """
+    zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = zeros
+    for t in tl.static_range(K):
+        row, beyond = _above(links, m, K - 1 - t)
+        here = inside & (row >= 0)
+        at = tl.maximum(row, 0)
+        factor = _factor(inverses, squares, at, square_stride, eps, WIDTH, PIECES)
+        place = at.to(tl.int64) * N + c
+        given = _added_up(parts, place, here, stride, zeros, PARTS) * factor
+        if GATED:
+            given = given * (_added_up(parts, place + 2 * C, here, stride, zeros, PARTS) * factor)
+        made = given.to(joined.dtype.element_ty)
+        back = own + c + (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
+        made = tl.where(row >= 0, made, tl.load(back, mask=inside & (row < 0), other=0.0))
+        total += made.to(tl.float32) * tl.load(taps + t * C + c, mask=inside, other=0.0)
+        if t > 0:
+            tl.store(own + into * place_stride + (t - 1) * C + c, made, mask=inside & (into >= 0))
+        if t == K - 1:
+            tl.store(joined + m.to(tl.int64) * C + c, made, mask=inside)
+    if BIAS:
+        total += tl.load(bias + c, mask=inside, other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["APART", "layer"])
@@ -123,33 +158,203 @@ def short_conv(parts, inverses, squares, links, taps, bias, joined, states, out,
     """
     m, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, stride = c < C, APART.to(tl.int64) * (3 * C)
-    into = tl.load(links + room + m).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    into = tl.load(links + room + m).to(tl.int64)
+    total = _convolved(parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined,
+                       states + layer.to(tl.int64) * ((K - 1) * C), place_stride, m, c, inside, 3 * C, C, BLOCK, K,
+                       WIDTH, PIECES, PARTS, BIAS, True)  # fmt: skip
+    factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
     zeros = tl.zeros((BLOCK,), dtype=tl.float32)
-    total = zeros
-    own = states + layer.to(tl.int64) * ((K - 1) * C) + c
-    for t in tl.static_range(K):
-        row, beyond = _above(links, m, K - 1 - t)
-        here = inside & (row >= 0)
-        at = tl.maximum(row, 0)
-        factor = _factor(inverses, squares, at, square_stride, eps, WIDTH, PIECES)
-        place = at.to(tl.int64) * (3 * C) + c
-        before = _added_up(parts, place, here, stride, zeros, PARTS) * factor
-        inner = _added_up(parts, place + 2 * C, here, stride, zeros, PARTS) * factor
-        made = (before * inner).to(joined.dtype.element_ty)
-        back = own + (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
-        made = tl.where(row >= 0, made, tl.load(back, mask=inside & (row < 0), other=0.0))
-        total += made.to(tl.float32) * tl.load(taps + t * C + c, mask=inside, other=0.0)
-        if t > 0:
-            tl.store(own + into * place_stride + (t - 1) * C, made, mask=inside & (into >= 0))
-        if t == K - 1:
-            tl.store(joined + m.to(tl.int64) * C + c, made, mask=inside)
-            behind = _added_up(parts, place + C, inside, stride, zeros, PARTS) * factor
-            if BIAS:
-                total += tl.load(bias + c, mask=inside, other=0.0)
-            tl.store(out + m.to(tl.int64) * C + c, (behind * total).to(out.dtype.element_ty), mask=inside)
+    behind = _added_up(parts, m.to(tl.int64) * (3 * C) + C + c, inside, stride, zeros, PARTS) * factor
+    tl.store(out + m.to(tl.int64) * C + c, (behind * total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu(x, joined):
+    """Of what a convolution gives, rounded as rows are before and behind it."""
+    x = x.to(joined.dtype.element_ty).to(tl.float32)
+    return (x / (1.0 + tl.exp(-x))).to(joined.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit(do_not_specialize=["APART", "layer"])
+def prepare(parts, inverses, squares, links, taps, bias, joined, states, rates, step_bias, out, APART, eps,
+            square_stride, room, place_stride, layer, wide, least, N: tl.constexpr, C: tl.constexpr,
+            HEADS: tl.constexpr, SHARED: tl.constexpr, IN_TURNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+            KEYS_UP: tl.constexpr, VALUES_UP: tl.constexpr, DELTA: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+            PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What one head of one row reads and writes, as mixers.Memory lays it out: `out` [rows, wide] of this layer.
+
+    SHARED heads of keys and queries, the first ones of what is convolved (DELTA) or the last (Mamba-2).
+    """
+    m, head = tl.program_id(0), tl.program_id(1)
+    key, value = tl.arange(0, KEYS_UP), tl.arange(0, VALUES_UP)
+    there, here, stride = key < KEYS, value < VALUES, APART.to(tl.int64) * N
+    rate, own_bias = tl.load(rates + head), tl.load(step_bias + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    into = tl.load(links + room + m).to(tl.int64)
+    source = head % SHARED if IN_TURNS else head // (HEADS // SHARED)
+    if DELTA:
+        query_at, key_at, value_at = source * KEYS, (SHARED + source) * KEYS, 2 * SHARED * KEYS + head * VALUES
+    else:
+        value_at, key_at = head * VALUES, HEADS * VALUES + source * KEYS
+        query_at = key_at + SHARED * KEYS
+    own = states + layer.to(tl.int64) * ((K - 1) * C)
+    asked = _convolved(
+        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
+        query_at + key, there, N, C, KEYS_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
+    )  # fmt: skip
+    under = _convolved(
+        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
+        key_at + key, there, N, C, KEYS_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
+    )  # fmt: skip
+    said = _convolved(
+        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
+        value_at + value, here, N, C, VALUES_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
+    )  # fmt: skip
+    asked, under, said = _silu(asked, joined), _silu(under, joined), _silu(said, joined)
+    factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
+    steps = parts + m.to(tl.int64) * N + C + HEADS * VALUES + head
+    step, last = 0.0, 0.0
+    for i in tl.static_range(PARTS):
+        step += tl.load(steps + i * stride, cache_modifier=".cg")
+        if DELTA:
+            last += tl.load(steps + i * stride + HEADS, cache_modifier=".cg")
+    step, last = (step * factor).to(joined.dtype.element_ty).to(tl.float32), (last * factor).to(joined.dtype.element_ty)
+    if DELTA:
+        asked = asked * tl.rsqrt(tl.sum(asked * asked, 0) + 1e-6) * (KEYS**-0.5)
+        under = under * tl.rsqrt(tl.sum(under * under, 0) + 1e-6)
+        strength = (1.0 / (1.0 + tl.exp(-step))).to(joined.dtype.element_ty).to(tl.float32)
+        left = tl.exp(rate * _softplus(last.to(tl.float32) + own_bias))
+    else:
+        strength = tl.maximum(_softplus(step + own_bias), least)
+        left = tl.exp(strength * rate)
+    line = out + m.to(tl.int64) * wide
+    tl.store(line + head * KEYS + key, asked, mask=there)
+    tl.store(line + (HEADS + head) * KEYS + key, under, mask=there)
+    tl.store(line + 2 * HEADS * KEYS + head * VALUES + value, said, mask=here)
+    tl.store(line + HEADS * (2 * KEYS + VALUES) + head, strength)
+    tl.store(line + HEADS * (2 * KEYS + VALUES + 1) + head, left)
+
+
+@triton.jit
+def _top(parents, row):
+    """The first row of a path, and how many rows it has."""
+    count, above = row * 0 + 1, tl.load(parents + row)
+    while above >= 0:
+        row, count = above, count + 1
+        above = tl.load(parents + above)
+    return row, count
+
+
+@triton.jit(do_not_specialize=["entries", "layer", "layer_stride", "place_stride", "commits"])
+def walk(prepared, found, states, skip, parents, walks, rows, keeps, entries, layer, layer_stride, place_stride, wide,
+         commits, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+         DELTA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some columns of one head's memory along the rows of a chain, or along one row's own path.
+
+    In a pass: an entry is a row, `walks` says what it has to do, `keeps` where the memory behind each row goes; what it
+    finds goes to `found` [rows, HEADS VALUES]. Afterwards (`commits`): of all layers, memories behind `rows` alone, to
+    the places `keeps`. One compiled form for both: a memory has the same bits whoever walks. `states` [places, R, ..].
+    """
+    entry, head = tl.program_id(0) % entries, tl.program_id(1)
+    layer += tl.program_id(0) // entries
+    column, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    there, here = key < KEYS, column < VALUES
+    inside = there[:, None] & here[None, :]
+    at = layer.to(tl.int64) * (HEADS * KEYS * VALUES) + (head * KEYS + key)[:, None] * VALUES + column[None, :]
+    skipped = tl.load(skip + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first = tl.load(rows + entry)
+    chain = tl.load(walks + first)
+    if commits > 0:
+        chain = tl.minimum(tl.load(keeps + entry), 0)  # its own path, or nothing
+    if chain >= 0:
+        top, count = first, chain
+        if chain == 0:
+            top, count = _top(parents, first)
+        place = (-1 - tl.load(parents + top)).to(tl.int64)
+        memory = tl.load(states + place * place_stride + at, mask=inside, other=0.0)
+        for i in range(count):
+            row = first + i
+            if chain == 0:
+                row = first
+                for _ in range(count - 1 - i):
+                    row = tl.load(parents + row)
+            line = prepared + layer.to(tl.int64) * layer_stride + row.to(tl.int64) * wide
+            query = tl.load(line + head * KEYS + key, mask=there, other=0.0)
+            under = tl.load(line + (HEADS + head) * KEYS + key, mask=there, other=0.0)
+            value = tl.load(line + 2 * HEADS * KEYS + head * VALUES + column, mask=here, other=0.0)
+            strength = tl.load(line + HEADS * (2 * KEYS + VALUES) + head)
+            left = tl.load(line + HEADS * (2 * KEYS + VALUES + 1) + head)
+            memory = memory * left
+            written = value
+            if DELTA:
+                written = value - tl.sum(under[:, None] * memory, 0)
+            memory = memory + under[:, None] * (written * strength)[None, :]
+            read = tl.sum(query[:, None] * memory, 0)
+            if not DELTA:
+                read = read + skipped * value
+            ends = (chain > 0) | (i == count - 1)
+            to = found + row.to(tl.int64) * (HEADS * VALUES) + head * VALUES + column
+            tl.store(to, read, mask=here & ends & (commits == 0))
+            into = tl.load(keeps + tl.where(commits > 0, entry, row)).to(tl.int64)
+            tl.store(states + into * place_stride + at, memory, mask=inside & ends & (into >= 0))
+
+
+@triton.jit(do_not_specialize=["APART"])
+def finish_memory(parts, inverses, squares, found, norm, out, APART, eps, square_stride, N: tl.constexpr,
+                  C: tl.constexpr, TOTAL: tl.constexpr, SIZE: tl.constexpr, UP: tl.constexpr, DELTA: tl.constexpr,
+                  WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A group of SIZE of the TOTAL numbers that a row found: normed and gated, or gated and normed (Mamba-2)."""
+    m, group, n = tl.program_id(0), tl.program_id(1), tl.arange(0, UP)
+    inside, stride = n < SIZE, APART.to(tl.int64) * N
+    place = group * SIZE + n
+    weight = tl.load(norm + (n if DELTA else place), mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
+    zeros = tl.zeros((UP,), dtype=tl.float32)
+    gate = _added_up(parts, m.to(tl.int64) * N + C + place, inside, stride, zeros, PARTS) * factor
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    gate = gate / (1.0 + tl.exp(-gate))
+    row = tl.load(found + m.to(tl.int64) * TOTAL + place, mask=inside, other=0.0, cache_modifier=".cg")
+    row = row.to(out.dtype.element_ty).to(tl.float32)
+    if not DELTA:
+        row = row * gate
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps)
+    row = (row.to(out.dtype.element_ty).to(tl.float32) * weight).to(out.dtype.element_ty).to(tl.float32)
+    if DELTA:
+        row = row * gate
+    tl.store(out + m.to(tl.int64) * TOTAL + place, row.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["APART"])
+def open_found(parts, inverses, squares, out, APART, eps, square_stride, N: tl.constexpr, BLOCK: tl.constexpr,
+               WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What attention found, times the sigmoid of its gate, in place."""
+    m, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = n < N, m.to(tl.int64) * N + n
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
+    zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+    gate = _added_up(parts, place, inside, APART.to(tl.int64) * N, zeros, PARTS) * factor
+    gate = 1.0 / (1.0 + tl.exp(-gate.to(out.dtype.element_ty).to(tl.float32)))
+    row = tl.load(out + place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(out + place, (row * gate.to(out.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer_stride"])

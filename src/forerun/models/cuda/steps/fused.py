@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from forerun.models.cuda.steps.wide import WideProducts
 
 
+LARGEST_HEAD = 128  # whose norm may end its product: a program has all of a head
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 BESIDE = 150 << 10  # bytes of shared memory of such a program where adapters' programs run beside it
@@ -75,7 +76,8 @@ class FusedSteps:
         # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
         after = model.layers[-1].after_attention_norm is not None
         self.apart = frozenset(("o", "down") if after else ())
-        if config.qk_norm == "all" or (after and config.qk_norm) or config.latent is not None or scales is not None:
+        by_row = after or config.head_dim > LARGEST_HEAD
+        if config.qk_norm == "all" or (by_row and config.qk_norm) or config.latent is not None or scales is not None:
             self.apart |= {"qkv"}
         self.bare = config.norms.before_attention is None  # rows enter attention and feed-forward layers as they are
         by_head = config.head_dim if config.qk_norm and "qkv" not in self.apart else tile

@@ -17,6 +17,7 @@ from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.states import KEEPS, PARENTS, Trace, windows_of
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
 from forerun.models.hybrid.latent import EPS
+from forerun.models.hybrid.mixers import Memory
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
 from forerun.models.pages import PAGE
 
@@ -357,13 +358,22 @@ class PlainRecurrentSteps(PlainExpertSteps):
 
     def qkv(self, run: Run, layer: int) -> None:
         weights, rows, states = self.model.layers[layer], run.size.rows, self.buffers.states
-        own = weights.recurrent
+        own, given = weights.recurrent, self._into_attention(run, weights)
+        if weights.opens is not None:
+            self._behind = times(given, weights.opens)
         if own is None:
             super().qkv(run, layer)
             return
         assert states is not None
-        before, self._behind, inner = times(self._into_attention(run, weights), weights.qkv).chunk(3, -1)
-        states.joined[own.index, :rows] = before * inner
+        made = times(given, weights.qkv)
+        if own.memory is None:
+            joined, self._behind, inner = made.chunk(3, -1)
+            joined = joined * inner
+        else:
+            values = own.memory.values
+            sizes = [states.channels, values, made.shape[1] - states.channels - values]
+            joined, self._behind, self._steps = torch.split(made, sizes, -1)
+        states.joined[own.index, :rows] = joined
 
     def attend(self, run: Run, layer: int) -> None:
         weights, rows, states = self.model.layers[layer], run.size.rows, self.buffers.states
@@ -374,18 +384,51 @@ class PlainRecurrentSteps(PlainExpertSteps):
         assert states is not None
         links, inputs = states.links[:, :rows], states.inputs[:, own.index]
         windows = windows_of(states.joined[own.index, :rows], links[PARENTS], inputs)
-        mixed = (windows * own.taps).sum(1)
-        mixed = mixed if own.bias is None else mixed + own.bias
-        kept = (links[KEEPS] >= 0).nonzero()[:, 0]
+        kept, mixed = (links[KEEPS] >= 0).nonzero()[:, 0], (windows * own.taps).sum(1)
         inputs[links[KEEPS, kept].long()] = windows[kept, 1:]
-        shaped(self.buffers.found, weights.o.shape[1])[:rows] = self._behind * mixed.to(self.model.dtype)
+        mixed = (mixed if own.bias is None else mixed + own.bias).to(self.model.dtype)
+        if own.memory is None:
+            found = self._behind * mixed
+        else:
+            prepared = own.memory.prepare(mixed, self._steps)
+            states.prepared[own.index, :rows, : prepared.shape[1]] = prepared
+            found = self._walk(own.memory, prepared, links, states.memories[:, own.index])
+            found = own.memory.finish(found.to(self.model.dtype), self._behind)
+        shaped(self.buffers.found, weights.o.shape[1])[:rows] = found
+
+    def _walk(self, memory: Memory, prepared: Tensor, links: Tensor, places: Tensor) -> Tensor:
+        """[rows, Hv Dv] what every row finds in its memory."""
+        found, made = list[Tensor](), list[Tensor]()
+        for row, (parent, keep) in enumerate(zip(links[PARENTS].tolist(), links[KEEPS].tolist(), strict=True)):
+            before = places[-1 - parent] if parent < 0 else made[parent]
+            state, read = memory.step(before, prepared[row])
+            made.append(state)
+            found.append(read)
+            if keep >= 0:
+                places[keep] = state
+        return torch.stack(found)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        weights, rows = self.model.layers[layer], run.size.rows
+        if weights.opens is not None:
+            found = shaped(self.buffers.found, weights.o.shape[1])[:rows]
+            found.mul_(self._behind[:rows].float().sigmoid().to(found.dtype))
+        super().leave_attention(run, layer)
 
     def keep_states(self, trace: Trace, rows: Tensor, places: Tensor) -> None:
         states, there = self.buffers.states, places >= 0
         assert states is not None
-        for index, joined in enumerate(trace.joined):
-            windows = windows_of(joined, trace.links[PARENTS], states.inputs[:, index])
-            states.inputs[places[there].long(), index] = windows[rows[there], 1:]
+        layers = [layer.recurrent for layer in self.model.layers if layer.recurrent is not None]
+        for own, joined, prepared in zip(layers, trace.joined, trace.prepared, strict=True):
+            windows = windows_of(joined, trace.links[PARENTS], states.inputs[:, own.index])
+            states.inputs[places[there].long(), own.index] = windows[rows[there], 1:]
+            if own.memory is None:
+                continue
+            links = trace.links.clone()
+            links[KEEPS] = -1
+            links[KEEPS, rows[there]] = places[there].to(links.dtype)
+            wide = own.memory.heads * (2 * own.memory.config.key_dim + 2) + own.memory.values
+            self._walk(own.memory, prepared[:, :wide], links, states.memories[:, own.index])
 
 
 class PlainLatentSteps(PlainExpertSteps):

@@ -5,18 +5,23 @@ the arguments of a walk and of the attention of a span.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.models.attention import Span
 from forerun.models.cuda.kernels import recurrent as kernels
-from forerun.models.cuda.network import Run, shaped
+from forerun.models.cuda.network import Buffers, Model, Run, shaped
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.states import PARENTS, StatePool, Trace
-from forerun.models.cuda.steps.finish import or_unused
+from forerun.models.cuda.special import Recurrent
+from forerun.models.cuda.states import KEEPS, PARENTS, WALKS, StatePool, Trace
+from forerun.models.cuda.steps.experts import FusedExpertSteps
+from forerun.models.cuda.steps.finish import HandedOn, or_unused
 from forerun.models.cuda.steps.fused import FusedSteps, sized_name
+from forerun.models.cuda.steps.tiles import power_of_two
 from forerun.models.cuda.weights import Weight
+from forerun.models.hybrid.mixers import Memory
 from forerun.models.paged import slots_of
 
 CHANNELS = 256  # of a convolution in one program
@@ -73,11 +78,17 @@ def attend(data: Tensor, span: Span, queries: Tensor, scale: float, found: Tenso
 class RecurrentSteps(FusedSteps):
     """Implements forerun.models.cuda.network.Steps, where some layers keep a state."""
 
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor, scales: Tensor | None = None) -> None:
+        super().__init__(model, buffers, kv, scales)
+        heads, _, values = self.states.memories.shape[2:]
+        self.read = torch.zeros(MAX_ROWS, heads * values, device=model.device)  # what rows find in their memories
+        self.no_skip = torch.zeros(max(1, heads), device=model.device)
+
     def _other_weights(self) -> dict[str, Weight]:
-        layers, shape = self.model.layers, self.model.attending.o.shape
+        layers, last = self.model.layers, self.model.attending
         own = next(layer for layer in layers if layer.recurrent is not None)
-        other = {} if own.o.shape == shape else {sized_name("o", own.o): own.o}
-        return {"inputs": own.qkv, **other}
+        found = {"inputs": own.qkv} | ({} if last.opens is None else {"opens": last.opens})
+        return found if own.o.shape == last.o.shape else {**found, sized_name("o", own.o): own.o}
 
     @property
     def states(self) -> StatePool:
@@ -85,35 +96,109 @@ class RecurrentSteps(FusedSteps):
         assert states is not None
         return states
 
+    def _norms(self, rows: int) -> HandedOn:
+        """How the norm of rows that enter a layer was handed on."""
+        return self.norms if self.wide is not None and self.wide.takes(rows) else self.norms_by_tile
+
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
-        if weights.recurrent is None:
-            super().qkv(run, layer)
-        else:
+        if weights.recurrent is not None:
             self._made = self._sums_of(run, "inputs", self.buffers.rows, weights.qkv)
+            return
+        super().qkv(run, layer)
+        if weights.opens is not None:
+            self._made = self._sums_of(run, "opens", self.buffers.rows, weights.opens)
 
     def attend(self, run: Run, layer: int) -> None:
-        weights, sums, states = self.model.layers[layer], self._made, self.states
-        own = weights.recurrent
+        own = self.model.layers[layer].recurrent
         if own is None:
             super().attend(run, layer)
-            return
-        is_wide = self.wide is not None and self.wide.takes(run.size.rows)
-        norms, channels = self.norms if is_wide else self.norms_by_tile, states.channels
-        found = shaped(self.buffers.found, channels)
-        kernels.short_conv[run.size.rows, -(-channels // CHANNELS)](
+        elif own.memory is None:
+            self._convolve(run, own)
+        else:
+            self._remember(run, own, own.memory)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        weights, sums, rows = self.model.layers[layer], self._made, run.size.rows
+        if weights.opens is not None:
+            outputs = weights.opens.shape[0]
+            kernels.open_found[rows, -(-outputs // CHANNELS)](
+                sums.data, self.inverses, self.squares, self.buffers.found, sums.apart, self.model.config.norm_eps,
+                self.squares.stride(0), N=outputs, BLOCK=CHANNELS, PARTS=sums.number, num_warps=4, **self._shared(rows),
+            )  # fmt: skip
+        super().leave_attention(run, layer)
+
+    def _shared(self, rows: int) -> dict[str, Any]:
+        """Settings of kernels that read sums of rows whose norm comes with them."""
+        pieces = self._norms(rows).pieces
+        return {
+            "WIDTH": self.width, "PIECES": pieces, "PDL": self.pdl, "enable_fp_fusion": False, "launch_pdl": self.pdl,
+        }  # fmt: skip
+
+    def _convolve(self, run: Run, own: Recurrent) -> None:
+        sums, states, rows = self._made, self.states, run.size.rows
+        channels = states.channels
+        kernels.short_conv[rows, -(-channels // CHANNELS)](
             sums.data, self.inverses, self.squares, states.links, own.taps, or_unused(own.bias, self.inverses),
-            states.joined[own.index], states.inputs, found, sums.apart, self.model.config.norm_eps,
-            self.squares.stride(0), MAX_ROWS, states.inputs.stride(0), own.index, C=channels, BLOCK=CHANNELS,
-            K=len(own.taps), WIDTH=self.width, PIECES=norms.pieces, PARTS=sums.number, BIAS=own.bias is not None,
-            PDL=self.pdl, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl,
+            states.joined[own.index], states.inputs, shaped(self.buffers.found, channels), sums.apart,
+            self.model.config.norm_eps, self.squares.stride(0), MAX_ROWS, states.inputs.stride(0), own.index,
+            C=channels, BLOCK=CHANNELS, K=len(own.taps), PARTS=sums.number, BIAS=own.bias is not None, num_warps=4,
+            **self._shared(rows),
+        )  # fmt: skip
+
+    def _remember(self, run: Run, own: Recurrent, memory: Memory) -> None:
+        """A convolution, a walk through the memory of each head, and what ends it."""
+        sums, states, rows, config = self._made, self.states, run.size.rows, memory.config
+        heads, keys, values = memory.heads, config.key_dim, config.value_dim
+        outputs, delta = states.channels + memory.values + memory.steps, memory.skip is None
+        shared: dict[str, Any] = {
+            "N": outputs, "C": states.channels, "DELTA": delta, "PARTS": sums.number, "num_warps": 4,
+        }  # fmt: skip
+        shared |= self._shared(rows)
+        eps, stride = self.model.config.norm_eps, self.squares.stride(0)
+        kernels.prepare[rows, heads](
+            sums.data, self.inverses, self.squares, states.links, own.taps, or_unused(own.bias, self.inverses),
+            states.joined[own.index], states.inputs, memory.rates, memory.step_bias, states.prepared[own.index],
+            sums.apart, eps, stride, MAX_ROWS, states.inputs.stride(0), own.index, states.prepared.stride(1),
+            config.least_step, HEADS=heads, SHARED=config.key_heads, IN_TURNS=config.in_turns, KEYS=keys, VALUES=values,
+            KEYS_UP=power_of_two(keys), VALUES_UP=power_of_two(values), K=len(own.taps), BIAS=own.bias is not None,
+            **shared,
+        )  # fmt: skip
+        links = states.links
+        self._walk(states.prepared, links, memory, self.buffers.ints, links[KEEPS], rows, own.index)
+        size = values if delta else memory.values // config.norm_groups
+        kernels.finish_memory[rows, memory.values // size](
+            sums.data, self.inverses, self.squares, self.read, memory.norm, shaped(self.buffers.found, memory.values),
+            sums.apart, memory.eps, stride, TOTAL=memory.values, SIZE=size, UP=power_of_two(size), **shared,
+        )  # fmt: skip
+
+    def _walk(
+        self, prepared: Tensor, links: Tensor, memory: Memory, rows: Tensor, keeps: Tensor, count: int, layer: int = -1
+    ) -> None:
+        """`layer` -1: after a pass, of all layers."""
+        states, config, commits = self.states, memory.config, layer < 0
+        kernels.walk[count * (len(prepared) if commits else 1), memory.heads, -(-config.value_dim // kernels.COLUMNS)](
+            prepared, self.read, states.memories, or_unused(memory.skip, self.no_skip), links[PARENTS], links[WALKS],
+            rows, keeps, count, max(0, layer), prepared.stride(0), states.memories.stride(0), prepared.stride(1),
+            int(commits), HEADS=memory.heads, KEYS=config.key_dim, VALUES=config.value_dim,
+            ROWS=power_of_two(config.key_dim), DELTA=memory.skip is None, BLOCK=kernels.COLUMNS, PDL=self.pdl,
+            num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def keep_states(self, trace: Trace, rows: Tensor, places: Tensor) -> None:
         states, joined = self.states, trace.joined
         layers, _, channels = joined.shape
-        if len(rows):
-            kernels.keep_inputs[len(rows), layers, -(-channels // CHANNELS)](
-                joined, trace.links[PARENTS], rows, places, states.inputs, joined.stride(0), states.inputs.stride(0),
-                C=channels, BLOCK=CHANNELS, K=states.inputs.shape[2] + 1, num_warps=4,
-            )  # fmt: skip
+        rows, places = rows.int(), places.int()  # as in a pass: other types would be compiled apart
+        if not len(rows):
+            return
+        kernels.keep_inputs[len(rows), layers, -(-channels // CHANNELS)](
+            joined, trace.links[PARENTS], rows, places, states.inputs, joined.stride(0), states.inputs.stride(0),
+            C=channels, BLOCK=CHANNELS, K=states.inputs.shape[2] + 1, num_warps=4,
+        )  # fmt: skip
+        own = next(layer.recurrent for layer in self.model.layers if layer.recurrent is not None)
+        if own.memory is not None:
+            self._walk(trace.prepared, trace.links, own.memory, rows, places, len(rows))
+
+
+class RecurrentExpertSteps(RecurrentSteps, FusedExpertSteps):
+    """The same where layers have experts."""
