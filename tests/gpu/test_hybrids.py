@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import InvalidInput
 from forerun.core.offer import Form
 from forerun.core.tree import topology_of
 from forerun.core.types import Needs, TreeBatch, TreeForm, Verdict
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.hybrid import CudaHybrid
+from forerun.models.cuda import states as states_module
+from forerun.models.cuda.hybrid import EACH, CudaHybrid
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size
 from forerun.models.cuda.special import Recurrent
@@ -416,3 +418,36 @@ def test_plain_rounds_follow_unread_ones_and_look_ups_are_rolled_back(name: str,
     assert target.plain.followed == 0
     assert _write(_engine(target, drafter), _requests()) == wanted
     assert target.plain.followed > 20 or drafter != "none"
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("forms", [[None], [CHAIN, WIDE, None]])
+def test_texts_wait_for_places_and_what_is_kept_for_others_makes_room(
+    forms: list[Form | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = plain_texts(willing("lfm2"), requests(9, 3))
+    monkeypatch.setattr(states_module, "MOST_PLACES", 2 * EACH + 2)
+    monkeypatch.setattr(states_module, "FEWEST_PLACES", 1)
+    target, most, begin = willing("lfm2"), 0, CudaHybrid._begin
+
+    def begun(self: CudaHybrid, *given: Any) -> None:
+        nonlocal most
+        begin(self, *given)
+        most = max(most, self.kv.sequences)
+
+    monkeypatch.setattr(CudaHybrid, "_begin", begun)
+    assert write(make_following(target, Forms(forms, 6), follows=True), requests(9, 3), 5)[0] == wanted
+    assert most == 2
+
+
+def test_more_texts_than_places_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states_module, "MOST_PLACES", 3)
+    monkeypatch.setattr(states_module, "FEWEST_PLACES", 1)
+    target = make("lfm2")
+    seqs = [FakeSeq(b, [5, 6, 7], max_length=400) for b in range(3)]
+    assert not target.has_room(3)
+    with pytest.raises(InvalidInput, match="all 3 places for states"):
+        target.prefill(seqs, Needs())
+    for seq in seqs:
+        target.release(seq)
+    assert target.places.free == 2

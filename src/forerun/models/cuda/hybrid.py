@@ -47,6 +47,7 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
         self._written: dict[int, Place] = {}  # by sequence: where its last pass leaves the state
         self._follows: Sequence[int] = ()
         self._grown: list[Nodes] = []  # of the last pass over grown trees
+        self._in_chains = False  # are all of its trees chains?
         self._rounds: weakref.WeakKeyDictionary[Trace, TreesPass] = weakref.WeakKeyDictionary()
         self._traced: weakref.ref[Trace] | None = None
 
@@ -84,7 +85,10 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
         follows = self._follows[index] >= 0
         before = self._written[seq.id] if follows else self._states.now[seq.id].state[0][0]
         place, first, made = self.places.take(), index * each, dict[int, tuple[Place]]()
-        links.add_tree(first, (-1,) * each, before)
+        if each == 1 or self._in_chains:
+            links.add_chain(first, each, before)
+        else:
+            links.add_tree(first, (-1,) * each, before)
         found: Made = made
         if each == 1:
             links.keep(first, place)
@@ -115,6 +119,7 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
     def _score_grown(
         self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, torch.Tensor]]:
+        self._in_chains = form.chain
         found = super()._score_grown(seqs, trees, form, layers, chunks)
         if self._grown and self.placing.last is not None:
             self._rounds[self._grown[0].trace] = self.placing.last

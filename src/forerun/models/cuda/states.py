@@ -4,9 +4,8 @@ A place is written once, by a pass or after a verdict, and read until nobody ref
 they share pages, and a pass that is never committed changes none. Place 0 is the state before the first token.
 
 Per row a pass is told its parent (a row of the pass, or a place), where the state behind it goes, and how many rows are
-a chain from there (0 = one walks its own path, -1 = another row's walk has it). What recurrent
-layers read of its rows stays in buffers, so that the state behind any node of a tree can be computed later, along the
-node's own path.
+a chain from there (0 = it walks its own path, -1 = another row's walk has it). What recurrent layers read of its rows
+stays in buffers, so that the state behind any node of a tree can be computed later, along the node's own path.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Trace:
     """What recurrent layers read of a pass: enough for the state behind any of its rows."""
 
     def __init__(self, links: Tensor, joined: Tensor, prepared: Tensor) -> None:
-        self.links = links  # [4, rows]
+        self.links = links  # [4, MAX_ROWS]: rows of it are as aligned in a copy
         self.joined = joined  # [R, rows, C] what convolutions read
         self.prepared = prepared  # [R, rows, ..] what memories read
 
@@ -112,7 +111,7 @@ class StatePool:
 
     def trace(self, rows: int) -> Trace:
         """Of the pass that comes next."""
-        return Trace(self.links[:, :rows], self.joined[:, :rows], self.prepared[:, :rows])
+        return Trace(self.links, self.joined[:, :rows], self.prepared[:, :rows])
 
     def join_trees(self, parents: Tensor, trees: int) -> None:
         """Of trees that were grown on the device [rows]: below a root, parents are rows of the pass, not its place."""

@@ -420,11 +420,11 @@ class PlainRecurrentSteps(PlainExpertSteps):
         assert states is not None
         layers = [layer.recurrent for layer in self.model.layers if layer.recurrent is not None]
         for own, joined, prepared in zip(layers, trace.joined, trace.prepared, strict=True):
-            windows = windows_of(joined, trace.links[PARENTS], states.inputs[:, own.index])
+            links = trace.links[:, : len(joined)].clone()
+            windows = windows_of(joined, links[PARENTS], states.inputs[:, own.index])
             states.inputs[places[there].long(), own.index] = windows[rows[there], 1:]
             if own.memory is None:
                 continue
-            links = trace.links.clone()
             links[KEEPS] = -1
             links[KEEPS, rows[there]] = places[there].to(links.dtype)
             wide = own.memory.heads * (2 * own.memory.config.key_dim + 2) + own.memory.values
