@@ -87,7 +87,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 
 
 def _limited(model: Any, limit: float) -> Any:
-    """With gates and ups of gpt-oss limited as its config says: older releases of transformers have 7.0 whatever that is."""
+    """With gates and ups limited as the config of gpt-oss says: older releases of transformers have 7.0 anyway."""
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = limit
