@@ -6,7 +6,7 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -245,6 +245,14 @@ def refuse_missing_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) 
             f"drafter={drafter!r} needs a head, and none comes with the package for {checkpoint.name}; "
             "train one with `forerun train`, give its folder as draft_model=FOLDER, or use drafter='ngram'"
         )
+
+
+def refuse_draft_dtype(speculative: SpeculativeConfig, device: str, models: Sequence[str]) -> None:
+    """Formats that nothing on this device reads are refused before weights are loaded; `models`: to draft with."""
+    dtype = speculative.draft_dtype
+    held = dtype == "auto" or (dtype == "bfloat16" and models)
+    if not held and not _device(device).startswith("cuda"):
+        raise InvalidInput(f"draft_dtype={dtype!r} needs a CUDA device; on a CPU only draft models take one, bfloat16")
 
 
 def needs_head(drafter: str) -> bool:

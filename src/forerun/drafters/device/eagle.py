@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.core.offer import Form
+from forerun.core.params import DraftDtype
 from forerun.core.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import Drafter, committed_tokens
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
@@ -43,8 +45,16 @@ from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
 from forerun.models.cuda.steps.compiling import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.pages import TREE_MARGIN
 
+KINDS: Mapping[DraftDtype, WeightKind | None] = {
+    "auto": None,
+    "bfloat16": "plain",
+    "int8": "int8",
+    "fp8": "fp8",
+    "w4": "w4",
+}
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
 
@@ -264,19 +274,23 @@ def on_device(
     sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
+    dtype: DraftDtype = "auto",
 ) -> OnDevice[HeadDraft] | None:
-    """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
-    if not isinstance(target, CudaDecoder):
-        return None
+    """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here.
+
+    A format that was asked for by name is refused where they do not.
+    """
     config, weights = read(folder)
-    if why_not(config, target):
+    if (reason := why_not(config, target)) and dtype != "auto":
+        raise UnsupportedModel(f"draft_dtype={dtype!r} cannot be used: {reason}; leave it out")
+    if reason or not isinstance(target, CudaDecoder):
         return None
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
     target.shared().must_fit(config.target_width, config.vocab_size, config.target)
 
     def make() -> OnDevice[HeadDraft]:
-        net, capture = make_net(config, weights, target), target.kernels == "triton"
+        net, capture = make_net(config, weights, target, KINDS[dtype]), target.kernels == "triton"
         return OnDevice(HeadDraft(*net, capture=capture, rates=config.rates), make_plain, sampled=sampled)
 
     return built(make, target, max_batch, max_length or target.max_length)
