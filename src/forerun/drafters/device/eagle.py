@@ -222,7 +222,7 @@ class HeadDraft(DeviceDraft):
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
         if self._compiles:
             with self.replays.uncaptured():
-                compile_together(self.rows.rehearse_reading)
+                compile_together(self.rows.rehearse_reading, self._what(target, "reading"))
         self.rows.rehearse_reading()  # prompts are read whether anything is drafted or not
         return max_length
 
@@ -236,9 +236,13 @@ class HeadDraft(DeviceDraft):
             return None
         self._proposed, self._ahead = [], None  # whose trees are overwritten
         with self.replays.uncaptured():
-            begun = begin_compiling(lambda: self._ask_for(target, jobs))
+            begun = begin_compiling(lambda: self._ask_for(target, jobs), self._what(target, *jobs))
         self.noise.is_on = False
         return begun
+
+    def _what(self, target: CudaDecoder, *more: object) -> object:
+        net, ids = self.net, self.head_output.ids
+        return target.passes.what(type(self.feature_fusion), self.needs, net.model.config, net.attends, len(ids), *more)
 
     def _ask_for(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
         """All of it, of padding. Nothing is launched: integers are zero, and what kernels would choose is not read."""

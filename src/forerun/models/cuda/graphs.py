@@ -58,8 +58,12 @@ class _Key(NamedTuple):
 class Passes:
     """Runs planned passes: as graphs on a GPU, step by step elsewhere."""
 
-    def __init__(self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool) -> None:
+    def __init__(
+        self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool, kv: Tensor | None = None
+    ) -> None:
+        """`kv`: where keys and values are."""
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
+        self._kv = kv
         self.plain = PlainResults(buffers)
         self.clock = PassClock(model.device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -106,7 +110,7 @@ class Passes:
         if not self.capture or which in self._compiled:
             return
         self._compiled.add(which)
-        some = one_of_each_kind(self.model.layers)
+        some, what = one_of_each_kind(self.model.layers), self.what("passes", *which)
 
         def launch() -> None:
             for size, scored in menu(max_length, self.grown.tiled_nodes):
@@ -115,7 +119,19 @@ class Passes:
                     for adapted in self.kinds():
                         self._launch(_Key(size, self._layers, scored, adapted=adapted), some)
 
-        compile_together(launch)
+        compile_together(launch, what)
+
+    def what(self, *more: object) -> object:
+        """What kernels follow from, this and the model: see `compile_together`."""
+        if self.buffers.adapters.in_use:  # of any shapes
+            return None
+        model, kv = self.model, self._kv
+        on_gpu = model.device.type == "cuda"
+        processors = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 0
+        # of its size Triton asks this alone
+        of_kv = None if kv is None else (kv.dtype, *((step % 16, step >> 31) for step in kv.stride()))
+        sizes = self.grown.group_nodes, self.grown.tiled_nodes, processors
+        return type(self.steps).__name__, model.config, model.dtype, model.kind, of_kv, sizes, more
 
     def ask_for_grown(self, plan: Plan, hidden: tuple[int, ...], form: TreeForm) -> None:
         """Launch what `run_grown` captures, in one layer of each kind: within `compile_together`."""

@@ -109,7 +109,7 @@ class CudaDecoder(SlotTarget):
         self._group_nodes, self._tiled_nodes = group_sizes(config)
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
         fused = self.kernels == "triton"
-        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
+        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused, kv=self.kv.data)
         replays = Replays(self.device, capture=fused)
         self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
         self.placing = Placing(self.kv, self._extent_for)
