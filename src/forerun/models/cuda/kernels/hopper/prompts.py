@@ -42,24 +42,29 @@ def describe(kept: Any) -> Any:
 
 
 @gluon.jit
-def _fetch(keys, values, ints, pages, tiles, row, k, v, full_k, full_v, empty, D: gl.constexpr, STAGES: gl.constexpr):
-    """Keep all stages filled with pages, in order."""
+def _fetch(keys, values, ints, pages, tiles, row, k, v, full_k, full_v, empty_k, empty_v, D: gl.constexpr,
+           STAGES: gl.constexpr):  # fmt: skip
+    """Keep all stages filled with pages, in order; behind the last keys they come once more, for nobody."""
     bytes: gl.constexpr = TILE * D * 2
     slot, phase = 0, 1
     page = gl.load(ints + pages)
     _gdc_wait()
+    if tiles > 0:
+        mbarrier.expect(full_k.index(0), bytes)
+        tma.async_copy_global_to_shared(keys, [row + page * TILE, 0], full_k.index(0), k.index(0))
     for i in range(tiles):
         place = row + page * TILE
         page = gl.load(ints + pages + gl.minimum(i + 1, tiles - 1))
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full_k.index(slot), bytes)
-        tma.async_copy_global_to_shared(keys, [place, 0], full_k.index(slot), k.index(slot))
+        mbarrier.wait(empty_v.index(slot), phase)
         mbarrier.expect(full_v.index(slot), bytes)
         tma.async_copy_global_to_shared(values, [place, 0], full_v.index(slot), v.index(slot))
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
+        mbarrier.wait(empty_k.index(slot), phase)
+        mbarrier.expect(full_k.index(slot), bytes)
+        tma.async_copy_global_to_shared(keys, [row + page * TILE, 0], full_k.index(slot), k.index(slot))
 
 
 @gluon.jit
@@ -93,12 +98,14 @@ def _without_rest(v, first, last, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_tile(q, k, v, full_k, full_v, empty, slot, phase, at, first, last, top, total, acc, scale, D: gl.constexpr,
-              MASKED: gl.constexpr, SCORES: gl.constexpr, FOUND: gl.constexpr):  # fmt: skip
-    """As tiled._add_tile, of the page in a slot."""
-    mbarrier.wait(full_k.index(slot), phase)
-    found = warpgroup_mma(q, k.index(slot).permute([1, 0]), gl.zeros([HALF, TILE], gl.float32, SCORES), is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[found]) * scale
+def _add_tile(q, k, v, full_k, full_v, empty_k, empty_v, slot, phase, scores, at, first, last, top, total, acc, scale,
+              D: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
+              FOUND: gl.constexpr):  # fmt: skip
+    """As tiled._add_tile, of the page in a slot, whose scores are there; those of the next are found meanwhile."""
+    after = gl.where(slot == STAGES - 1, 0, slot + 1)
+    mbarrier.wait(full_k.index(after), gl.where(after == 0, phase ^ 1, phase))
+    found = warpgroup_mma(q, k.index(after).permute([1, 0]), gl.zeros([HALF, TILE], gl.float32, SCORES), is_async=True)
+    scores = scores * scale
     if MASKED:
         p = first + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
         scores = gl.where(p[None, :] <= at[:, None], scores, float("-inf"))
@@ -110,13 +117,16 @@ def _add_tile(q, k, v, full_k, full_v, empty, slot, phase, at, first, last, top,
     mbarrier.wait(full_v.index(slot), phase)
     if MASKED and first + TILE - 1 > last:
         _without_rest(v.index(slot), first, last, D)
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(given, v.index(slot), acc, is_async=True)])
-    mbarrier.arrive(empty.index(slot))
-    return top, total, acc
+    acc = warpgroup_mma(given, v.index(slot), acc, is_async=True)
+    found = warpgroup_mma_wait(1, deps=[found])
+    mbarrier.arrive(empty_k.index(after))
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty_v.index(slot))
+    return found, top, total, acc
 
 
 @gluon.jit
-def _find(half, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty,
+def _find(half, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty_k, empty_v,
           H: gl.constexpr, HKV: gl.constexpr, EACH: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           ROOM: gl.constexpr):  # fmt: skip
     """Half of a group's queries: all splits of what they see, and what they find there."""
@@ -140,20 +150,27 @@ def _find(half, queries, positions, group, tiles, least, last, out, scale, h, q,
     all_acc = gl.zeros([HALF, D], gl.float32, FOUND)
     total, acc = all_total, all_acc
     slot, phase, clear = 0, 0, (least + 1) // TILE
+    scores = gl.zeros([HALF, TILE], gl.float32, SCORES)
+    if tiles > 0:
+        mbarrier.wait(full_k.index(0), 0)
+        scores = warpgroup_mma(q.index(half), k.index(0).permute([1, 0]), scores)
+        mbarrier.arrive(empty_k.index(0))
     for s in range(_split_of(last) + 1):
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))  # the others shrink to nothing
         start, end = _split_start(s) // TILE, gl.minimum(_split_start(s + 1) // TILE, tiles)
         middle = gl.maximum(start, gl.minimum(end, clear))
         for i in range(start, middle):
-            top, total, acc = _add_tile(q.index(half), k, v, full_k, full_v, empty, slot, phase, at, i * TILE, last,
-                                        top, total, acc, scale, D, False, SCORES, FOUND)  # fmt: skip
+            scores, top, total, acc = _add_tile(q.index(half), k, v, full_k, full_v, empty_k, empty_v, slot, phase,
+                                                scores, at, i * TILE, last, top, total, acc, scale, D, STAGES, False,
+                                                SCORES, FOUND)  # fmt: skip
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
         for i in range(middle, end):
-            top, total, acc = _add_tile(q.index(half), k, v, full_k, full_v, empty, slot, phase, at, i * TILE, last,
-                                        top, total, acc, scale, D, True, SCORES, FOUND)  # fmt: skip
+            scores, top, total, acc = _add_tile(q.index(half), k, v, full_k, full_v, empty_k, empty_v, slot, phase,
+                                                scores, at, i * TILE, last, top, total, acc, scale, D, STAGES, True,
+                                                SCORES, FOUND)  # fmt: skip
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -201,20 +218,23 @@ def attend(queries, keys, values, ints, groups, positions, out, scale, head_rows
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, D], layout)
     full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full_k.index(i), count=1)
         mbarrier.init(full_v.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty_k.index(i), count=2)
+        mbarrier.init(empty_v.index(i), count=2)
     fence_async_shared()
     _gdc_launch()
     gl.warp_specialize(
         [
-            (_find, (0, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty,
-                     H, HKV, EACH, D, STAGES, ROOM)),
-            (_find, (1, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty,
-                     H, HKV, EACH, D, STAGES, ROOM)),
-            (_fetch, (keys, values, ints, pages, tiles, h * head_rows, k, v, full_k, full_v, empty, D, STAGES)),
+            (_find, (0, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty_k,
+                     empty_v, H, HKV, EACH, D, STAGES, ROOM)),
+            (_find, (1, queries, positions, group, tiles, least, last, out, scale, h, q, k, v, full_k, full_v, empty_k,
+                     empty_v, H, HKV, EACH, D, STAGES, ROOM)),
+            (_fetch, (keys, values, ints, pages, tiles, h * head_rows, k, v, full_k, full_v, empty_k, empty_v, D,
+                      STAGES)),
         ],
         [4, 1],
         [240, 24],
