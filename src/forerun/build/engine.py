@@ -325,6 +325,11 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.hf.target import HFTarget
 
     dtype = _dtype(config.dtype, device)
+    if config.dtype in ("int8", "fp8", "w4"):
+        raise InvalidInput(
+            f"dtype={config.dtype!r} needs a decoder of our own families, and "
+            f"{checkpoint.config.get('model_type')!r} is none; use bfloat16"
+        )
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 
