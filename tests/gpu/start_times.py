@@ -32,6 +32,7 @@ PARTS = {
         "forerun.models.native.target:native_decoder",
         "forerun.models.hybrid.target:torch_decoder",
     ),
+    "library's products tried": ("forerun.models.cuda.steps.wide:WideProducts.__init__",),
     "KV pool and buffers": ("forerun.build.load:load_target",),
     "Triton's own key": ("triton.runtime.cache:triton_key",),
     "kernels asked for": ("forerun.models.cuda.graphs:Passes.compile",),
@@ -42,7 +43,9 @@ PARTS = {
     "drafter": ("forerun.build.engine:build_drafter",),
     "kernels of the drafter asked for": ("forerun.drafters.device.eagle:HeadDraft._prepare",),
     "captures": ("forerun.models.cuda.graphs:capture",),
-    "passes prepared": ("forerun.models.cuda.target:CudaDecoder.warm_up",),
+    "passes prepared": ("forerun.models.cuda.graphs:Passes.warm_up",),
+    "sampling prepared": ("forerun.models.cuda.after_pass:Sampler.warm_up",),
+    "kept rows prepared": ("forerun.models.cuda.after_pass:AfterPass.warm_up",),
     "sampling rehearsed": ("forerun.build.load:rehearse_verdicts",),
     "garbage": ("forerun.build.load:collect_garbage",),
     "rest of loading": ("forerun.build.load:load_engine",),
@@ -88,15 +91,17 @@ class Parts:
             for place in places:
                 module, _, path = place.partition(":")
                 *outer, last = path.split(".")
-                if find_spec(module.partition(".")[0]) is not None:
+                try:
                     owner = import_module(module)
-                    for each in outer:
-                        owner = getattr(owner, each)
-                    found = vars(owner)[last]
-                    if isinstance(found, classmethod):
-                        setattr(owner, last, classmethod(self.timed(name, found.__func__)))
-                    else:
-                        setattr(owner, last, self.timed(name, found))
+                except ImportError:  # no Triton
+                    continue
+                for each in outer:
+                    owner = getattr(owner, each)
+                found = vars(owner)[last]
+                if isinstance(found, classmethod):
+                    setattr(owner, last, classmethod(self.timed(name, found.__func__)))
+                else:
+                    setattr(owner, last, self.timed(name, found))
 
     def print(self, total: float) -> None:
         known = sum(self.seconds.values())

@@ -53,7 +53,7 @@ from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
-from forerun.models.base import CompilesAhead, Target
+from forerun.models.base import CapturesLater, CompilesAhead, Target
 from forerun.models.load.tokenizer import opening_of
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
             wanted,
         )
     if target.can.captures:
+        if isinstance(target, CapturesLater):
+            target.leave_far_passes()
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         rehearse_verdicts(engine)

@@ -248,10 +248,12 @@ class Later(Protocol):
 
 @runtime_checkable
 class CapturesLater(Protocol):
-    """A target that writes before all graphs of drafts are captured."""
+    """A target that writes before all its graphs are captured."""
 
     @property
     def later(self) -> Later: ...
+    def leave_far_passes(self) -> None:
+        """Have `warm_up` leave graphs of passes behind long contexts to `later` too: they run without meanwhile."""
 
 
 @runtime_checkable

@@ -2,8 +2,10 @@
 
 Everything that changes between passes is in the integers that `Buffers.send` copies; a size fixes the rest. All that
 can occur in the usual course is captured by `warm_up`, before texts are written: a pass then takes the smallest size
-that was captured and has room for it. What comes before and after a pass (trees grown on the device, the tokens of a
-plain pass that follows another) is launched apart, or captured with the pass where a form of trees is rehearsed.
+that was captured and has room for it. Those behind long contexts, two thirds of all, may be left for later
+(`far_later`): until then they run step by step, without a graph. What comes before and after a pass (trees grown on the
+device, the tokens of a plain pass that follows another) is launched apart, or captured with the pass where a form of
+trees is rehearsed.
 Seconds of passes come from events in the stream (`PassClock`), read later, without waiting.
 
 Graphs of drafts wait in `LaterCaptures` until the engine is idle, a batch needs them, or a share of a busy engine's
@@ -18,7 +20,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import cycle
 from time import perf_counter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -31,7 +33,18 @@ from forerun.core.types import Scores, TreeForm
 from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, complete_roots
-from forerun.models.cuda.plan import NARROW, ROW_SIZES, SHORT, Need, Plan, Size, padding, round_up, splits_to
+from forerun.models.cuda.plan import (
+    NARROW,
+    ROW_SIZES,
+    SHORT,
+    SPLIT_SIZES,
+    Need,
+    Plan,
+    Size,
+    padding,
+    round_up,
+    splits_to,
+)
 from forerun.models.cuda.steps.compiling import Compiling, compile_together
 
 log = logging.getLogger(__name__)
@@ -43,6 +56,8 @@ PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logi
 
 
 Job = tuple[Size, int]  # and how many rows have logits
+Work = Callable[..., tuple[Tensor, ...]]
+Capture = Callable[[], None]
 
 
 class _Key(NamedTuple):
@@ -64,6 +79,8 @@ class Passes:
         """`kv`: where keys and values are."""
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self._kv = kv
+        self.far_later = False  # does `warm_up` leave passes behind long contexts?
+        self._waiting: set[_Key] = set()  # those that it has left
         self.plain = PlainResults(buffers)
         self.clock = PassClock(model.device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -85,20 +102,33 @@ class Passes:
         return sum(key.form is not None for key in self._graphs)
 
     @torch.inference_mode()
-    def warm_up(self, hidden: tuple[int, ...], max_length: int, prompts_only: bool = False) -> None:
-        """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed."""
+    def warm_up(self, hidden: tuple[int, ...], max_length: int, prompts_only: bool = False) -> list[Capture]:
+        """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed.
+
+        Returns what captures those that were left for later.
+        """
         if not self.capture:
-            return
+            return []
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
         jobs = [job for job in menu(max_length, self.grown.tiled_nodes) if not (prompts_only and job[1])]
-        for adapted in self.kinds():
-            for i, (size, scored) in enumerate(jobs):
-                progress.info("capturing passes%s: %d of %d", " of adapters" * adapted, i + 1, len(jobs))
-                self.buffers.send(self.padded(padding(size), adapted))
-                self._replay(_Key(size, self._layers, scored, adapted=adapted))
+        keys = [_Key(size, self._layers, scored, adapted=kind) for kind in self.kinds() for size, scored in jobs]
+        left = [key for key in keys if self.far_later and key.size.splits > SPLIT_SIZES[0]]
+        self._waiting = {*left}
+        soon = [key for key in keys if key not in self._waiting]
+        for i, key in enumerate(soon):
+            progress.info("capturing passes%s: %d of %d", " of adapters" * key.adapted, i + 1, len(soon))
+            self._capture(key)
         self.take_sizes(jobs)
-        log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
+        log.info("captured %d passes in %.1f s; %d are left", len(soon), perf_counter() - started, len(left))
+        return [partial(self._capture, key) for key in left]
+
+    @torch.inference_mode()
+    def _capture(self, key: _Key) -> None:
+        """Over padding."""
+        self._waiting.discard(key)
+        self.buffers.send(self.padded(padding(key.size), key.adapted))
+        self._replay(key)
 
     @torch.inference_mode()
     def compile(self, max_length: int, prompts_only: bool = False) -> None:
@@ -126,12 +156,10 @@ class Passes:
         if self.buffers.adapters.in_use:  # of any shapes
             return None
         model, kv = self.model, self._kv
-        on_gpu = model.device.type == "cuda"
-        processors = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 0
         # of its size Triton asks this alone
         of_kv = None if kv is None else (kv.dtype, *((step % 16, step >> 31) for step in kv.stride()))
-        sizes = self.grown.group_nodes, self.grown.tiled_nodes, processors
-        return type(self.steps).__name__, model.config, model.dtype, model.kind, of_kv, sizes, more
+        nodes = self.grown.group_nodes, self.grown.tiled_nodes
+        return type(self.steps).__name__, model.config, model.dtype, model.kind, of_kv, nodes, more
 
     def ask_for_grown(self, plan: Plan, hidden: tuple[int, ...], form: TreeForm) -> None:
         """Launch what `run_grown` captures, in one layer of each kind: within `compile_together`."""
@@ -220,7 +248,7 @@ class Passes:
 
     def _replay(self, key: _Key) -> None:
         self._last = key
-        if not self.capture:
+        if not self.capture or key in self._waiting:
             self._launch(key)
             return
         if key in self._graphs:
@@ -295,9 +323,6 @@ def _rounded(scored: int, plan: Plan) -> int:
         return 0
     least = NARROW + 1 if plan.size.rows > NARROW else 1
     return min(plan.size.rows, round_up(max(scored, least), ROW_SIZES))
-
-
-Work = Callable[..., tuple[Tensor, ...]]
 
 
 class Replays:
@@ -435,23 +460,6 @@ class PassClock:
             return lambda: None
         uses = span.uses
         return lambda: span.seconds() if span.uses == uses else None
-
-
-class PromptPace:
-    """Keeps the host one pass over prompts ahead of the device: a request that comes waits for two at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._last: Any = None
-
-    def launched(self) -> None:
-        """One more is launched: wait for the one before, beside which it was launched."""
-        if not self._on_gpu:
-            return
-        before, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._last.record()
-        if before is not None:
-            before.synchronize()
 
 
 class HasPasses(Protocol):

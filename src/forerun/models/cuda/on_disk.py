@@ -30,7 +30,7 @@ class KernelNote:
     def __init__(self, what: object) -> None:
         """`what` the work does, on which shapes; and for which device is known here."""
         target = import_module("triton.runtime.driver").driver.active.get_current_target()
-        facts = repr((what, target, _contents(), _stamp(), import_module("torch").__version__))
+        facts = repr((what, target, _device(), _contents(), _stamp(), import_module("torch").__version__))
         self.file = _folder() / f"{sha256(facts.encode()).hexdigest()[:32]}.json"
 
     def holds(self) -> bool:
@@ -80,6 +80,15 @@ def _keep(file: Path, text: str) -> None:
         partial = file.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(text)
         partial.replace(file)
+
+
+def _device() -> tuple[str, int]:
+    """Its name, and how many multiprocessors it has: by their number kernels share work out."""
+    cuda = import_module("torch").cuda
+    if not cuda.is_available():
+        return "", 0
+    found = cuda.get_device_properties(cuda.current_device())
+    return found.name, found.multi_processor_count
 
 
 @lru_cache(maxsize=1)
