@@ -22,6 +22,8 @@ from typing import Any
 
 PROMPT, TOKENS = "Explain how a hash table works, with an example in Python.", 64
 
+HEAVY = {"transformers", "torch._dynamo", "torch._inductor", "sympy", "gguf", "fastapi", "scipy", "llguidance"}
+
 # what the parts are called, and where their work is done: each is told without what others did for it
 PARTS = {
     "file opened": ("forerun.models.load.checkpoint:open_checkpoint",),
@@ -160,6 +162,7 @@ async def main(model: str, started: float, most: float) -> None:
         parts.print(time() - started)
         kernels = ", ".join(f"{count} {name}" for name, count in counted.items()) or "none"
         print(f"kernels: {kernels}; {captures.missing} captures for one sequence wait", flush=True)
+        print("imported, and heavy:", *sorted(HEAVY & sys.modules.keys()))
         await stream.close()
         while True:
             before, missing = time(), captures.missing

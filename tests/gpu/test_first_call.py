@@ -119,7 +119,7 @@ def _load(
     at_once: int = MOST,
     most: int = MOST,
     length: int = LENGTH,
-    far_later: bool = False,
+    few_first: bool = False,
     **more: Any,
 ) -> tuple[Engine, CudaDecoder]:
     """As load_engine does on a GPU: the drafter, which captures its graphs, then the target's passes."""
@@ -131,8 +131,8 @@ def _load(
     drafter = _head(target, at_once, most, length) if "eagle3" in kind else _model(target, at_once)
     if kind.startswith("ngram"):
         drafter = HybridDrafter(NgramDrafter(), drafter)
-    if far_later:
-        target.leave_far_passes()
+    if few_first:
+        target.capture_few_first()
     target.warm_up(drafter.needs, most, length)
     engine.drafters.add("device", drafter)
     engine.captures.has_thread = not at_once
@@ -438,15 +438,14 @@ def test_a_long_text_is_written_plainly_until_its_graphs_are_there(
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("prompt", [1010, 1100])
-def test_passes_behind_long_contexts_run_without_a_graph_until_it_is_captured(
-    prompt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first text grows out of the context whose passes are captured at load."""
-    engine, target, captures, _ = _served(monkeypatch, LONG, far_later=True)
+@pytest.mark.parametrize("prompt", [20, 1010, 1100])
+def test_most_passes_run_without_a_graph_until_it_is_captured(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts and behind long contexts, into which the second text grows."""
+    engine, target, captures, _ = _served(monkeypatch, LONG, few_first=True)
     request, left = _asked(prompt, 45), len(target.passes._waiting)
     wanted = _plain(request, max_length=LONG)
-    assert left == sum(size.splits > 8 for size, _ in graphs.menu(LONG, target.grown.tiled_nodes)) > 0
+    jobs = [*graphs.menu(LONG, target.grown.tiled_nodes)]
+    assert len(jobs) - left == sum(size.splits == 8 and size.rows <= 64 and scored > 0 for size, scored in jobs) > 0
     assert engine.captures.missing == 2 * ALONE + left
     assert _write(engine, [request], 1) == wanted
     assert captures.late == []
@@ -461,7 +460,7 @@ def test_passes_behind_long_contexts_run_without_a_graph_until_it_is_captured(
 
 @pytest.mark.slow
 def test_passes_captured_between_rounds_of_a_long_text_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, target, captures, _ = _served(monkeypatch, LONG, far_later=True)
+    engine, target, captures, _ = _served(monkeypatch, LONG, few_first=True)
     request, texts = _asked(1005, 60), list[int]()
     _capture(engine, captures, 2 * (1 + ALONE))  # of the drafts
     engine.submit(request)

@@ -136,7 +136,7 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
         )
     if target.can.captures:
         if isinstance(target, CapturesLater):
-            target.leave_far_passes()
+            target.capture_few_first()
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         rehearse_verdicts(engine)

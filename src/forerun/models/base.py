@@ -252,8 +252,8 @@ class CapturesLater(Protocol):
 
     @property
     def later(self) -> Later: ...
-    def leave_far_passes(self) -> None:
-        """Have `warm_up` leave graphs of passes behind long contexts to `later` too: they run without meanwhile."""
+    def capture_few_first(self) -> None:
+        """Have `warm_up` leave to `later` all graphs but those of short texts: other passes run without meanwhile."""
 
 
 @runtime_checkable

@@ -2,8 +2,8 @@
 
 Everything that changes between passes is in the integers that `Buffers.send` copies; a size fixes the rest. All that
 can occur in the usual course is captured by `warm_up`, before texts are written: a pass then takes the smallest size
-that was captured and has room for it. Those behind long contexts, two thirds of all, may be left for later
-(`far_later`): until then they run step by step, without a graph. What comes before and after a pass (trees grown on the
+that was captured and has room for it. All but the few that a short text needs may be left for later (`few_first`):
+until then they run step by step, without a graph. What comes before and after a pass (trees grown on the
 device, the tokens of a plain pass that follows another) is launched apart, or captured with the pass where a form of
 trees is rehearsed.
 Seconds of passes come from events in the stream (`PassClock`), read later, without waiting.
@@ -79,7 +79,7 @@ class Passes:
         """`kv`: where keys and values are."""
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self._kv = kv
-        self.far_later = False  # does `warm_up` leave passes behind long contexts?
+        self.few_first = False  # does `warm_up` leave most for later?
         self._waiting: set[_Key] = set()  # those that it has left
         self.plain = PlainResults(buffers)
         self.clock = PassClock(model.device)
@@ -113,7 +113,7 @@ class Passes:
         self.compile(max_length, prompts_only)
         jobs = [job for job in menu(max_length, self.grown.tiled_nodes) if not (prompts_only and job[1])]
         keys = [_Key(size, self._layers, scored, adapted=kind) for kind in self.kinds() for size, scored in jobs]
-        left = [key for key in keys if self.far_later and key.size.splits > SPLIT_SIZES[0]]
+        left = [key for key in keys if self.few_first and key not in self._graphs and not _is_first(key)]
         self._waiting = {*left}
         soon = [key for key in keys if key not in self._waiting]
         for i, key in enumerate(soon):
@@ -270,6 +270,11 @@ class Passes:
         run_pass(self.steps, self.model, buffers, run, hidden, scored, only)
         if form is not None:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
+
+
+def _is_first(key: _Key) -> bool:
+    """Is it of a short text and its trees? On wider passes a device works longer than the host launches."""
+    return 0 < key.scored and key.size.rows <= NARROW and key.size.splits <= SPLIT_SIZES[0]
 
 
 def menu(max_length: int, tiled_nodes: int = 0) -> Iterator[Job]:

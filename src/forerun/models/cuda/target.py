@@ -279,8 +279,8 @@ class CudaDecoder(SlotTarget):
     def compile_ahead(self, max_length: int) -> None:
         self.passes.compile(min(max_length, self.max_length))
 
-    def leave_far_passes(self) -> None:
-        self.passes.far_later = True
+    def capture_few_first(self) -> None:
+        self.passes.few_first = True
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
@@ -288,7 +288,7 @@ class CudaDecoder(SlotTarget):
         layers = self._layers(needs)
         left = self.passes.warm_up(layers, min(max_length, self.max_length))
         if left:
-            self.later.add("passes behind long contexts", range(1, max_batch + 1), lambda: None, left)
+            self.later.add("passes", range(1, max_batch + 1), lambda: None, left)
         self.sampler.warm_up(max_batch)
         self.after.warm_up(layers)
 
