@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent formats"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent formats hybrids"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -54,6 +54,7 @@ if [ "$what" = tests ]; then
     check rounds tests/gpu/test_batch_texts.py tests/gpu/test_encoder_decoder.py tests/gpu/test_pass_clock.py \
         tests/gpu/test_starters_beside_trees.py tests/gpu/test_successors.py tests/gpu/test_switching.py \
         tests/gpu/test_hybrid_bits.py -m gpu &
+    check hybrids tests/gpu/test_hybrids.py -m gpu &
     check sized tests/gpu/test_bits.py tests/gpu/test_target.py tests/gpu/test_attention.py -m gpu \
         -k "gemma4 or longrope or side_by_side" &
     # kernels of adapters are compiled for every shape and number of rows

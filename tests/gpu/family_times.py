@@ -25,6 +25,7 @@ from forerun.cli.bench import words
 from forerun.core.errors import UnsupportedModel
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.hybrid import cuda_decoder
 from forerun.models.cuda.network import check_supported
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
@@ -136,7 +137,7 @@ def make_target(config: DecoderConfig, weights: RandomFamily, device: str) -> Cu
     except UnsupportedModel:
         return torch_decoder(config)(config, weights, dtype=torch.bfloat16, device=device, kv_slots=4096)
     walk = device_walk(torch.device(device))
-    return CudaDecoder(config, weights, dtype=torch.bfloat16, device=device, kv_slots=4096, greedy_walk=walk)
+    return cuda_decoder(config)(config, weights, dtype=torch.bfloat16, device=device, kv_slots=4096, greedy_walk=walk)
 
 
 def pass_seconds(target: CudaDecoder | Decoder, nodes: int) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.hybrid import cuda_decoder
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
@@ -238,7 +239,7 @@ def make_target(
     """`name` is one of SHAPES; with a KV cache of 8 bits: SHAPE+int8 or SHAPE+fp8."""
     name, _, kept = name.partition("+")
     config, weights = weights_of(make_reference(name, seed))
-    return CudaDecoder(
+    return cuda_decoder(config)(
         config,
         weights,
         dtype=dtype,

@@ -155,7 +155,7 @@ def test_logits_after_every_rollback_are_those_of_a_fresh_read(name: str, made: 
 
 def last_node(self: Any, seq: Any, tokens: Any, nodes: Any) -> None:
     """Whatever was accepted, go on from the state of the tree's last node."""
-    last = max(self._states.nodes[seq.id][0])
+    last = max(self._states.nodes[seq.id][0][0])
     advance(self, seq, tokens, [*nodes[:-1], last])
 
 

@@ -302,7 +302,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         packed = keeps_packed(checkpoint, family, config.dtype, device)
         dtype = torch.bfloat16 if packed else _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
-            from forerun.models.cuda.target import CudaDecoder
+            from forerun.models.cuda.hybrid import cuda_decoder
             from forerun.models.cuda.weights import WeightKind
             from forerun.verify.greedy import device_walk
             from forerun.verify.sampled import SampledTokens
@@ -311,7 +311,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             if config.dtype in ("int8", "fp8", "w4"):
                 kind = config.dtype
             try:
-                return CudaDecoder(
+                return cuda_decoder(family)(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
                     kv_memory=share, kv_dtype=KV_DTYPES.get(config.kv_dtype), weight_kind=kind,
                     greedy_walk=device_walk(device), sampling=SampledTokens(),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.tree import chain_of
-from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
+from forerun.core.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, offsets
 from forerun.models.attention import PassRows, Span, attend, views_of, write_keys
 from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.blocks import Block, Checkpoint
@@ -152,10 +152,8 @@ class Decoder(SlotTarget):
         read = TreeBatch.chains(chains, self.device), Scores(None, behind)
         return Scores(logits, {layer: rows[:nodes] for layer, rows in hidden.items()}, known, read)
 
-    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        moves = self._accept(seqs, verdict)
-        if moves:
-            self.kv.move(moves)
+    def _read_piece(self, piece: Piece) -> None:
+        self._run(PassRows(piece.tokens, _chain_spans(0, [piece]), [piece.seq], {}))
 
     def release(self, seq: Seq) -> None:
         self.early_exits.pop(seq.id, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.tree import ints_of
-from forerun.core.types import Needs, Seq, Verdict, first_rows, offsets
+from forerun.core.types import Needs, Seq, TreeBatch, Verdict, first_rows, offsets
 from forerun.models.base import BaseTarget
 from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import row_numbers, slot_bytes
@@ -91,6 +91,15 @@ class SlotTarget(BaseTarget):
     @property
     def slots(self) -> int | None:
         return self.kv.most
+
+    @property
+    @abstractmethod
+    def pass_rows(self) -> int: ...
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        moves = self._accept(seqs, verdict)
+        if moves:
+            self.kv.move(moves)
 
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
@@ -212,6 +221,10 @@ class SlotTarget(BaseTarget):
                     pieces.append(Piece(seq, self.kv.extent(seq.id), some))
             yield first, pieces
             self._keep_pieces(pieces)
+
+    @abstractmethod
+    def _read_piece(self, piece: Piece) -> None:
+        """Write what a pass over a piece of a text keeps, and nothing else."""
 
     def _pieces(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> list[Piece]:
         """Prompts as pieces of one pass; `_keep_pieces` counts them as cached once it was run."""

@@ -242,6 +242,12 @@ class GrownBuffers:
         found.scatter_(1, torch.where(paths < 0, form.nodes, parents.gather(1, nodes)), tokens.gather(1, nodes))
         return found[:, : form.nodes].flatten()
 
+    def last_nodes(self, form: TreeForm) -> Tensor:
+        """[B] the rows of the nodes that end the last paths."""
+        paths, accepted, _ = self._decided(form)
+        nodes = torch.where(accepted > 0, paths.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0], 0)
+        return nodes + torch.arange(0, form.rows, form.nodes, device=nodes.device)
+
     def moves_of(self, form: TreeForm) -> tuple[Tensor, Tensor]:
         """Two of [B depth]: the KV slots of the last paths, and where they belong; those that stay move nowhere."""
         sources, places = self.moves[:, : form.trees * form.depth]

@@ -214,7 +214,7 @@ class Passes:
             self._replay(_Key(plan.size, hidden, plan.size.rows, form, plan.units is not None))
         else:
             key, ints = self._key(plan, hidden, form.rows), self.buffers.ints
-            self.grown.fill(ints, plan.size, form)
+            self._fill(ints, plan.size, form)
             self._replay(key)
             self.grown.decide(ints, plan.size, form, self.buffers.logits[: form.rows])
         self.clock.stop()
@@ -258,6 +258,12 @@ class Passes:
             self._graphs[key] = capture(lambda: self._launch(key), self.model.device, self._pool)
             log.info("captured a pass of %s in %.2f s", key.size, perf_counter() - started)
 
+    def _fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
+        """Complete the integers of a pass over grown trees."""
+        self.grown.fill(ints, size, form)
+        if self.buffers.states is not None:
+            self.buffers.states.join_trees(self.grown.tree_ints[1, : form.rows], form.trees)
+
     def _run(self, size: Size, adapted: bool) -> Run:
         return Run.of(size, self.buffers.ints, self.buffers.adapters.sent_with(size.rows) if adapted else None)
 
@@ -266,7 +272,7 @@ class Passes:
         size, hidden, scored, form, adapted = key
         run, buffers = self._run(size, adapted), self.buffers
         if form is not None:
-            self.grown.fill(run.ints, size, form)
+            self._fill(run.ints, size, form)
         run_pass(self.steps, self.model, buffers, run, hidden, scored, only)
         if form is not None:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,17 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import Adapted, AdapterStacks
 from forerun.models.cuda.file_weights import GgufNumbers, StoredBlocks, StoredWeights, pack_gguf, pack_numbers
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, SentInts, Size
-from forerun.models.cuda.special import LatentWeights, LayerEnd, end_of, inputs_of, latent_of, ordinary
+from forerun.models.cuda.special import (
+    LatentWeights,
+    LayerEnd,
+    Recurrent,
+    end_of,
+    inputs_of,
+    latent_of,
+    ordinary,
+    recurrent_of,
+)
+from forerun.models.cuda.states import StatePool, Trace
 from forerun.models.cuda.weights import (
     ExpertWeights,
     Role,
@@ -56,7 +66,8 @@ HAS = {
 HAS |= {"experts", "experts with biases", "clamped gates", "attention sinks", "sigmoid routers", "scaled experts"}
 HAS |= {"shared experts without a gate", "norms over all heads of queries and keys", "scaled residuals"}
 HAS |= {"layers without a norm before attention", "scaled logits", "layers of different sizes"}
-HAS |= {"latent attention", "groups of experts"}
+HAS |= {"latent attention", "groups of experts", "recurrent states"}
+RECURRENT = ("short_conv",)
 
 
 def reason_against(config: DecoderConfig) -> str | None:
@@ -68,6 +79,8 @@ def reason_against(config: DecoderConfig) -> str | None:
     dims = sorted({config.kv_sizes(layer)[1] for layer in layers})
     if lacking := [name for name in config.features if name not in HAS]:
         return f"it has no kernels for {config.special or lacking[0]}"
+    if config.recurrent is not None and config.recurrent.kind not in RECURRENT:
+        return f"it has no kernels for recurrent states of the kind {config.recurrent.kind}"
     if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
         return "its experts have GeGLU, other norms than one before them, or scaled residuals"
     if (latent := config.latent) is not None:
@@ -114,6 +127,7 @@ class Layer:
     sinks: Tensor | None = None  # [H] fp32: a score of each head that joins the sum of its weights, without a value
     end: LayerEnd | None = None  # what follows the feed-forward layer
     latent: LatentWeights | None = None
+    recurrent: Recurrent | None = None  # a layer with a state: `qkv` makes its inputs, `o` reads what it finds
 
     @property
     def weights(self) -> list[Weight]:
@@ -159,6 +173,11 @@ class Model:
                 for i, rope in enumerate(config.layer_ropes)
             ]
 
+    @property
+    def attending(self) -> Layer:
+        """The last layer with attention."""
+        return next(layer for layer in reversed(self.layers) if layer.recurrent is None)
+
     def next_norm(self, layer: int) -> Tensor:
         """The norm behind a layer: the next layer's first, or the last of all."""
         return self.final_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
@@ -185,7 +204,9 @@ class Model:
             return self._layer(checkpoint.block(index), index, rope, stored)
         block = checkpoint.hybrid_block(index)
         layer = self._layer(ordinary(block, self.config.heads), index, rope, stored)
-        return replace(layer, end=end_of(block, self._pack_layer), latent=latent_of(block, self._pack_layer))
+        recurrent = recurrent_of(block, self.config.recurrent, index)
+        end, latent = end_of(block, self._pack_layer), latent_of(block, self._pack_layer)
+        return replace(layer, end=end, latent=latent, recurrent=recurrent)
 
     def _layer(
         self, block: Block, index: int, rope: Tensor | None, stored: Mapping[str, Numbers | GgufNumbers | None]
@@ -266,13 +287,14 @@ class Buffers:
         self._sent = SentInts(device, size, torch.int32, first=MAX_ROWS)
         self.ints = self._sent.all
         heads = config.heads * max(config.kv_sizes(layer)[1] for layer in range(config.layers))
+        found = max(heads, *(layer.o.shape[1] for layer in model.layers))
         inner = max(config.inner_of(layer) for layer in range(config.layers))
         with torch.inference_mode(False):
             self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
             # times a norm's weight
             self.rows = torch.empty(MAX_ROWS, config.width, dtype=dtype, device=device)
             self.queries = torch.empty(MAX_ROWS, heads, dtype=queries or dtype, device=device)
-            self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
+            self.found = torch.empty(MAX_ROWS, found, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
         self.model, self._hidden = model, dict[int, Tensor]()
@@ -281,6 +303,7 @@ class Buffers:
         self.page_turns: Tensor | None = None
         self.turned = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self.adapters = AdapterStacks(config, dtype, device)
+        self.states = None if config.recurrent is None else StatePool(config, dtype, device)
 
     def hidden(self, layer: int) -> Tensor:
         if layer not in self._hidden:
@@ -292,9 +315,11 @@ class Buffers:
     def send(self, plan: Plan) -> None:
         """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do.
 
-        Where rows have adapters, another one.
+        Where rows have adapters, or layers keep states, another one.
         """
         self._sent.send(plan.ints)
+        if self.states is not None:
+            self.states.send(plan.links)
         if plan.units is not None:
             self.adapters.sent.send(plan.units)
 
@@ -352,6 +377,14 @@ class Steps(Protocol):
         """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""
 
 
+@runtime_checkable
+class StateSteps(Protocol):
+    """Steps of models with recurrent layers."""
+
+    def keep_states(self, trace: Trace, rows: Tensor, places: Tensor) -> None:
+        """Write the states behind some rows of a pass; places below 0 are none."""
+
+
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
     """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
     kinds = [
@@ -360,6 +393,7 @@ def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
             layer.rope is None,
             layer.experts is None,
             layer.sinks is None,
+            layer.recurrent is None,
             layer.qkv.shape,
             layer.down.shape,
         )
@@ -396,8 +430,9 @@ def run_pass(
             entering = entering.first(scored)
         if entering.size.rows:
             steps.qkv(entering, i)
-        if behind.size.rows:
+        if behind.size.rows or model.layers[i].recurrent is not None:
             steps.attend(run, i)
+        if behind.size.rows:
             steps.leave_attention(behind, i)
             steps.gate(behind, i)
             steps.leave_mlp(behind, i)

@@ -75,6 +75,8 @@ class Span:
     pages: Sequence[int]
     length: int
     adapter: LoadedAdapter | None = None
+    owner: Seq | None = None  # whose rows these are, where a pass continues states
+    is_read: bool = False  # of a prompt: all of it is committed
 
     @property
     def farthest(self) -> int:
@@ -178,6 +180,7 @@ class Plan:
     size: Size
     rows: int  # really there; the others are padding
     ints: Ints
+    links: Ints | None = None  # what rows continue, in recurrent layers: see models/cuda/states.py
     units: Ints | None = None  # which rows have which adapter: see models/cuda/adapters.py; None = none has one
 
 
@@ -341,9 +344,12 @@ class Found:
 
 def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
     return [
-        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length, piece.seq.adapter)
+        Span(
+            piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length, piece.seq.adapter,
+            piece.seq, is_read=True,
+        )
         for piece in pieces
-    ]
+    ]  # fmt: skip
 
 
 def fitting_rows(nodes: int, rows: int) -> int:

@@ -12,7 +12,13 @@ from forerun.core.errors import InvalidInput, MissingDependency, UnsupportedMode
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.cubin.products import FILES, path_of
 from forerun.models.cuda.network import Buffers, Model, Steps
-from forerun.models.cuda.steps.plain import PlainExpertSteps, PlainLatentSteps, PlainSizedSteps, PlainSteps
+from forerun.models.cuda.steps.plain import (
+    PlainExpertSteps,
+    PlainLatentSteps,
+    PlainRecurrentSteps,
+    PlainSizedSteps,
+    PlainSteps,
+)
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
 from forerun.models.pages import TREE_MARGIN
@@ -87,7 +93,13 @@ def make_steps(
         plain = PlainExpertSteps if routed else PlainSteps
         if model.config.special is not None:
             plain = PlainSizedSteps if model.config.latent is None else PlainLatentSteps
+        if model.config.recurrent is not None:
+            plain = PlainRecurrentSteps
         return plain(model, buffers, kv, scales)
+    if model.config.recurrent is not None:
+        from forerun.models.cuda.steps.recurrent import RecurrentSteps
+
+        return RecurrentSteps(model, buffers, kv, scales)
     if model.config.latent is not None:
         from forerun.models.cuda.steps.latent import LatentSteps
 

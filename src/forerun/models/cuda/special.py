@@ -1,7 +1,8 @@
 """Layers of other kinds as the GPU decoder has them: as ordinary blocks, with what comes on top.
 
-These are layers of different sizes (Gemma 4) and latent attention (DeepSeek). The first product of latent attention
-makes queries, or the short row that they are made of, and behind them what is cached of the token.
+These are layers of different sizes (Gemma 4), latent attention (DeepSeek) and layers with a state (LFM2). The first
+product of latent attention makes queries, or the short row that they are made of, and behind them what is cached of
+the token.
 
 A layer without keys of its own has queries alone in its first product. Values that are made of what keys are made of
 have a copy of the keys' weight: they lie in the keys' order, which the output's weight undoes.
@@ -10,19 +11,20 @@ have a copy of the keys' weight: they lie in the keys' order, which the output's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import UnsupportedModel
 from forerun.models.blocks import Block
-from forerun.models.config import DecoderConfig
+from forerun.models.config import DecoderConfig, RecurrentConfig
 from forerun.models.cuda.weights import Weight
 from forerun.models.hybrid.latent import LatentAttention
+from forerun.models.hybrid.mixers import ShortConv
 from forerun.models.hybrid.rows import RowLinear
 from forerun.models.hybrid.sized import SizedAttention
-from forerun.models.hybrid.weights import HybridBlock, HybridCheckpoint
+from forerun.models.hybrid.weights import GatedAttention, HybridBlock, HybridCheckpoint
 from forerun.models.layers import Experts, Mlp
 
 Pack = Callable[[Tensor], Weight]
@@ -58,6 +60,22 @@ class LatentWeights:
     values: Tensor  # [H, V, C]
 
 
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer with a state, between its first product and the last."""
+
+    index: int  # among such layers
+    taps: Tensor  # [K, C] fp32 of its convolution
+    bias: Tensor | None  # [C] fp32
+
+
+def recurrent_of(block: HybridBlock, config: RecurrentConfig | None, layer: int) -> Recurrent | None:
+    if config is None or not isinstance(block.mixer, ShortConv):
+        return None
+    convolution = block.mixer.convolution
+    return Recurrent(config.layers[:layer].count(True), convolution.weight, convolution.bias)
+
+
 def latent_of(block: HybridBlock, pack: Pack) -> LatentWeights | None:
     mixer = block.mixer
     if not isinstance(mixer, LatentAttention):
@@ -82,7 +100,7 @@ def end_of(block: HybridBlock, pack: Pack) -> LayerEnd | None:
 
 
 def ordinary(block: HybridBlock, heads: int) -> Block:
-    """A layer of any kind without what `end_of` and `latent_of` have."""
+    """A layer of any kind without what `end_of`, `latent_of` and `recurrent_of` have."""
     mixer, mlp = block.mixer, block.mlp
     linear = [] if mlp is None else [mlp.gate_up, mlp.down]
     if isinstance(mixer, LatentAttention):
@@ -90,6 +108,11 @@ def ordinary(block: HybridBlock, heads: int) -> Block:
         _refuse_biases([*linear, first, mixer.queries, mixer.latents, mixer.output])
         qkv = torch.cat((first.weight, mixer.latents.weight))
         return _block(block, qkv, None, mixer.output.weight)
+    if isinstance(mixer, ShortConv | GatedAttention):
+        norm = mixer.qk_norm if isinstance(mixer, GatedAttention) else None
+        of_inputs = mixer.inputs.bias if isinstance(mixer, GatedAttention) else None
+        _refuse_biases([*linear, mixer.output, *([] if isinstance(mixer, GatedAttention) else [mixer.inputs])])
+        return replace(_block(block, mixer.inputs.weight, norm, mixer.output.weight), qkv_bias=of_inputs)
     assert isinstance(mixer, SizedAttention)
     _refuse_biases([*linear, mixer.queries, mixer.keys, mixer.values, mixer.output])
     parts, norms = [mixer.queries.weight], [mixer.query_norm.expand(heads, -1)]

@@ -66,7 +66,7 @@ from forerun.models.cuda.weights import WeightKind
 from forerun.models.layers import Rotations
 from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.models.partial import Leave, PartialTarget
-from forerun.models.slots import SlotTarget
+from forerun.models.slots import Piece, SlotTarget
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class CudaDecoder(SlotTarget):
                 found.logits[-1] = found.logits[-1].clone()  # another pass follows
                 spans = []
             place = extent.length + extent.coming
-            spans.append(Span(tokens[first:end], shapes[b], extent.pages, place, seq.adapter))
+            spans.append(Span(tokens[first:end], shapes[b], extent.pages, place, seq.adapter, seq))
         scored = rows_of(spans)
         if scored + rows_of(chunks) <= MAX_ROWS:
             spans, chunks = [*spans, *chunks], ()
@@ -259,6 +259,7 @@ class CudaDecoder(SlotTarget):
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
         sampled = self.sampler.decide_grown(seqs, plan, form)
+        self._decided(form)
         number = self.grown.send(form)
         self.after.keep_rows(plan, layers)
         if trees.follows is not None:  # it is decided; and now, before those that have ended give pages back
@@ -345,6 +346,9 @@ class CudaDecoder(SlotTarget):
         runs = adapter_runs(seqs, each, spans, first)
         return replace(plan, units=self.buffers.adapters.units_of(plan.size.rows, runs))
 
+    def _decided(self, form: TreeForm) -> None:
+        """The verdict on grown trees has its place on the device, and is final unless the host decides."""
+
     def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
         self.passes.run_plain(plan, hidden, step)
         self.sampler.decide_plain(plan.size, step)
@@ -363,6 +367,9 @@ class CudaDecoder(SlotTarget):
             rows.append(self.buffers.hidden(layer)[: plan.rows].clone())
         if scored:
             found.logits.append(self.buffers.logits[:scored])
+
+    def _read_piece(self, piece: Piece) -> None:
+        self._run(chunks_of([piece]), 0, Found(()))
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}

@@ -209,7 +209,7 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
         inputs = torch.empty(replayed * self._inputs_size)
         walks, made, alive = (native.Walk * len(spans))(), list[Made](), list[object]()
         for i, (seq, span) in enumerate(zip(seqs, spans, strict=True)):
-            walk, ((start,),) = walks[i], self._start_state(seq, span)
+            walk, ((start,),) = walks[i], self._start_state(seq, span.length)
             walk.first, walk.nodes, walk.start = span.first, span.nodes, start.data_ptr()
             if not span.shape.is_chain:
                 parents = array("i", span.shape.parents)
@@ -218,7 +218,7 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
             if i < trees and span.nodes > 1:
                 made.append(_Kept(self._model, inputs, replayed, span, start))
                 continue
-            nodes = array("i", self._kept_nodes(seq, span))
+            nodes = array("i", self._kept_nodes(seq, span.length, span.nodes))
             states = [torch.empty(self._state_size) for _ in nodes]
             places = array("Q", [state.data_ptr() for state in states])
             walk.kept, walk.kept_nodes, walk.states = len(nodes), nodes.buffer_info()[0], places.buffer_info()[0]
@@ -230,5 +230,5 @@ class NativeHybrid(StatefulDecoder, NativeDecoder):
         tops = NativeDecoder._run(self, given)
         del alive
         for seq, states_of in zip(seqs, made, strict=True):
-            self._states.nodes[seq.id] = [states_of]
+            self._states.note(seq.id, [states_of])
         return tops

@@ -11,19 +11,16 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from forerun.core.tree import chain_of
 from forerun.core.types import Seq, TreeBatch, Verdict
-from forerun.models.attention import PassRows, Span
-from forerun.models.decoder import CHUNK, Decoder
 from forerun.models.paged import Extent
 from forerun.models.pages import PAGE, digest_of
-from forerun.models.slots import Piece
+from forerun.models.slots import Piece, SlotTarget
 
-LayerState = tuple[Tensor, ...]
+LayerState = tuple[Any, ...]  # tensors, or places for such; they have `nbytes`
 Made = Mapping[int, LayerState]  # node -> its state
 State = tuple[LayerState, ...]  # by recurrent layer
 KEPT_BYTES = 1 << 30
@@ -42,7 +39,8 @@ class States:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.now: dict[int, Reached] = {}  # by sequence
-        self.nodes: dict[int, Sequence[Made]] = {}  # by sequence and layer: behind nodes of its last pass
+        # by sequence, pass and layer: behind nodes of its passes that are not committed yet
+        self.nodes: dict[int, list[Sequence[Made]]] = {}
         self._kept: OrderedDict[bytes, State] = OrderedDict()
         self._most, self._bytes = kept_bytes, 0
 
@@ -54,13 +52,23 @@ class States:
         self._kept[digest] = state
         self._bytes += _size(state)
         while self._bytes > self._most:
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
+            self.spill()
 
     def find(self, digest: bytes) -> State | None:
         found = self._kept.get(digest)
         if found is not None:
             self._kept.move_to_end(digest)
         return found
+
+    def note(self, seq_id: int, made: Sequence[Made], follows: bool = False) -> None:
+        """What a pass has made, which may follow one that is not committed yet."""
+        self.nodes[seq_id] = [*(self.nodes.get(seq_id, ()) if follows else ()), made]
+
+    def spill(self) -> bool:
+        """Forget the state that was not asked for the longest; False = none is kept."""
+        if self._kept:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return bool(self._kept)
 
     def drop(self, seq_id: int) -> None:
         self.now.pop(seq_id, None)
@@ -71,10 +79,11 @@ def _size(state: State) -> int:
     return sum(part.nbytes for layer in state for part in layer)
 
 
-class StatefulDecoder(Decoder):
-    """A pass leaves in `_states.nodes` the states of nodes that may be asked for."""
+class StatefulDecoder(SlotTarget):
+    """In front of a decoder, whose passes leave in `_states.nodes` the states of nodes that may be asked for."""
 
     _states: States
+    _most_ends = 1 << 30  # of pages: where a pass ends more, the last ones have their states kept
 
     @abstractmethod
     def _empty_state(self) -> State:
@@ -112,7 +121,7 @@ class StatefulDecoder(Decoder):
     def _keep_pieces(self, pieces: Sequence[Piece]) -> None:
         super()._keep_pieces(pieces)
         for piece in pieces:
-            self._advance(piece.seq, piece.seq.tokens, range(len(piece.tokens)))
+            self._advance(piece.seq, piece.tokens, range(len(piece.tokens)))
             self._keep_end(piece.seq)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -120,21 +129,24 @@ class StatefulDecoder(Decoder):
         drafted = trees.to_host()[0]
         for b, (seq, path) in enumerate(zip(seqs, verdict.to_host()[0], strict=True)):
             nodes, first = (0, *path), trees.starts[b]
-            tokens = seq.tokens[: self._states.now[seq.id].length] + [drafted[first + node] for node in nodes]
-            self._advance(seq, tokens, nodes)
+            self._advance(seq, [drafted[first + node] for node in nodes], nodes)
 
     def _advance(self, seq: Seq, tokens: Sequence[int], nodes: Sequence[int]) -> None:
-        """These nodes of the last pass, one below the other, are committed; the tokens are the text with them."""
-        extent, before, made = self.kv.extent(seq.id), self._states.now[seq.id], self._states.nodes.pop(seq.id)
+        """These nodes of the first pass that is not committed, one below the other, are; the tokens are theirs."""
+        extent, before, made = self.kv.extent(seq.id), self._states.now[seq.id], self._states.nodes[seq.id].pop(0)
         length = before.length + len(nodes)
         assert length == extent.length, (length, extent.length)
         self._states.now[seq.id] = Reached(length, self._state_of(made, nodes[-1]))
         if extent.start is None or length // PAGE == before.length // PAGE:
             return
-        self.kv.keep(seq.id, tokens[:length])
-        for end in range(before.length // PAGE + 1, length // PAGE + 1):
-            state = self._state_of(made, nodes[end * PAGE - before.length - 1])
-            self._states.keep(extent.digests[end - 1], state)
+        self.kv.keep(seq.id, [*seq.tokens[: before.length], *tokens])
+        for end, node in self._page_ends(before.length, nodes):
+            self._states.keep(extent.digests[end - 1], self._state_of(made, node))
+
+    def _page_ends(self, length: int, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """Pages that nodes behind so many tokens end, counted from 1, and the node that ends each."""
+        ends = range(length // PAGE + 1, (length + len(nodes)) // PAGE + 1)[-self._most_ends :]
+        return [(end, nodes[end * PAGE - length - 1]) for end in ends]
 
     def _state_of(self, made: Sequence[Made], node: int) -> State:
         return tuple(layer[node] for layer in made)
@@ -151,10 +163,9 @@ class StatefulDecoder(Decoder):
         self.kv.truncate(seq.id, reached.length)
         self._states.now[seq.id] = reached
         self.kv.grow(seq.id, max(1, length))
-        for first in range(reached.length, length, CHUNK):
-            piece = Piece(seq, extent, seq.tokens[first : min(length, first + CHUNK)])
-            span = Span(0, len(piece.tokens), extent.pages, extent.length, chain_of(len(piece.tokens)))
-            self._run(PassRows(piece.tokens, [span], [seq], {}))
+        for first in range(reached.length, length, self.pass_rows):
+            piece = Piece(seq, extent, seq.tokens[first : min(length, first + self.pass_rows)])
+            self._read_piece(piece)
             self._keep_pieces([piece])
         extent.found = found
 
@@ -178,14 +189,14 @@ class StatefulDecoder(Decoder):
         before = extent.digests[pages - 1] if pages else extent.start
         self._states.keep(digest_of(before, seq.tokens[pages * PAGE : reached.length]), reached.state)
 
-    def _kept_nodes(self, seq: Seq, span: Span) -> list[int]:
+    def _kept_nodes(self, seq: Seq, length: int, nodes: int) -> list[int]:
         """Of a prompt's rows, the last one keeps its state, and those that end a page if others may find them."""
         if self.kv.extent(seq.id).start is None:
-            return [span.nodes - 1]
-        ends = range(-(span.length + 1) % PAGE, span.nodes, PAGE)
-        return sorted({*ends, span.nodes - 1})
+            return [nodes - 1]
+        ends = range(-(length + 1) % PAGE, nodes, PAGE)[-self._most_ends :]
+        return sorted({*ends, nodes - 1})
 
-    def _start_state(self, seq: Seq, span: Span) -> State:
+    def _start_state(self, seq: Seq, length: int) -> State:
         reached = self._states.now[seq.id]
-        assert reached.length == span.length, f"the state is that of {reached.length} tokens, not {span.length}"
+        assert reached.length == length, f"the state is that of {reached.length} tokens, not {length}"
         return reached.state

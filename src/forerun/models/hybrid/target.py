@@ -184,7 +184,8 @@ class HybridDecoder(StatefulDecoder, RowDecoder):
     def _run(self, given: PassRows, layers: LayerSubset | None = None, rows: Tensor | None = None) -> list[int] | None:
         """The nodes of trees all keep their states for a verdict."""
         _, spans, seqs, *_, trees = given
-        starts, made = [self._start_state(seq, span) for seq, span in zip(seqs, spans, strict=True)], list[list[Made]]()
+        made = list[list[Made]]()
+        starts = [self._start_state(seq, span.length) for seq, span in zip(seqs, spans, strict=True)]
 
         def recur(mixer: Mixer, rows: Tensor) -> Tensor:
             mixed, states = mixer.run(rows, walks, [state[len(made)] for state in starts])
@@ -195,11 +196,11 @@ class HybridDecoder(StatefulDecoder, RowDecoder):
             walks = [self._walk(seq, span, i < trees) for i, (seq, span) in enumerate(zip(seqs, spans, strict=True))]
             self._run_blocks(given, recur)
         for b, seq in enumerate(seqs):
-            self._states.nodes[seq.id] = [layer[b] for layer in made]
+            self._states.note(seq.id, [layer[b] for layer in made])
         return None
 
     def _walk(self, seq: Seq, span: Span, is_tree: bool) -> Walk:
-        kept = frozenset(range(span.nodes) if is_tree else self._kept_nodes(seq, span))
+        kept = frozenset(range(span.nodes) if is_tree else self._kept_nodes(seq, span.length, span.nodes))
         return Walk.of(span, is_tree, kept, self._recurrent.kernel, self.device)
 
     def _empty_state(self) -> State:

@@ -11,6 +11,8 @@ blocks of positions. Each has one compiled form whatever the pass holds, so a ro
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels.rows import _added_up
+
 COLUMNS, POSITIONS = 32, 64  # of a memory in one program; of keys that are read at once
 
 
@@ -89,3 +91,80 @@ def attend(queries, data, found, places, contexts, tails, first, depth, half, st
         acc = acc * kept + tl.sum(weights[:, None] * values, 0)
         most = higher
     tl.store(found + own, (acc / total).to(found.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _above(parents, row, STEPS: tl.constexpr):
+    """What is STEPS above a row: a row, or below 0 a place, and how far back in its inputs (1 = the last of them)."""
+    beyond = row * 0
+    for _ in tl.static_range(STEPS):
+        row = tl.where(row < 0, row, tl.load(parents + tl.maximum(row, 0)))
+        beyond += (row < 0).to(tl.int32)
+    return row, beyond
+
+
+@triton.jit
+def _factor(inverses, squares, m, square_stride, eps, WIDTH: tl.constexpr, PIECES: tl.constexpr):
+    """Of the norm of the row that went into the first product."""
+    if PIECES == 0:
+        return tl.load(inverses + m, cache_modifier=".cg")
+    pieces = tl.load(squares + m * square_stride + tl.arange(0, PIECES), cache_modifier=".cg")
+    return tl.rsqrt(tl.sum(pieces, 0).to(tl.float32) / WIDTH + eps)
+
+
+@triton.jit(do_not_specialize=["APART", "layer"])
+def short_conv(parts, inverses, squares, links, taps, bias, joined, states, out, APART, eps, square_stride, room,
+               place_stride, layer, C: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+               PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some channels of one row of LFM2's convolution between two gates, along the row's own path.
+
+    `parts` [PARTS, APART, 3 C]; `links` [.., room] parents and where states go (models/cuda/states.py); `taps` [K, C];
+    `joined` [rows, C] of this layer; `states` [places, R, K - 1, C]; `out` [rows, C].
+    """
+    m, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, stride = c < C, APART.to(tl.int64) * (3 * C)
+    into = tl.load(links + room + m).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = zeros
+    own = states + layer.to(tl.int64) * ((K - 1) * C) + c
+    for t in tl.static_range(K):
+        row, beyond = _above(links, m, K - 1 - t)
+        here = inside & (row >= 0)
+        at = tl.maximum(row, 0)
+        factor = _factor(inverses, squares, at, square_stride, eps, WIDTH, PIECES)
+        place = at.to(tl.int64) * (3 * C) + c
+        before = _added_up(parts, place, here, stride, zeros, PARTS) * factor
+        inner = _added_up(parts, place + 2 * C, here, stride, zeros, PARTS) * factor
+        made = (before * inner).to(joined.dtype.element_ty)
+        back = own + (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
+        made = tl.where(row >= 0, made, tl.load(back, mask=inside & (row < 0), other=0.0))
+        total += made.to(tl.float32) * tl.load(taps + t * C + c, mask=inside, other=0.0)
+        if t > 0:
+            tl.store(own + into * place_stride + (t - 1) * C, made, mask=inside & (into >= 0))
+        if t == K - 1:
+            tl.store(joined + m.to(tl.int64) * C + c, made, mask=inside)
+            behind = _added_up(parts, place + C, inside, stride, zeros, PARTS) * factor
+            if BIAS:
+                total += tl.load(bias + c, mask=inside, other=0.0)
+            tl.store(out + m.to(tl.int64) * C + c, (behind * total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["layer_stride"])
+def keep_inputs(joined, parents, rows, places, states, layer_stride, place_stride, C: tl.constexpr,
+                BLOCK: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """Some channels of the inputs before what follows a row, in one layer: from `joined` [R, rows, C] to its place."""
+    entry, layer = tl.program_id(0), tl.program_id(1)
+    c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m, into = tl.load(rows + entry).to(tl.int32), tl.load(places + entry).to(tl.int64)
+    own = states + layer.to(tl.int64) * ((K - 1) * C) + c
+    for t in tl.static_range(1, K):
+        row, beyond = _above(parents, m, K - 1 - t)
+        here = (c < C) & (into >= 0)
+        at = layer.to(tl.int64) * layer_stride + tl.maximum(row, 0).to(tl.int64) * C + c
+        made = tl.load(joined + at, mask=here & (row >= 0), other=0.0)
+        back = own + (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
+        made = tl.where(row >= 0, made, tl.load(back, mask=here & (row < 0), other=0.0))
+        tl.store(own + into * place_stride + (t - 1) * C, made, mask=here)

@@ -70,7 +70,7 @@ class FusedSteps:
         self.scales = scales  # [L, 2, Hkv, S] of keys and values of 8 bits
         config, device = model.config, model.device
         tile = outputs_per_tile(model)
-        last, self.width = model.layers[-1], config.width
+        last, self.width = model.attending, config.width
         heads, inner, self.qkv_outputs = last.o.shape[1], config.inner_of(len(model.layers) - 1), last.qkv.shape[0]
         # products whose rows are finished whole: norms behind them need all of a row, and so may norms of large heads
         after = model.layers[-1].after_attention_norm is not None
@@ -84,7 +84,7 @@ class FusedSteps:
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=model.dtype))
         self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
         self.tiles = {
-            "qkv": choose_tile(self.qkv_outputs, model.layers[-1].qkv.shape[1], by_head, self.whole),
+            "qkv": choose_tile(self.qkv_outputs, last.qkv.shape[1], by_head, self.whole),
             "o": choose_tile(self.width, heads, tile, self.whole),
             "gate": choose_tile(2 * inner, self.width, tile, self.whole),
             "down": choose_tile(self.width, inner, tile, self.whole),
@@ -138,8 +138,8 @@ class FusedSteps:
             return None
         from forerun.models.cuda.steps.wide import WideProducts, fits
 
-        layer = self.model.layers[-1]
-        weights = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down}
+        layer, last = self.model.layers[-1], self.model.attending
+        weights = {"qkv": last.qkv, "o": last.o, "gate": layer.gate_up, "down": layer.down}
         weights |= {"head": self.model.head, "entering": self.model.layers[0].qkv}
         if self.model.entry is not None:
             weights["entry"] = self.model.entry

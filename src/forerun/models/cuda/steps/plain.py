@@ -14,6 +14,7 @@ from forerun.models.cuda.adapters import ROWS
 from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, turned
 from forerun.models.cuda.plan import split_start
 from forerun.models.cuda.special import store_of, written_sizes
+from forerun.models.cuda.states import KEEPS, PARENTS, Trace, windows_of
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
 from forerun.models.hybrid.latent import EPS
 from forerun.models.layers import activate, by_expert, clamped_gate, norm_heads_, route, softcap_
@@ -345,6 +346,46 @@ class PlainSizedSteps(PlainSteps):
             gated = (opened * self._inputs[:rows, layer]).to(self.model.dtype)
             self._add(times(gated, end.projection), end.norm)
         x[:rows] *= end.scale
+
+
+class PlainRecurrentSteps(PlainExpertSteps):
+    """Implements forerun.models.cuda.network.Steps for models some of whose layers keep a state."""
+
+    def embed(self, run: Run) -> None:
+        super().embed(run)
+        self._seen = self._written = None
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights, rows, states = self.model.layers[layer], run.size.rows, self.buffers.states
+        own = weights.recurrent
+        if own is None:
+            super().qkv(run, layer)
+            return
+        assert states is not None
+        before, self._behind, inner = times(self._into_attention(run, weights), weights.qkv).chunk(3, -1)
+        states.joined[own.index, :rows] = before * inner
+
+    def attend(self, run: Run, layer: int) -> None:
+        weights, rows, states = self.model.layers[layer], run.size.rows, self.buffers.states
+        own = weights.recurrent
+        if own is None:
+            super().attend(run, layer)
+            return
+        assert states is not None
+        links, inputs = states.links[:, :rows], states.inputs[:, own.index]
+        windows = windows_of(states.joined[own.index, :rows], links[PARENTS], inputs)
+        mixed = (windows * own.taps).sum(1)
+        mixed = mixed if own.bias is None else mixed + own.bias
+        kept = (links[KEEPS] >= 0).nonzero()[:, 0]
+        inputs[links[KEEPS, kept].long()] = windows[kept, 1:]
+        shaped(self.buffers.found, weights.o.shape[1])[:rows] = self._behind * mixed.to(self.model.dtype)
+
+    def keep_states(self, trace: Trace, rows: Tensor, places: Tensor) -> None:
+        states, there = self.buffers.states, places >= 0
+        assert states is not None
+        for index, joined in enumerate(trace.joined):
+            windows = windows_of(joined, trace.links[PARENTS], states.inputs[:, index])
+            states.inputs[places[there].long(), index] = windows[rows[there], 1:]
 
 
 class PlainLatentSteps(PlainExpertSteps):

@@ -1,4 +1,6 @@
-"""What starts the kernels of recurrent layers: the arguments of a walk, and of the attention of a span."""
+"""What starts the kernels of recurrent layers: RecurrentSteps in the GPU decoder; and beside it, in torch's decoders,
+the arguments of a walk and of the attention of a span.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from torch import Tensor
 
 from forerun.models.attention import Span
 from forerun.models.cuda.kernels import recurrent as kernels
+from forerun.models.cuda.network import Run, shaped
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.states import PARENTS, StatePool, Trace
+from forerun.models.cuda.steps.finish import or_unused
+from forerun.models.cuda.steps.fused import FusedSteps, sized_name
+from forerun.models.cuda.weights import Weight
 from forerun.models.paged import slots_of
+
+CHANNELS = 256  # of a convolution in one program
 
 
 def scan(
@@ -58,3 +68,52 @@ def attend(data: Tensor, span: Span, queries: Tensor, scale: float, found: Tenso
         queries, data, found, *numbers, span.first, depth, *data.stride()[:3], scale, HEADS=heads,
         GROUP=heads // data.shape[1], DIM=dim, WIDE=1 << (dim - 1).bit_length(), BLOCK=kernels.POSITIONS,
     )  # fmt: skip
+
+
+class RecurrentSteps(FusedSteps):
+    """Implements forerun.models.cuda.network.Steps, where some layers keep a state."""
+
+    def _other_weights(self) -> dict[str, Weight]:
+        layers, shape = self.model.layers, self.model.attending.o.shape
+        own = next(layer for layer in layers if layer.recurrent is not None)
+        other = {} if own.o.shape == shape else {sized_name("o", own.o): own.o}
+        return {"inputs": own.qkv, **other}
+
+    @property
+    def states(self) -> StatePool:
+        states = self.buffers.states
+        assert states is not None
+        return states
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        if weights.recurrent is None:
+            super().qkv(run, layer)
+        else:
+            self._made = self._sums_of(run, "inputs", self.buffers.rows, weights.qkv)
+
+    def attend(self, run: Run, layer: int) -> None:
+        weights, sums, states = self.model.layers[layer], self._made, self.states
+        own = weights.recurrent
+        if own is None:
+            super().attend(run, layer)
+            return
+        is_wide = self.wide is not None and self.wide.takes(run.size.rows)
+        norms, channels = self.norms if is_wide else self.norms_by_tile, states.channels
+        found = shaped(self.buffers.found, channels)
+        kernels.short_conv[run.size.rows, -(-channels // CHANNELS)](
+            sums.data, self.inverses, self.squares, states.links, own.taps, or_unused(own.bias, self.inverses),
+            states.joined[own.index], states.inputs, found, sums.apart, self.model.config.norm_eps,
+            self.squares.stride(0), MAX_ROWS, states.inputs.stride(0), own.index, C=channels, BLOCK=CHANNELS,
+            K=len(own.taps), WIDTH=self.width, PIECES=norms.pieces, PARTS=sums.number, BIAS=own.bias is not None,
+            PDL=self.pdl, num_warps=4, enable_fp_fusion=False, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def keep_states(self, trace: Trace, rows: Tensor, places: Tensor) -> None:
+        states, joined = self.states, trace.joined
+        layers, _, channels = joined.shape
+        if len(rows):
+            kernels.keep_inputs[len(rows), layers, -(-channels // CHANNELS)](
+                joined, trace.links[PARENTS], rows, places, states.inputs, joined.stride(0), states.inputs.stride(0),
+                C=channels, BLOCK=CHANNELS, K=states.inputs.shape[2] + 1, num_warps=4,
+            )  # fmt: skip
