@@ -9,7 +9,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Request
 from forerun.engine.driver import _LEADER, Driver, Waiter
 from forerun.engine.round import FIRST_SHARE, SHARE, WORTH_CAPTURES, CaptureTurns
-from forerun.models.cuda.graphs import LaterCaptures
+from forerun.models.cuda.compile.later import LaterCaptures
 
 
 class Kernels:

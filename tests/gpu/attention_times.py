@@ -20,9 +20,9 @@ from forerun.cli.bench import words
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.network import Run as Integers
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, nodes_per_group, plan_pass
-from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.plain import in_bytes
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, tiled_sharing
 from forerun.models.cuda.target import CudaDecoder

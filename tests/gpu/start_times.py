@@ -38,7 +38,7 @@ PARTS = {
     "KV pool and buffers": ("forerun.build.load:load_target",),
     "Triton's own key": ("triton.runtime.cache:triton_key",),
     "kernels asked for": ("forerun.models.cuda.graphs:Passes.compile",),
-    "kernels waited for": ("forerun.models.cuda.steps.compiling:Compiling.finish",),
+    "kernels waited for": ("forerun.models.cuda.compile.together:Compiling.finish",),
     "kernels looked up": ("triton.runtime.jit:JITFunction._do_compile",),
     "kernels put on the device": ("triton.compiler.compiler:CompiledKernel._init_handles",),
     "passes timed, or read": ("forerun.control.cost:CostModel.measure_or_load",),
@@ -115,7 +115,7 @@ def kernels_counted() -> Counter[str]:
     """Counts kernels by where they come from, and processes that compile, from now on."""
     found = Counter[str]()
     if find_spec("triton") is not None:
-        worker = import_module("forerun.models.cuda.steps.compile_worker").Worker
+        worker = import_module("forerun.models.cuda.compile.worker").Worker
         start = worker.__init__
 
         def note(*, cache_hit: bool, **_: Any) -> None:

@@ -25,13 +25,13 @@ import torch
 from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.models.cuda import on_disk
+from forerun.models.cuda.compile import on_disk
+from forerun.models.cuda.compile import together as compiling
+from forerun.models.cuda.compile.together import begin_compiling, compile_together
+from forerun.models.cuda.compile.worker import Job
 from forerun.models.cuda.network import Run, one_of_each_kind
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.special import store_of
-from forerun.models.cuda.steps import compiling
-from forerun.models.cuda.steps.compile_worker import Job
-from forerun.models.cuda.steps.compiling import begin_compiling, compile_together
 from forerun.models.cuda.steps.tiles import shared_out
 from tests.gpu.test_plain_rounds import PROMPTS, _write
 from tests.gpu.tiny import make_target, need_cuda
@@ -332,7 +332,7 @@ def test_processes_outlive_an_interrupt_of_the_program() -> None:
 def test_a_process_whose_program_has_ended_says_nothing() -> None:
     """A command may end, or be interrupted, in the middle of a first start: a traceback of each process was printed."""
     nothing = Job("missing", "kernel", "", object, {}, {}, {}, None, {}, None, "")
-    command = [sys.executable, "-m", "forerun.models.cuda.steps.compile_worker"]
+    command = [sys.executable, "-m", "forerun.models.cuda.compile.worker"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
@@ -365,7 +365,7 @@ def test_a_program_may_end_while_kernels_are_compiled(tmp_path: Path) -> None:
     program = """
 import sys, time
 from concurrent.futures import Future
-from forerun.models.cuda.steps import compiling
+from forerun.models.cuda.compile import together as compiling
 compiling.job_of = lambda compile_kernel: "a job"
 class Worker:
     def compile(self, job): time.sleep(600)

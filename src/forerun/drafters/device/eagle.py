@@ -40,10 +40,10 @@ from forerun.drafters.device.plan import (
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.models.base import Target
+from forerun.models.cuda.compile.together import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
-from forerun.models.cuda.steps.compiling import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import WeightKind
 from forerun.models.pages import TREE_MARGIN

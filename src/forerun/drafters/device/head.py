@@ -33,11 +33,11 @@ from forerun.drafters.device.plan import ROOM
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
 from forerun.models.cuda.pool import has_compiled
-from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.plain import PlainSteps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, times, whole

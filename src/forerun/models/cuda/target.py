@@ -36,8 +36,9 @@ from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
+from forerun.models.cuda.compile.later import LaterCaptures
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import LaterCaptures, Passes, Replays, menu, seconds_of, timed
+from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (

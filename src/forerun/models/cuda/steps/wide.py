@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.compile.together import compile_together
 from forerun.models.cuda.kernels.hopper import wide as kernels_wide
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
-from forerun.models.cuda.steps.compiling import compile_together
 from forerun.models.cuda.steps.finish import Sums, or_unused
 from forerun.models.cuda.steps.tiles import MANY
 from forerun.models.cuda.weights import Weight

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[3]
 _SOURCES = "models", "drafters", "verify", "core"  # of ours, which kernels and what launches them are in
 _TRITON = "compiler", "backends", "language", "runtime", "_C"  # of Triton's, which its key is made of
 _NEEDED = ".json", ".cubin"  # files of a kernel that a launch reads

@@ -18,7 +18,7 @@ from importlib import import_module
 from signal import SIG_IGN, SIGINT, signal
 from typing import IO, Any, cast
 
-from forerun.models.cuda.on_disk import triton_key, use_triton_key
+from forerun.models.cuda.compile.on_disk import triton_key, use_triton_key
 
 LONGEST = 60.0  # seconds that a process may take to end
 

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from forerun.models.cuda.on_disk import KernelNote, triton_key
-from forerun.models.cuda.steps.compile_worker import Worker, job_of
+from forerun.models.cuda.compile.on_disk import KernelNote, triton_key
+from forerun.models.cuda.compile.worker import Worker, job_of
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
