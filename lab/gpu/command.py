@@ -148,7 +148,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate the model to")
     add("--text-weights", default="plain", choices=KINDS, help="kind of the target's weights in texts")
     add("--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package")
-    add("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8")
+    add("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8, fp8, w4")
     add("--forms", default="adaptive", help="drafts of the head: adaptive, or nodes:depth:width, by comma")
     add("--texts-per-place", type=int, default=8, help="texts per place in the batch")
     add("--vllm", type=Path, metavar="FILE", help="another engine's figures, to show beside ours")

@@ -228,14 +228,14 @@ def test_flat_costs_allow_wide_and_deep_trees_and_steep_ones_do_not() -> None:
     assert deepest(CostModel({1: 1.0, 2: 3.0, 64: 120.0}).price(60)) == 0
 
 
-def test_a_short_memory_notices_success_and_is_not_fooled_by_one() -> None:
+def test_acceptance_follows_success_and_is_not_fooled_by_one() -> None:
     record = History()
     for _ in range(60):
         record.count(1, 0)
     low = record.acceptance
     record.count(1, 1)
     assert record.acceptance < low + 0.1
-    for _ in range(4):
+    for _ in range(12):
         record.count(1, 1)
     assert record.acceptance > 0.4
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.drafters.heads import formats as head_formats
 from forerun.drafters.heads.base import Calibration
-from forerun.drafters.heads.eagle_head import EagleConfig, default_layers
+from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head, write_head
 from forerun.drafters.heads.formats import read_config, read_tensors, write_config, write_shards
 from forerun.heads import kind_of
-from tests.drafters.tiny_heads import eagle_config
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
 EAGLE_WEIGHTS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
 
@@ -86,6 +86,19 @@ def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not a header")
     with pytest.raises(DamagedFile, match=r"model\.safetensors cannot be read"):
         read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_by_name(kind: torch.dtype, tmp_path: Path) -> None:
+    """Their numbers without their scales would draft nonsense, and nobody would know why."""
+    config = eagle_config("eagle3", 24)
+    weights = eagle_weights(config)
+    write_head(tmp_path, config, weights)
+    assert read_head(tmp_path)[1].keys() == weights.keys()
+    name = "midlayer.mlp.down_proj.weight"
+    write_head(tmp_path, config, {**weights, name: weights[name].to(kind)})
+    with pytest.raises(UnsupportedModel, match=rf"down_proj\.weight' of .* is {str(kind)[6:]}: use a head whose files"):
+        read_head(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -9,7 +9,7 @@ from forerun.core.params import SamplingParams
 from forerun.core.types import Request
 from forerun.engine.driver import _LEADER, Driver, Waiter
 from forerun.engine.round import FIRST_SHARE, SHARE, WORTH_CAPTURES, CaptureTurns
-from forerun.models.cuda.graphs import LaterCaptures
+from forerun.models.cuda.compile.later import LaterCaptures
 
 
 class Kernels:
@@ -24,7 +24,7 @@ class Kernels:
 def turns_with(kernels: Any, made: list[str]) -> tuple[CaptureTurns, list[str]]:
     later, settled = LaterCaptures(), list[str]()
     later.add("graphs", range(5, 9), lambda: kernels, [lambda: made.append("graph")])
-    target: Any = SimpleNamespace(later=later)
+    target: Any = SimpleNamespace(later=later, capture_few_first=lambda: None)
     return CaptureTurns(target, lambda: settled.append("settled"), lambda: 0.0), settled
 
 
@@ -53,7 +53,7 @@ def test_a_drafter_that_has_no_graph_yet_gets_a_larger_share_of_the_time() -> No
 
     later.add("first graphs", range(1, 2), lambda: None, [capture], failed=lambda error: None)
     later.add("others", range(1, 2), lambda: None, [capture])
-    target: Any = SimpleNamespace(later=later)
+    target: Any = SimpleNamespace(later=later, capture_few_first=lambda: None)
     turns = CaptureTurns(target, lambda: None, lambda: seconds[0])
     turns.has_thread = True
     for started, due in ((0.0, 1.0 + 1.0 / FIRST_SHARE), (5.0, 6.0 + 1.0 / SHARE)):

@@ -20,9 +20,9 @@ from forerun.cli.bench import words
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.core.types import Needs, TreeBatch
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.network import Run as Integers
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, nodes_per_group, plan_pass
-from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.cuda.steps.plain import in_bytes
 from forerun.models.cuda.steps.tiles import Sharing, power_of_two, tiled_sharing
 from forerun.models.cuda.target import CudaDecoder
@@ -152,7 +152,7 @@ def _span(shape: Topology, pages: list[int], length: int) -> Span:
 def _words(how: Sharing) -> str:
     kind = f"walked {how.walked}" if how.walked else "parts"
     most = f", at most {how.registers} registers" if how.registers else ""
-    most += ", spread" * how.spread
+    most += ", spread" * how.spread + ", copied" * how.copied
     return f"{how.rows} rows, {how.warps} warps, {how.stages} stages, {how.programs} programs, {kind}{most}"
 
 
@@ -160,7 +160,7 @@ def _other(size: Size, usual: Sharing) -> list[Sharing]:
     if size.rows >= 512:
         small = replace(usual, rows=64, warps=4, narrow=False)
         return [replace(usual, stages=2), replace(usual, stages=4), small, replace(small, stages=2),
-                replace(usual, narrow=False)]  # fmt: skip
+                replace(usual, narrow=False), replace(usual, copied=False)]  # fmt: skip
     ways = [replace(usual, rows=rows, warps=warps, stages=stages, registers=None, narrow=False)
             for rows, warps in ((16, 4), (64, 4)) for stages in (2, 3, 4)
             if rows <= 4 * usual.rows and rows * 8 >= usual.rows]  # fmt: skip

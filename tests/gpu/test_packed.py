@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import LARGEST_ROW, Packed, WeightKind, pack, times, whole
+from forerun.models.hf.target import HFTarget
 from forerun.testing import FakeSeq, check_target, random_tree
 from tests.gpu.heads import make_head
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run
@@ -96,6 +97,19 @@ def test_one_byte_weights_need_a_gpu() -> None:
     unknown = SimpleNamespace(config={"model_type": "unknown"}, path=None)
     with pytest.raises(InvalidInput, match="use q8"):
         load_target(unknown, EngineConfig(dtype="int8", device="cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "w4"])
+def test_models_that_others_run_keep_their_format(
+    dtype: Literal["int8", "fp8", "w4"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would run in 16 bits, whatever was asked for."""
+    monkeypatch.setattr("forerun.build.engine._device", lambda name: "cuda")
+    monkeypatch.setattr(HFTarget, "load", lambda *_, **__: pytest.fail("loaded in bfloat16"))
+    for kind, said in (("unknown", "'unknown' is none; use bfloat16"), ("marian", "not for encoder-decoders")):
+        given = SimpleNamespace(config={"model_type": kind}, path=None)
+        with pytest.raises(InvalidInput, match=said):
+            load_target(given, EngineConfig(dtype=dtype))  # type: ignore[arg-type]
 
 
 def test_rows_of_whole_numbers_end_at_the_largest() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forerun.core.types import Needs, TreeBatch
-from forerun.models.cuda.graphs import LAST, PassClock, PromptPace
+from forerun.models.cuda.graphs import LAST, PassClock
+from forerun.models.cuda.target import PromptPace
 from forerun.testing import FakeSeq
 from tests.gpu.tiny import DEVICES, make_target, need_cuda
 

@@ -15,19 +15,20 @@ from torch import Tensor
 from forerun.core.tree import Topology, chain_of, topology_of
 from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
 from forerun.models.cuda.steps.tiles import Sharing, shared_out, sharing_for
+from forerun.models.paged import slots_of
 from forerun.testing import random_tree
-from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, attend, found_by_hand, random_numbers
+from tests.gpu.test_attention import HEADS, KV_HEADS, PAGE, WALKED, attend, found_by_hand, random_numbers
 from tests.gpu.tiny import where_kernels_run
 
 ALL = Sharing(programs=1, walked=256, stages=3, narrow=True)
 NONE = Sharing(programs=2, walked=0, stages=1)
-HOPPER = 8, 128, 132  # key-value heads, their width, multiprocessors
+HOPPER = 4, 8, 128, 132  # queries of a key-value head, such heads, their width, multiprocessors
 
 
 def test_programs_walk_whole_groups_where_there_are_many() -> None:
     few, prompts = Size(8, 8, 8), Size(1024, 128, 8)
-    assert sharing_for(few, *HOPPER) == shared_out(few, *HOPPER)
-    assert shared_out(prompts, *HOPPER).walked == 0
+    assert sharing_for(few, *HOPPER) == shared_out(few, *HOPPER[1:])
+    assert shared_out(prompts, *HOPPER[1:]).walked == 0
     for size in (prompts, replace(prompts, splits=256), Size(256, 32, 8)):
         how = sharing_for(size, *HOPPER)
         assert (how.programs, how.walked) == (1, size.splits)
@@ -39,8 +40,8 @@ def test_programs_walk_whole_groups_where_there_are_many() -> None:
 
 def test_other_gpus_and_wide_heads_have_no_such_programs() -> None:
     prompts = Size(1024, 128, 32)
-    assert sharing_for(prompts, *HOPPER, hopper=False) == shared_out(prompts, *HOPPER)
-    assert sharing_for(prompts, 8, 256, 132) == shared_out(prompts, 8, 256, 132)
+    assert sharing_for(prompts, *HOPPER, hopper=False) == shared_out(prompts, *HOPPER[1:])
+    assert sharing_for(prompts, 4, 8, 256, 132) == shared_out(prompts, 8, 256, 132)
     assert shared_out(prompts, 8, 256, 132).stages == 1  # more would not fit the shared memory of some
 
 
@@ -54,7 +55,7 @@ def test_a_long_context_among_short_ones_is_shared_out() -> None:
 def test_trees_that_branch_are_shared_out() -> None:
     grown, from_host, beside_prompts = Size(512, 64 * 9, 8, 64, 8), Size(64, 128, 8), Size(512, 512, 8)
     for size in (grown, from_host, beside_prompts):
-        assert sharing_for(size, *HOPPER) == shared_out(size, *HOPPER)
+        assert sharing_for(size, *HOPPER) == shared_out(size, *HOPPER[1:])
 
 
 @pytest.mark.gpu
@@ -86,6 +87,32 @@ def test_a_program_that_walks_a_group_finds_the_same(length: int, dim: int, wind
         assert torch.equal(attend(plan, queries, kv, window, how)[: plan.rows], wanted)
     if window == 0 and wanted.dtype == torch.float32:  # sums in another order would show
         assert not torch.equal(wanted, by_hand)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 6])  # 6: three queries of a key-value head, and room for a fourth
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [0, 100, 1100, 4200])
+def test_what_the_copy_engine_fetches_has_the_same_bits(
+    length: int, dim: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that nobody wrote hold what is no number, also behind the last position of a page."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr("forerun.models.cuda.plan.SHORT", 0)
+    monkeypatch.setattr("tests.gpu.test_attention.HEADS", heads)
+    spans = _on_pages([(chain_of(77), length), (chain_of(3), length + 40), (chain_of(1), length + 63)])
+    plan = plan_pass(spans, 16, tiled_nodes=32)
+    queries, kv = random_numbers(dim, slots=256 * PAGE)
+    written = torch.zeros(256 * PAGE, dtype=torch.bool, device=kv.device)
+    for span in spans:
+        written[slots_of(span.pages, 0, span.length + len(span.tokens))] = True
+    kv[:, :, ~written] = torch.nan
+    wanted = attend(plan, queries, kv, 0, WALKED)[: plan.rows]
+    assert bool(wanted.isfinite().all())
+    assert torch.equal(attend(plan, queries, kv, 0, replace(WALKED, copied=True))[: plan.rows], wanted)
+    kv[1, :, slots_of(spans[0].pages, 0, 1)] += 1  # the first value of one text
+    assert not torch.equal(attend(plan, queries, kv, 0, replace(WALKED, copied=True))[: plan.rows], wanted)
 
 
 @pytest.mark.gpu

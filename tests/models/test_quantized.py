@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("compressed_tensors")
 
@@ -168,6 +169,8 @@ def test_negative_control_another_order_or_zero_point_changes_the_logits(
         ("fp8-tensor", "weight_scale", torch.ones(160, 1), r"needs \(1, 1\)"),
         ("fp8-tensor", "weight_scale", torch.tensor([float("nan")]), "not finite"),
         ("fp8-channel", "weight_scale", torch.ones(160, 1, dtype=torch.int32), "is int32, not float16"),
+        ("fp8-channel", "weight_scale", torch.zeros(160, 1), "is 0 throughout, and its weight is not"),
+        ("w4", "weight_scale", torch.zeros(160, 7), "is 0 throughout"),
         ("fp8-channel", "weight", torch.zeros(160, 224), "has scales, but its weight is F32"),
         ("fp8-channel", "weight", torch.zeros(160, 224, dtype=torch.int8), "is int8, not float8_e4m3fn"),
         ("fp8-blocks", "weight_scale_inv", None, "weight_scale' is missing"),
@@ -197,6 +200,27 @@ def test_missing_and_damaged_parts_are_named(
         load_target(open_checkpoint(str(tmp_path)), EngineConfig(device="cpu", kv_slots=64))
     assert MODULE in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_weight_that_no_config_explains_is_damaged(kind: torch.dtype, tmp_path: Path) -> None:
+    """Neither scales nor a quantization_config: read as they lie, its numbers would write a wrong text."""
+    folder = tmp_path / "model"
+    made.write_plain(folder, made.make_model("llama"))
+    logits_of(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {f"{MODULE}.weight": torch.ones(160, 224).to(kind)}, file)
+    with pytest.raises(DamagedFile, match=r"down_proj\.weight' is \w+, and config\.json has no quantization_config"):
+        open_checkpoint(str(folder))
+
+
+def test_a_weight_of_zeros_may_have_scales_of_zero(tmp_path: Path) -> None:
+    made.write(tmp_path, FORMATS["fp8-channel"])
+    zeros = torch.zeros(160, 224)
+    made.change(
+        tmp_path, **{f"{MODULE}.weight": zeros.to(torch.float8_e4m3fn), f"{MODULE}.weight_scale": torch.zeros(160, 1)}
+    )
+    assert torch.equal(open_checkpoint(str(tmp_path)).weights[f"{MODULE}.weight"], zeros)
 
 
 def test_zero_points_of_0_in_the_first_format_of_gptq(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_health_says_what_a_gpu_still_captures(monkeypatch: pytest.MonkeyPatch) 
     llm, left = make(max_batch=2), [7]
     monkeypatch.setattr(CaptureTurns, "missing", property(lambda turns: left[0]))
     with TestClient(create_app(LocalBackend(AsyncLLM(llm)), ServerSettings(("m",)))) as client:
-        note = "ready; drafts for one sequence are still being captured (7 left)"
+        note = "ready; graphs for one sequence are still being captured (7 left)"
         assert client.get("/health").json() == {"status": "ok", "note": note}
         assert client.get("/ready").json() == {"ready": True}
         assert client.get("/stats").json()["captures"] == 7

@@ -6,7 +6,7 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -247,6 +247,14 @@ def refuse_missing_head(speculative: SpeculativeConfig, checkpoint: Checkpoint) 
         )
 
 
+def refuse_draft_dtype(speculative: SpeculativeConfig, device: str, models: Sequence[str]) -> None:
+    """Formats that nothing on this device reads are refused before weights are loaded; `models`: to draft with."""
+    dtype = speculative.draft_dtype
+    held = dtype == "auto" or (dtype == "bfloat16" and models)
+    if not held and not _device(device).startswith("cuda"):
+        raise InvalidInput(f"draft_dtype={dtype!r} needs a CUDA device; on a CPU only draft models take one, bfloat16")
+
+
 def needs_head(drafter: str) -> bool:
     return registry.drafters.spec(drafter).needs == "head"
 
@@ -317,6 +325,11 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.hf.target import HFTarget
 
     dtype = _dtype(config.dtype, device)
+    if config.dtype in ("int8", "fp8", "w4"):
+        raise InvalidInput(
+            f"dtype={config.dtype!r} needs a decoder of our own families, and "
+            f"{checkpoint.config.get('model_type')!r} is none; use bfloat16"
+        )
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 

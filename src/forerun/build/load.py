@@ -30,6 +30,7 @@ from forerun.build.engine import (
     load_target,
     make_engine,
     needs_head,
+    refuse_draft_dtype,
     refuse_missing_head,
     token_map,
 )
@@ -37,14 +38,22 @@ from forerun.build.memory_limit import as_out_of_memory
 from forerun.control.cost import CostModel
 from forerun.core import registry
 from forerun.core.checks import as_path, shown, unknown
-from forerun.core.errors import InvalidInput
-from forerun.core.params import ENGINE_SPELLINGS, Dtype, EngineConfig, KvDtype, SamplingParams, SpeculativeConfig
+from forerun.core.errors import InvalidInput, UnsupportedModel
+from forerun.core.params import (
+    ENGINE_SPELLINGS,
+    DraftDtype,
+    Dtype,
+    EngineConfig,
+    KvDtype,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from forerun.core.types import Request, Scores, TreeBatch
 from forerun.drafters.base import Parts
 from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
-from forerun.models.base import CompilesAhead, Target
+from forerun.models.base import CapturesLater, CompilesAhead, Target
 from forerun.models.load.tokenizer import opening_of
 
 if TYPE_CHECKING:
@@ -103,7 +112,9 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
     speculative = choose_drafter(speculative, checkpoint, settings.device)
     refuse_missing_head(speculative, checkpoint)
-    opened = [open_checkpoint(given) for given in draft_models(speculative)]
+    models = draft_models(speculative)
+    refuse_draft_dtype(speculative, settings.device, models)
+    opened = [open_checkpoint(given) for given in models]
     smaller = [(small, token_map(checkpoint, small)) for small in opened]
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
@@ -111,7 +122,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
     if isinstance(target, CompilesAhead):  # the first passes are timed
         target.compile_ahead(settings.max_length or target.max_length)
     alone = replace(settings, tensor_parallel_size=1)  # a draft model is small: rank 0 runs it
-    drafts = [drafting(load_target(small, alone), tokens, target) for small, tokens in smaller]
+    read = partial(load_draft, settings=alone, dtype=speculative.draft_dtype)
+    drafts = [drafting(read(small), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
     around = partial(make_engine, loaded_from=str(checkpoint.path))
     engine = around(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
@@ -123,6 +135,8 @@ def _load(name: str, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
             wanted,
         )
     if target.can.captures:
+        if isinstance(target, CapturesLater):
+            target.capture_few_first()
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         rehearse_verdicts(engine)
@@ -182,6 +196,16 @@ def collect_garbage() -> None:
     """
     if gc.isenabled():
         gc.collect()
+
+
+def load_draft(checkpoint: Checkpoint, settings: EngineConfig, dtype: DraftDtype) -> Target:
+    """A second model, in a number format of its own if one was asked for."""
+    if dtype == "auto":
+        return load_target(checkpoint, settings)
+    try:
+        return load_target(checkpoint, replace(settings, dtype=dtype))
+    except (InvalidInput, UnsupportedModel) as error:
+        raise type(error)(f"draft_dtype={dtype!r} for {checkpoint.name}: {error}") from error
 
 
 def drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:

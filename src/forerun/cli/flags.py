@@ -122,6 +122,7 @@ HELP: Mapping[str, str] = {
     "history": "Keep what suffix learns from requests in this file; needs --shared.",
     "draft_layers": "What layer_skip runs: a file of `forerun layers search`, or a number of first layers.",
     "draft_context": "Tokens of a long context that sparse_kv drafts over.",
+    "draft_dtype": "Number format of a head's or draft model's weights; int8, fp8 and w4 need a GPU.",
     "dtype": "Number format of weights and activations.",
     "kv_dtype": "Number format of the KV cache: int8, or fp8 (GPU only), takes a quarter to a half of the memory.",
     "device": "auto, cpu, cuda or one of several: cuda:1.",

@@ -98,7 +98,10 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
         if given and not any(reader in drafter for reader in readers):
             flag = spelt(name)
             return f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
-    if asked.draft_model and registry.drafters.spec(drafter).needs == "nothing":
+    weightless = registry.drafters.spec(drafter).needs == "nothing"
+    if asked.draft_dtype != "auto" and weightless:
+        return f"--draft-dtype does nothing with the drafter {drafter}, which has no weights of its own"
+    if asked.draft_model and weightless:
         return f"--draft-model does nothing with the drafter {drafter}; leave --drafter out to draft with it"
     return None
 

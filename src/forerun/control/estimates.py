@@ -5,8 +5,7 @@ text at hand differs from the text of those files, so that number is multiplied 
 expected: one for all forms, with a short memory; one for each form, slower and close to 1; one for each sequence.
 
 `History` is for drafters that run sequence by sequence: acceptance by depth, and tokens gained beyond the time that
-drafting took. Counts decay, because acceptance changes within a text. A second rate with a short memory notices a
-rise; it is noisy and must exceed the first by a margin. Rejected long drafts lower the first rate quickly.
+drafting took. Counts decay, because acceptance changes within a text.
 
 `RoundOverhead`: drafting, verdict and the host's work, by form and batch size. An overlapping round hides the host's
 work; a round that was read first shows it. The seconds of a form are those of overlapping rounds, once there were any;
@@ -108,8 +107,6 @@ GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confi
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
 TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
-NEWEST = 0.25  # weight of the newest position in the short memory
-NEWEST_MARGIN = 0.2  # what the rate of the short memory must be ahead by, as it is noisy
 PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet
 LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scaled down and up
 
@@ -120,7 +117,6 @@ class History:
 
     hits: float = PRIOR_ACCEPTANCE * PRIOR_TRIES
     tries: float = PRIOR_TRIES
-    recent: float = PRIOR_ACCEPTANCE
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
     gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
     rounds: float = PRIOR_TRIES
@@ -134,13 +130,11 @@ class History:
     def after(cls, earlier: History) -> History:
         """The history of a new sequence: starts from that of the others, and soon outweighs it."""
         share, asked = PRIOR_TRIES / earlier.tries, PRIOR_TRIES / earlier.rounds
-        rate = earlier.hits / earlier.tries
         by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
         trusted = PRIOR_TRIES * earlier.trust
         return cls(
-            rate * PRIOR_TRIES,
+            earlier.hits * share,
             PRIOR_TRIES,
-            rate,
             by_depth,
             earlier.gain * asked,
             PRIOR_TRIES,
@@ -159,11 +153,8 @@ class History:
         self.tries = self.tries * memory + tried
         self.by_depth += [[0.0, 0.0] for _ in range(depth - len(self.by_depth))]
         for level, counts in enumerate(self.by_depth, start=1):
-            reached = level <= tried
             counts[0] = counts[0] * MEMORY + (level <= accepted)
-            counts[1] = counts[1] * MEMORY + reached
-            if reached:
-                self.recent += NEWEST * ((level <= accepted) - self.recent)
+            counts[1] = counts[1] * MEMORY + (level <= tried)
         if depth:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
@@ -193,7 +184,7 @@ class History:
     @property
     def acceptance(self) -> float:
         """Of positions that were tested, whatever their depth."""
-        return min(max(self.hits / self.tries, self.recent - NEWEST_MARGIN), 0.999)
+        return min(self.hits / self.tries, 0.999)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.

@@ -313,8 +313,6 @@ class SequencePlanner:
 UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY = 0.99  # per look-up that was drafted, of tokens accepted over tokens expected
 FORGIVING = 0.997  # per round, of the same: distrust does not last
-DISTRUST_PER_LOSS = 0.4  # by which expectations are scaled down per plain round lost
-LEAST_TRUST = 0.4  # the least factor of expectations: look-ups stay possible
 NOTHING = Budget(0, 0, source="free")
 
 
@@ -339,7 +337,7 @@ class FreeDrafts:
         """
         if not self.allowance.covers_usual:
             return Levels(())
-        trust = self._cautious_trust()
+        trust = self.trust
         free = offer.free if trust == 1.0 else [trust * survival for survival in offer.free]
         return Levels(free, (more, 0.0))
 
@@ -347,15 +345,10 @@ class FreeDrafts:
         """All that may pay by a price list; `chain`: without branches."""
         if not self.allowance.covers_usual:
             return NOTHING
-        trust, free = self._cautious_trust(), listed.chain if chain else listed.free
+        trust, free = self.trust, listed.chain if chain else listed.free
         if trust == 1.0 or free.price is None:
             return free
         return replace(free, price=tuple([cost / trust for cost in free.price]))
-
-    def _cautious_trust(self) -> float:
-        """Where more was lost than gained, only drafts that promise more than they cost are made."""
-        level = self.allowance.level
-        return self.trust if level >= 0.0 else self.trust * max(LEAST_TRUST, 1.0 + DISTRUST_PER_LOSS * level)
 
     def note_round(self) -> None:
         self._kept.add(0.0, 0.0, FORGIVING)

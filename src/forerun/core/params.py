@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 
 KvDtype = Literal["auto", "int8", "fp8"]
+DraftDtype = Literal["auto", "bfloat16", "int8", "fp8", "w4"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "w4", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
 SPELLINGS = {  # what others call the fields of SamplingParams
@@ -208,6 +209,8 @@ class SpeculativeConfig:
     history: str | None = None  # a file that keeps what suffix learnt so; needs shared
     draft_layers: str | None = None  # a plan of layers that layer_skip runs, or a number of first layers
     draft_context: int = 1024  # tokens of a long context that sparse_kv drafts over
+    # weights of a head or draft model; auto = int8 in a wide head on a GPU, dtype in a draft model
+    draft_dtype: DraftDtype = "auto"
 
     def __post_init__(self) -> None:
         methods = "auto", "greedy", "probabilistic"
@@ -228,6 +231,7 @@ class SpeculativeConfig:
             history=_path("history", self.history),
             draft_layers=_path("draft_layers", self.draft_layers),
             draft_context=as_whole("draft_context", self.draft_context, low=1),
+            draft_dtype=as_name("draft_dtype", self.draft_dtype, get_args(DraftDtype)),
         )
         if self.history is not None and not self.shared:
             raise InvalidInput("history keeps what requests share; set shared=True as well")

@@ -40,10 +40,15 @@ class Parts:
     opening: tuple[int, ...] = ()  # on a GPU: what the chat template writes before an answer; () = not known
     cost_file: Path | None = None  # where t(n) of the target is kept; what else is read of it may lie beside it
 
-    def head_folder(self, drafter: str) -> Path:
-        """The folder of the trained head that this drafter runs."""
+    def head_folder(self, drafter: str, in_formats: bool = False) -> Path:
+        """The folder of the trained head that this drafter runs; `in_formats`: are there kernels for `draft_dtype`?"""
         if self.speculative.draft_model is None:
             raise InvalidInput(f"the drafter {drafter!r} needs a trained head; pass draft_model=FOLDER")
+        if (dtype := self.speculative.draft_dtype) != "auto" and not in_formats:
+            raise InvalidInput(
+                f"draft_dtype={dtype!r} is for draft models, and for EAGLE heads and MTP layers on a GPU; "
+                f"leave it out for a head of {drafter!r} here"
+            )
         return Path(self.speculative.draft_model)
 
     def checkpoint(self, drafter: str) -> Target:

@@ -48,7 +48,7 @@ from forerun.core.types import (
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import Advance, SequenceState
-from forerun.engine.stats import RoundClock, RoundCounts, drafts_awaited
+from forerun.engine.stats import RoundClock, RoundCounts, captures_awaited
 from forerun.models.base import CapturesLater, Target
 from forerun.verify.base import traits_of
 
@@ -523,7 +523,7 @@ class CaptureTurns:
         """A thread runs the engine from now on, until `has_thread` is taken back."""
         self.has_thread = True
         if self.missing:
-            log.info("%s", drafts_awaited(self.missing))
+            log.info("%s", captures_awaited(self.missing))
 
     def when_idle(self) -> bool:
         """Make one; False = there is nothing to do now."""

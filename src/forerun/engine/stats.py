@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from forerun.core.types import Round, Scores, TreeBatch
 
 
-def drafts_awaited(captures: int) -> str:
-    """What to say of an engine that writes already, while so many graphs of drafts for one sequence are missing."""
-    return f"ready; drafts for one sequence are still being captured ({captures} left)"
+def captures_awaited(captures: int) -> str:
+    """What to say of an engine that writes already, while so many graphs for one sequence are missing."""
+    return f"ready; graphs for one sequence are still being captured ({captures} left)"
 
 
 PARTS = ("prompt", "draft", "pass", "verdict", "host")

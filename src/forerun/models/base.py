@@ -248,10 +248,12 @@ class Later(Protocol):
 
 @runtime_checkable
 class CapturesLater(Protocol):
-    """A target that writes before all graphs of drafts are captured."""
+    """A target that writes before all its graphs are captured."""
 
     @property
     def later(self) -> Later: ...
+    def capture_few_first(self) -> None:
+        """Have `warm_up` leave to `later` all graphs but those of short texts: other passes run without meanwhile."""
 
 
 @runtime_checkable

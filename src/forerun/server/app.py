@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from forerun import __version__
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
-from forerun.engine.stats import drafts_awaited
+from forerun.engine.stats import captures_awaited
 from forerun.server.answers import Answer, Kind
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
@@ -160,7 +160,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         problem, captures = service.backend.problem, service.backend.load().captures
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
         if problem is None and captures:
-            status["note"] = drafts_awaited(captures)
+            status["note"] = captures_awaited(captures)
         return JSONResponse(status, 200 if problem is None else 503)
 
     @app.get("/ready", responses=_PROBED)

@@ -27,8 +27,8 @@ from forerun.drafters.base import Drafter, lone_roots
 from forerun.drafters.device.plan import MOST, DraftJob, DraftMenu, form_of
 from forerun.drafters.device.protocol import DeviceDrafter, Seats, Unread
 from forerun.models.base import Target
+from forerun.models.cuda.compile.together import Compiling
 from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.steps.compiling import Compiling
 from forerun.models.cuda.target import CudaDecoder
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.core.errors import UnsupportedModel
 from forerun.core.offer import Form
+from forerun.core.params import DraftDtype
 from forerun.core.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import Drafter, committed_tokens
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
@@ -38,13 +40,21 @@ from forerun.drafters.device.plan import (
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.drafters.heads.eagle_head import EagleConfig, default_layers, read_head
 from forerun.models.base import Target
+from forerun.models.cuda.compile.together import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays, seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, SentInts
-from forerun.models.cuda.steps.compiling import Compiling, begin_compiling, compile_together
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.cuda.weights import WeightKind
 from forerun.models.pages import TREE_MARGIN
 
+KINDS: Mapping[DraftDtype, WeightKind | None] = {
+    "auto": None,
+    "bfloat16": "plain",
+    "int8": "int8",
+    "fp8": "fp8",
+    "w4": "w4",
+}
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
 
@@ -212,7 +222,7 @@ class HeadDraft(DeviceDraft):
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
         if self._compiles:
             with self.replays.uncaptured():
-                compile_together(self.rows.rehearse_reading)
+                compile_together(self.rows.rehearse_reading, self._what(target, "reading"))
         self.rows.rehearse_reading()  # prompts are read whether anything is drafted or not
         return max_length
 
@@ -226,9 +236,13 @@ class HeadDraft(DeviceDraft):
             return None
         self._proposed, self._ahead = [], None  # whose trees are overwritten
         with self.replays.uncaptured():
-            begun = begin_compiling(lambda: self._ask_for(target, jobs))
+            begun = begin_compiling(lambda: self._ask_for(target, jobs), self._what(target, *jobs))
         self.noise.is_on = False
         return begun
+
+    def _what(self, target: CudaDecoder, *more: object) -> object:
+        net, ids = self.net, self.head_output.ids
+        return target.passes.what(type(self.feature_fusion), self.needs, net.model.config, net.attends, len(ids), *more)
 
     def _ask_for(self, target: CudaDecoder, jobs: Sequence[DraftJob]) -> None:
         """All of it, of padding. Nothing is launched: integers are zero, and what kernels would choose is not read."""
@@ -264,19 +278,23 @@ def on_device(
     sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
+    dtype: DraftDtype = "auto",
 ) -> OnDevice[HeadDraft] | None:
-    """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
-    if not isinstance(target, CudaDecoder):
-        return None
+    """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here.
+
+    A format that was asked for by name is refused where they do not.
+    """
     config, weights = read(folder)
-    if why_not(config, target):
+    if (reason := why_not(config, target)) and dtype != "auto":
+        raise UnsupportedModel(f"draft_dtype={dtype!r} cannot be used: {reason}; leave it out")
+    if reason or not isinstance(target, CudaDecoder):
         return None
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
     target.shared().must_fit(config.target_width, config.vocab_size, config.target)
 
     def make() -> OnDevice[HeadDraft]:
-        net, capture = make_net(config, weights, target), target.kernels == "triton"
+        net, capture = make_net(config, weights, target, KINDS[dtype]), target.kernels == "triton"
         return OnDevice(HeadDraft(*net, capture=capture, rates=config.rates), make_plain, sampled=sampled)
 
     return built(make, target, max_batch, max_length or target.max_length)

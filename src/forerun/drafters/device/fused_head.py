@@ -1,4 +1,4 @@
-"""The steps of a head's layers as Triton kernels: the target's, with another input step."""
+"""The steps of a head's layers as kernels: the target's, in Triton or compiled ahead, with another input step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from forerun.drafters.device import kernels
 from forerun.drafters.device.head import HeadModel, ResidualStart, pick_fused
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.steps.compiled import CompiledSteps
 from forerun.models.cuda.steps.fused import LOGITS, QKV, RESIDUAL, FusedSteps, Product
 from forerun.models.cuda.steps.tiles import power_of_two
 from forerun.models.cuda.weights import rows_of
@@ -79,3 +80,11 @@ class FusedHeadSteps(FusedSteps):
         plain = not self._head_model.norms_output
         rows, logits = self.buffers.rows, self.buffers.logits
         self._linear(run, Product("head", LOGITS, rows, self.model.head, logits, normed=plain))
+
+
+class CompiledHeadSteps(FusedHeadSteps, CompiledSteps):
+    """The same for a head whose weights all are `Strips`."""
+
+    def keys_and_values(self, run: Run, layer: int) -> None:
+        """Beside the queries: a part of a packed weight is no weight."""
+        self.qkv(run, layer)

@@ -27,11 +27,11 @@ from forerun.core.noise import device_uniforms, mixed_seed
 from forerun.core.types import Seq
 from forerun.drafters.device.plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
 from forerun.drafters.model.draft_law import Noised, factor_of, has_noise
+from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.graphs import Replays as Replays  # for heads that have no tree growth of their own
 from forerun.models.cuda.graphs import Work as Work
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SentInts, splits_at
-from forerun.models.cuda.steps.compiling import starts_early
 from forerun.models.pages import PAGE
 
 CHUNK = 2048  # logits that one program looks through

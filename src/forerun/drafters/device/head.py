@@ -8,7 +8,8 @@ on the input alone, and such rows attend to nothing. An EAGLE-1 head has no norm
 its input, and the residual stream, of embedding and features. A multi-token-prediction layer has both: two norms, then
 a product that starts the residual stream, then an ordinary layer.
 
-A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all products. Their size must then
+Weights of fp8 and four bits are read by the products of targets in these formats (cubin/), where a GPU has them. A head
+of int8 weights has rows of whole numbers in two bytes (see weights.py) in all products. Their size must then
 be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
 the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
 head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
@@ -32,13 +33,14 @@ from forerun.drafters.device.plan import ROOM
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import HEAD_DIMS, Buffers, Layer, Model, Run
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
-from forerun.models.cuda.steps.compiling import starts_early
+from forerun.models.cuda.pool import has_compiled
 from forerun.models.cuda.steps.plain import PlainSteps
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.weights import Packed, Weight, WeightKind, interleaved, pack, times, whole
+from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, times, whole
 from forerun.models.layers import pair_up
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
 
@@ -84,6 +86,7 @@ class HeadModel(Model):
         device: torch.device,
         kind: WeightKind,
         normed_residual: bool,
+        kernels: str,
     ) -> None:
         self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
@@ -101,15 +104,15 @@ class HeadModel(Model):
         )
         widest = first.qkv if weights.entry is None else weights.entry
         self.entering = widest.shape[1]  # columns of what goes into the first product
-        self.whole = kind == "int8" and not any(
-            weight.shape[1] % BYTES_STEP for weight in (first.o, first.down, weights.head)
-        )
+        odd = any(weight.shape[1] % BYTES_STEP for weight in (first.o, first.down, weights.head))
+        self.whole = kind == "int8" and weights.mix is None and not odd
+        self.compiled = not self.whole and has_compiled(kind, config, device, kernels, dtype, "draft_dtype")
         with torch.no_grad(), torch.inference_mode(False):
             self.embedding = weights.embedding.to(device, dtype)
             self.lift = 1.0  # of what goes into the first product
             self.added = 0.0  # mean square of what all layers together should add to a row's features
             self._head_norm = self.final_norm
-            self.head = self._packed(weights.head)
+            self.head = self._packed(weights.head, "head")
             self.entry = None if weights.entry is None else self._packed(weights.entry)
             rope = self._rope(0)
             self.layers = [self._layer_of(i, part, rope) for i, part in enumerate(weights.layers)]
@@ -127,7 +130,7 @@ class HeadModel(Model):
             qk_norm=None if weights.qk_norm is None else weights.qk_norm.to(self.device, self.dtype),
             o=self._packed(weights.o),
             mlp_norm=weights.mlp_norm.to(self.device, self.dtype),
-            gate_up=self._packed(weights.gate_up),
+            gate_up=self._packed(weights.gate_up, "gate"),
             down=self._packed(weights.down),
             rope=rope,
             window=self.config.windows[index] or 0,
@@ -140,8 +143,8 @@ class HeadModel(Model):
         found = both @ self.mix.t()
         return found if self.mix_bias is None else found + self.mix_bias
 
-    def _packed(self, weight: Tensor) -> Weight:
-        return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
+    def _packed(self, weight: Tensor, role: Role = "layer") -> Weight:
+        return self._pack(weight.to(self.device, self.dtype).contiguous(), role)
 
     def _lift(self, weights: HeadWeights) -> None:
         """The same head for rows of whole numbers: they are scaled up where written and down where read."""
@@ -352,9 +355,10 @@ class HeadNet:
             self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.steps: HeadSteps
         if kernels == "triton":
-            from forerun.drafters.device.fused_head import FusedHeadSteps
+            from forerun.drafters.device.fused_head import CompiledHeadSteps, FusedHeadSteps
 
-            self.steps = FusedHeadSteps(model, self.buffers, self.kv)
+            made = CompiledHeadSteps if model.compiled else FusedHeadSteps
+            self.steps = made(model, self.buffers, self.kv)
         else:
             self.steps = PlainHeadSteps(model, self.buffers, self.kv)
 
@@ -470,7 +474,7 @@ def make_net(
     shape = _decoder_config(config, target.max_length, rows, parts.layers[0].qk_norm is not None)
     model = HeadModel(
         shape, parts, target.model.dtype, target.device, kind,
-        config.norm_before_residual,
+        config.norm_before_residual, target.kernels,
     )  # fmt: skip
     net = HeadNet(model, target.kv.capacity + MORE_SLOTS, target.kernels)
     worth = config.calibration

@@ -197,7 +197,8 @@ class EagleDrafter:
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, in trees that follow the head's confidence, where that can be."""
-        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.can)
+        folder = parts.head_folder(cls.kind, in_formats=parts.target.can.captures)
+        sampled = wants_sampling(parts.speculative, parts.target.can)
 
         def plain() -> Drafter:
             return cls(cls.load(folder, parts.target), sampled=sampled, clock=parts.target.can.clock)
@@ -208,7 +209,7 @@ class EagleDrafter:
 
         return on_device(
             folder, parts.target, plain, read=cls.read, sampled=sampled,
-            max_batch=parts.max_batch, max_length=parts.max_length,
+            max_batch=parts.max_batch, max_length=parts.max_length, dtype=parts.speculative.draft_dtype,
         ) or plain()  # fmt: skip
 
     def offer(self, seq: Seq) -> Offer:

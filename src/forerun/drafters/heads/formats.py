@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, brief
+from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.heads import lora_base
 from forerun.models.adapters import Adapter
 from forerun.models.layers import linear
@@ -126,12 +126,16 @@ def rates_in(ours: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 
 def check_weight(folder: Path, weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> None:
-    """Raise where a weight that must have this shape is missing or has another."""
+    """Raise where a weight that must have this shape is missing, has another, or holds no plain numbers."""
     if name not in weights:
         raise DamagedFile(f"{folder} has no weight {name!r}; is a file missing?")
     if tuple(weights[name].shape) != shape:
         given = tuple(weights[name].shape)
         raise DamagedFile(f"weight {name!r} of {folder} is {given} but its config says {shape}")
+    kind = weights[name].dtype
+    if name.endswith(".weight") and not (kind.is_floating_point and kind.itemsize > 1):
+        said = str(kind).removeprefix("torch.")
+        raise UnsupportedModel(f"weight {name!r} of {folder} is {said}: use a head whose files are not quantised")
 
 
 @contextmanager

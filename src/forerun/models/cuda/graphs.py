@@ -2,13 +2,14 @@
 
 Everything that changes between passes is in the integers that `Buffers.send` copies; a size fixes the rest. All that
 can occur in the usual course is captured by `warm_up`, before texts are written: a pass then takes the smallest size
-that was captured and has room for it. What comes before and after a pass (trees grown on the device, the tokens of a
-plain pass that follows another) is launched apart, or captured with the pass where a form of trees is rehearsed.
+that was captured and has room for it. All but the few that a short text needs may be left for later (`few_first`):
+until then they run step by step, without a graph. What comes before and after a pass (trees grown on the
+device, the tokens of a plain pass that follows another) is launched apart, or captured with the pass where a form of
+trees is rehearsed.
 Seconds of passes come from events in the stream (`PassClock`), read later, without waiting.
 
-Graphs of drafts wait in `LaterCaptures` until the engine is idle, a batch needs them, or a share of a busy engine's
-time is due to them. Until they are there, texts are written without these drafts. Kernels of a group are compiled by
-other processes first, while texts are written.
+Graphs of drafts wait in `LaterCaptures` (compile/later.py). Until they are there, texts are written without these
+drafts. Kernels of a group are compiled by other processes first, while texts are written.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from itertools import cycle
 from time import perf_counter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -28,11 +29,22 @@ from torch import Tensor
 
 from forerun.core.tree import Seconds
 from forerun.core.types import Scores, TreeForm
+from forerun.models.cuda.compile.together import compile_together
 from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, complete_roots
-from forerun.models.cuda.plan import NARROW, ROW_SIZES, SHORT, Need, Plan, Size, padding, round_up, splits_to
-from forerun.models.cuda.steps.compiling import Compiling, compile_together
+from forerun.models.cuda.plan import (
+    NARROW,
+    ROW_SIZES,
+    SHORT,
+    SPLIT_SIZES,
+    Need,
+    Plan,
+    Size,
+    padding,
+    round_up,
+    splits_to,
+)
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
@@ -43,6 +55,8 @@ PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logi
 
 
 Job = tuple[Size, int]  # and how many rows have logits
+Work = Callable[..., tuple[Tensor, ...]]
+Capture = Callable[[], None]
 
 
 class _Key(NamedTuple):
@@ -58,8 +72,14 @@ class _Key(NamedTuple):
 class Passes:
     """Runs planned passes: as graphs on a GPU, step by step elsewhere."""
 
-    def __init__(self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool) -> None:
+    def __init__(
+        self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool, kv: Tensor | None = None
+    ) -> None:
+        """`kv`: where keys and values are."""
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
+        self._kv = kv
+        self.few_first = False  # does `warm_up` leave most for later?
+        self._waiting: set[_Key] = set()  # those that it has left
         self.plain = PlainResults(buffers)
         self.clock = PassClock(model.device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -81,20 +101,33 @@ class Passes:
         return sum(key.form is not None for key in self._graphs)
 
     @torch.inference_mode()
-    def warm_up(self, hidden: tuple[int, ...], max_length: int, prompts_only: bool = False) -> None:
-        """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed."""
+    def warm_up(self, hidden: tuple[int, ...], max_length: int, prompts_only: bool = False) -> list[Capture]:
+        """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed.
+
+        Returns what captures those that were left for later.
+        """
         if not self.capture:
-            return
+            return []
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
         jobs = [job for job in menu(max_length, self.grown.tiled_nodes) if not (prompts_only and job[1])]
-        for adapted in self.kinds():
-            for i, (size, scored) in enumerate(jobs):
-                progress.info("capturing passes%s: %d of %d", " of adapters" * adapted, i + 1, len(jobs))
-                self.buffers.send(self.padded(padding(size), adapted))
-                self._replay(_Key(size, self._layers, scored, adapted=adapted))
+        keys = [_Key(size, self._layers, scored, adapted=kind) for kind in self.kinds() for size, scored in jobs]
+        left = [key for key in keys if self.few_first and key not in self._graphs and not _is_first(key)]
+        self._waiting = {*left}
+        soon = [key for key in keys if key not in self._waiting]
+        for i, key in enumerate(soon):
+            progress.info("capturing passes%s: %d of %d", " of adapters" * key.adapted, i + 1, len(soon))
+            self._capture(key)
         self.take_sizes(jobs)
-        log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
+        log.info("captured %d passes in %.1f s; %d are left", len(soon), perf_counter() - started, len(left))
+        return [partial(self._capture, key) for key in left]
+
+    @torch.inference_mode()
+    def _capture(self, key: _Key) -> None:
+        """Over padding."""
+        self._waiting.discard(key)
+        self.buffers.send(self.padded(padding(key.size), key.adapted))
+        self._replay(key)
 
     @torch.inference_mode()
     def compile(self, max_length: int, prompts_only: bool = False) -> None:
@@ -106,7 +139,7 @@ class Passes:
         if not self.capture or which in self._compiled:
             return
         self._compiled.add(which)
-        some = one_of_each_kind(self.model.layers)
+        some, what = one_of_each_kind(self.model.layers), self.what("passes", *which)
 
         def launch() -> None:
             for size, scored in menu(max_length, self.grown.tiled_nodes):
@@ -115,7 +148,17 @@ class Passes:
                     for adapted in self.kinds():
                         self._launch(_Key(size, self._layers, scored, adapted=adapted), some)
 
-        compile_together(launch)
+        compile_together(launch, what)
+
+    def what(self, *more: object) -> object:
+        """What kernels follow from, this and the model: see `compile_together`."""
+        if self.buffers.adapters.in_use:  # of any shapes
+            return None
+        model, kv = self.model, self._kv
+        # of its size Triton asks this alone
+        of_kv = None if kv is None else (kv.dtype, *((step % 16, step >> 31) for step in kv.stride()))
+        nodes = self.grown.group_nodes, self.grown.tiled_nodes
+        return type(self.steps).__name__, model.config, model.dtype, model.kind, of_kv, nodes, more
 
     def ask_for_grown(self, plan: Plan, hidden: tuple[int, ...], form: TreeForm) -> None:
         """Launch what `run_grown` captures, in one layer of each kind: within `compile_together`."""
@@ -204,7 +247,7 @@ class Passes:
 
     def _replay(self, key: _Key) -> None:
         self._last = key
-        if not self.capture:
+        if not self.capture or key in self._waiting:
             self._launch(key)
             return
         if key in self._graphs:
@@ -232,6 +275,11 @@ class Passes:
         run_pass(self.steps, self.model, buffers, run, hidden, scored, only)
         if form is not None:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
+
+
+def _is_first(key: _Key) -> bool:
+    """Is it of a short text and its trees? On wider passes a device works longer than the host launches."""
+    return key.scored > 0 and key.size.rows <= NARROW and key.size.splits <= SPLIT_SIZES[0]
 
 
 def menu(max_length: int, tiled_nodes: int = 0) -> Iterator[Job]:
@@ -285,9 +333,6 @@ def _rounded(scored: int, plan: Plan) -> int:
         return 0
     least = NARROW + 1 if plan.size.rows > NARROW else 1
     return min(plan.size.rows, round_up(max(scored, least), ROW_SIZES))
-
-
-Work = Callable[..., tuple[Tensor, ...]]
 
 
 class Replays:
@@ -427,23 +472,6 @@ class PassClock:
         return lambda: span.seconds() if span.uses == uses else None
 
 
-class PromptPace:
-    """Keeps the host one pass over prompts ahead of the device: a request that comes waits for two at most."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._last: Any = None
-
-    def launched(self) -> None:
-        """One more is launched: wait for the one before, beside which it was launched."""
-        if not self._on_gpu:
-            return
-        before, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._last.record()
-        if before is not None:
-            before.synchronize()
-
-
 class HasPasses(Protocol):
     """A target whose passes are timed."""
 
@@ -484,93 +512,3 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     events[1].record()
     events[1].synchronize()
     return float(events[0].elapsed_time(events[1])) / 1e3 / repeats
-
-
-@dataclass(slots=True)
-class _Group:
-    what: str  # it captures
-    batches: range  # sizes of batches that its graphs are for
-    compile: Callable[[], Compiling | None]
-    captures: list[Callable[[], None]]
-    failed: Callable[[Exception], None] | None  # of the first of a drafter
-    compiling: Compiling | None = field(default=None)
-    has_begun: bool = False
-
-
-class LaterCaptures:
-    """Implements forerun.models.base.Later. Used by the engine's thread, between rounds."""
-
-    def __init__(self) -> None:
-        self._groups: list[_Group] = []
-
-    def __len__(self) -> int:
-        return sum(len(group.captures) for group in self._groups)
-
-    def add(
-        self,
-        what: str,
-        batches: range,
-        compile_kernels: Callable[[], Compiling | None],
-        captures: Sequence[Callable[[], None]],
-        failed: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """Graphs for batches of these sizes; `compile_kernels` begins to compile what they launch.
-
-        The first that a drafter adds has `failed`, which is told why one of them could not be captured.
-        """
-        self._groups.append(_Group(what, batches, compile_kernels, list(captures), failed))
-        self._groups.sort(key=lambda group: group.batches.stop)
-
-    def left(self, batch: int) -> int:
-        """Captures for batches of this size."""
-        return sum(len(group.captures) for group in self._groups if batch in group.batches)
-
-    def is_first(self, batch: int | None) -> bool:
-        """Is the next capture of a drafter that has none?"""
-        group = self._group_for(batch)
-        return group is not None and group.failed is not None
-
-    def wants(self, batch: int, waits: bool = True) -> bool:
-        """Is there something for batches of this size, now or (`waits`) once its kernels are compiled?"""
-        group = self._group_for(batch)
-        return group is not None and (waits or group.compiling is None or group.compiling.is_done)
-
-    def next(self, batch: int | None = None, waits: bool = False) -> bool:
-        """Capture one graph, for a batch of this size or the smallest; False = there is none, or it is compiled still.
-
-        `waits`: for its kernels, where they are being compiled. A group that fails is given up: its batches are
-        written as they are now.
-        """
-        group = self._group_for(batch)
-        if group is None:
-            return False
-        try:
-            return self._advance(group, waits)
-        except Exception as error:  # no memory, or a kernel that does not compile
-            self._groups.remove(group)
-            log.warning("no more %s: %s: %s", group.what, type(error).__name__, error)
-            if group.failed is not None:
-                group.failed(error)
-            return True
-
-    def _advance(self, group: _Group, waits: bool) -> bool:
-        if not group.has_begun:
-            group.has_begun, group.compiling = True, group.compile()
-            return True
-        if group.compiling is not None:
-            if not waits and not group.compiling.is_done:
-                return False
-            group.compiling.finish()
-            group.compiling = None
-        if group.captures:
-            progress.info("capturing %s: %d left", group.what, len(group.captures))
-            group.captures[0]()
-            del group.captures[0]  # not one that was interrupted
-        if not group.captures:
-            self._groups.remove(group)
-            log.info("captured %s; %d other captures wait", group.what, len(self))
-        return True
-
-    def _group_for(self, batch: int | None) -> _Group | None:
-        """The first whose graphs a batch of this size replays, or any."""
-        return next((group for group in self._groups if batch is None or batch in group.batches), None)

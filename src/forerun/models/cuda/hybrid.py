@@ -49,7 +49,6 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
         self._grown: list[Nodes] = []  # of the last pass over grown trees
         self._in_chains = False  # are all of its trees chains?
         self._rounds: weakref.WeakKeyDictionary[Trace, TreesPass] = weakref.WeakKeyDictionary()
-        self._traced: weakref.ref[Trace] | None = None
 
     def _empty_state(self) -> State:
         return ((self.places.empty,),)
@@ -75,9 +74,6 @@ class CudaHybrid(StatefulDecoder, CudaDecoder):
         for span in spans:
             self._link_span(links, span, first, trace)
             first += len(span.tokens)
-        last, self._traced = None if self._traced is None else self._traced(), weakref.ref(trace)
-        if last is not None:  # it has trees that are not committed
-            last.save()
         return replace(plan, links=links.ints)
 
     def _link_root(self, links: Links, seq: Seq, index: int, each: int, trace: Trace) -> None:

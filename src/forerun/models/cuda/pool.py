@@ -50,8 +50,18 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
     return kernels
 
 
-def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, kernels: str) -> bool:
-    """Are there products compiled ahead for weights of this kind here? Weights of four bits have no others."""
+def has_compiled(
+    kind: WeightKind,
+    config: DecoderConfig,
+    device: torch.device,
+    kernels: str,
+    rows: torch.dtype = torch.bfloat16,
+    setting: str = "dtype",
+) -> bool:
+    """Are there products compiled ahead for weights of this kind here? Weights of four bits have no others.
+
+    `setting`: what the caller calls the kind.
+    """
     depths = config.width, config.heads * config.head_dim, config.inner
     names = {"int8": ("int8",), "fp8": ("e4m3", "e4m3_weights", "quantise"), "w4": ("int4_128", "int8")}
     names |= {"file": ("quantise", *FILES)}
@@ -62,6 +72,8 @@ def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, 
         reason = "the GPU is not of the Hopper generation (H100, H200)"
     elif not all(path_of(name).exists() for name in names[kind]):
         reason = "this installation has no compiled kernels"
+    elif rows != torch.bfloat16:
+        reason = f"rows are {rows}, not bfloat16".replace("torch.", "")
     elif config.moe is not None:
         reason = "the model has experts"
     elif config.special is not None:
@@ -69,7 +81,7 @@ def has_compiled(kind: WeightKind, config: DecoderConfig, device: torch.device, 
     elif any(depth % 128 for depth in depths):
         reason = f"widths {', '.join(map(str, depths))} must be multiples of 128"
     if reason and kind == "w4":
-        raise UnsupportedModel(f"weights of four bits cannot be used: {reason}; use dtype='int8' or 'bfloat16'")
+        raise UnsupportedModel(f"weights of four bits cannot be used: {reason}; use {setting}='int8' or 'bfloat16'")
     return not reason
 
 

@@ -10,6 +10,7 @@ stays in buffers, so that the state behind any node of a tree can be computed la
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -53,6 +54,10 @@ class Trace:
         self.links, self.joined, self.prepared = self.links.clone(), self.joined.clone(), self.prepared.clone()
 
 
+def _no_trace() -> Trace | None:
+    return None
+
+
 class Nodes(dict[int, LayerState]):
     """States of a tree's nodes, as far as they were asked for."""
 
@@ -89,6 +94,10 @@ class StatePool:
         self._sent = SentInts(device, (ENDS + 1) * MAX_ROWS, torch.int32)
         self.links = self._sent.all.view(-1, MAX_ROWS)
         self._none = np.full(self.links.shape, -1, dtype=np.int32)
+        self._last: Callable[[], Trace | None] = _no_trace
+        self._coming: Callable[[], Trace | None] = (
+            _no_trace  # the traces of passes, while somebody may ask for more states of theirs
+        )
         self._free = [*range(self.size - 1, -1, -1)]
         self.empty = self.take()
         self.spill: Callable[[], bool] = lambda: False  # forgets a state that is kept for others, if there is one
@@ -106,12 +115,17 @@ class StatePool:
         return len(self._free)
 
     def send(self, links: Ints | None) -> None:
-        """None = of padding alone: nothing is kept."""
+        """None = of padding alone: nothing is kept. What was not committed of the last pass is saved first."""
+        if (last := self._last()) is not None:
+            last.save()
+        self._last, self._coming = self._coming, _no_trace
         self._sent.send(self._none if links is None else links)
 
     def trace(self, rows: int) -> Trace:
         """Of the pass that comes next."""
-        return Trace(self.links, self.joined[:, :rows], self.prepared[:, :rows])
+        made = Trace(self.links, self.joined[:, :rows], self.prepared[:, :rows])
+        self._coming = weakref.ref(made)
+        return made
 
     def join_trees(self, parents: Tensor, trees: int) -> None:
         """Of trees that were grown on the device [rows]: below a root, parents are rows of the pass, not its place."""

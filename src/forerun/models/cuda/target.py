@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ from forerun.models.base import LayerSubset, SharedWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
+from forerun.models.cuda.compile.later import LaterCaptures
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import LaterCaptures, Passes, PromptPace, Replays, menu, seconds_of, timed
+from forerun.models.cuda.graphs import Passes, Replays, menu, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
@@ -109,7 +111,7 @@ class CudaDecoder(SlotTarget):
         self._group_nodes, self._tiled_nodes = group_sizes(config)
         self.grown = GrownBuffers(self.device, greedy_walk, self._group_nodes, tiled_nodes=self._tiled_nodes)
         fused = self.kernels == "triton"
-        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
+        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused, kv=self.kv.data)
         replays = Replays(self.device, capture=fused)
         self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
         self.placing = Placing(self.kv, self._extent_for)
@@ -279,11 +281,16 @@ class CudaDecoder(SlotTarget):
     def compile_ahead(self, max_length: int) -> None:
         self.passes.compile(min(max_length, self.max_length))
 
+    def capture_few_first(self) -> None:
+        self.passes.few_first = True
+
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
         layers = self._layers(needs)
-        self.passes.warm_up(layers, min(max_length, self.max_length))
+        left = self.passes.warm_up(layers, min(max_length, self.max_length))
+        if left:
+            self.later.add("passes", range(1, max_batch + 1), lambda: None, left)
         self.sampler.warm_up(max_batch)
         self.after.warm_up(layers)
 
@@ -367,6 +374,23 @@ class CudaDecoder(SlotTarget):
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
+
+
+class PromptPace:
+    """Keeps the host one pass over prompts ahead of the device: a request that comes waits for two at most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._last: Any = None
+
+    def launched(self) -> None:
+        """One more is launched: wait for the one before, beside which it was launched."""
+        if not self._on_gpu:
+            return
+        before, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last.record()
+        if before is not None:
+            before.synchronize()
 
 
 progress = logging.getLogger("forerun.progress")

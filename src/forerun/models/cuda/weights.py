@@ -56,16 +56,17 @@ class Packed:
 class Fours:
     """[N, K] in MXFP4: what a checkpoint rounded to it, without a change.
 
-    STRIP outputs lie together, and STEP inputs of theirs: half of a byte each, the first 32 in the lower half.
+    STRIP outputs lie together, and STEP inputs of theirs: half of a byte each, the first 64 in the lower half. Inputs
+    beyond the last one are zero.
     """
 
-    data: Tensor  # [N / STRIP, K / STEP, STRIP, STEP / 2] uint8
-    scales: Tensor  # [N / STRIP, K / STEP, STRIP, 2] bfloat16: powers of two, times 2 ** 126
+    data: Tensor  # [N / STRIP, steps, STRIP, STEP / 2] uint8
+    scales: Tensor  # [N / STRIP, steps, STRIP, GROUPS, 2] bfloat16 of 32 inputs: powers of two, times 2 ** 126
+    depth: int  # K
 
     @property
     def shape(self) -> torch.Size:
-        strips, steps = self.data.shape[:2]
-        return torch.Size((strips * STRIP, steps * STEP))
+        return torch.Size((len(self.data) * STRIP, self.depth))
 
     @property
     def nbytes(self) -> int:
@@ -76,19 +77,23 @@ class Fours:
         at = torch.arange(self.shape[0], device=self.data.device)[rows]
         data, scales = self.data[at // STRIP, :, at % STRIP], self.scales[at // STRIP, :, at % STRIP]
         numbers = torch.tensor(_NUMBERS, device=data.device)[torch.stack((data & 15, data >> 4), 2).long()]
-        return (numbers * (scales.double() * 2.0**-126).float().unsqueeze(-1)).view(len(at), -1).bfloat16()
+        factors = (scales.double() * 2.0**-126).float().transpose(2, 3).unsqueeze(-1)
+        wide = numbers.view(len(at), -1, 2, GROUPS, STEP // 2 // GROUPS) * factors
+        return wide.view(len(at), -1)[:, : self.depth].bfloat16()
 
 
-STRIP, STEP = 16, 64  # of Fours, as in kernels/mxfp4.py
+STRIP, STEP, GROUPS = 16, 128, 2  # of Fours, as in kernels/mxfp4.py
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 Weight = Tensor | Packed | Strips | Fours
 
 
 def pack_fours(weight: Tensor) -> Fours | None:
     """A weight [N, K] as MXFP4, where that changes no number; None where it would, or sizes do not fit."""
-    if weight.dtype != torch.bfloat16 or weight.shape[0] % STRIP or weight.shape[1] % STEP:
+    outputs, depth = weight.shape
+    if weight.dtype != torch.bfloat16 or outputs % STRIP or depth % 32:
         return None
-    groups = weight.float().view(-1, STRIP, weight.shape[1] // STEP, 2, STEP // 2)
+    wide = torch.nn.functional.pad(weight.float(), (0, -depth % STEP))
+    groups = wide.view(outputs // STRIP, STRIP, -1, 2, GROUPS, 32)
     most = groups.abs().amax(-1, keepdim=True)
     exponents = torch.where(most > 0, most.frexp().exponent - 3, 0)  # the largest becomes 4 or more
     if not bool(((exponents >= -126) & (exponents <= 1)).all()):  # the kernel multiplies by 2 ** (exponent + 126)
@@ -98,9 +103,9 @@ def pack_fours(weight: Tensor) -> Fours | None:
     codes = torch.bucketize(numbers.abs(), sizes).clamp_(max=7)
     if not torch.equal(sizes[codes], numbers.abs()):
         return None
-    codes = (codes + 8 * (numbers < 0)).to(torch.uint8).permute(0, 2, 1, 3, 4)  # [strips, steps, STRIP, 2, STEP / 2]
-    scales = (exponents.squeeze(-1).double() + 126).exp2().bfloat16().permute(0, 2, 1, 3)
-    return Fours((codes[..., 0, :] | codes[..., 1, :] << 4).contiguous(), scales.contiguous())
+    codes = (codes + 8 * (numbers < 0)).to(torch.uint8).flatten(-2).permute(0, 2, 1, 3, 4)
+    scales = (exponents.squeeze(-1).double() + 126).exp2().bfloat16().permute(0, 2, 1, 4, 3)
+    return Fours((codes[..., 0, :] | codes[..., 1, :] << 4).contiguous(), scales.contiguous(), depth)
 
 
 def pack(weight: Tensor, kind: WeightKind) -> Weight:
@@ -197,7 +202,8 @@ def _stacked(weights: Tensor, kind: WeightKind) -> Weight:
         fours = [pack_fours(weight) for weight in weights]
         found = [one for one in fours if one is not None]
         if len(found) == len(fours):
-            return Fours(torch.cat([one.data for one in found]), torch.cat([one.scales for one in found]))
+            data, scales = torch.cat([one.data for one in found]), torch.cat([one.scales for one in found])
+            return Fours(data, scales, found[0].depth)
     return pack(weights.flatten(0, 1), kind)
 
 

@@ -365,8 +365,8 @@ def load_encoder_decoder(
     device: torch.device,
     kv_slots: int | None,
 ) -> EncoderDecoder:
-    """`dtype` as the user gave it: q8 needs the native kernels, one byte per weight on a GPU is not supported."""
-    if dtype in ("int8", "fp8", "gguf"):
+    """`dtype` as the user gave it: q8 needs the native kernels, fewer bits per weight on a GPU are not supported."""
+    if dtype in ("int8", "fp8", "w4", "gguf"):
         raise InvalidInput(f"dtype={dtype!r} is not for encoder-decoders; use float32, bfloat16 or q8")
     config = EncoderDecoderConfig.from_hf(checkpoint.config, read_json(checkpoint.path / "generation_config.json"))
     mode = _MODES.get(dtype) if device.type == "cpu" and native.available() else None

@@ -96,6 +96,8 @@ def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
     ours = supports(config)
     if not is_quantised(config) or not (ours or is_encoder_decoder(config)):
         found: Weights = weights  # transformers reads the formats of other families itself
+        if ours:
+            weights.check_kinds()
     else:
         found = QuantizedWeights(weights, quantization_of(config))
     return unstack(config["model_type"], found) if ours else found

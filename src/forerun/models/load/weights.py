@@ -166,6 +166,9 @@ class GgufWeights(Weights):
         return weight - 1 if origin.plus_one else weight
 
 
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
 class SafetensorsWeights(Weights):
     """From the safetensors files of a folder; the files are mapped, so opening costs nothing."""
 
@@ -180,6 +183,15 @@ class SafetensorsWeights(Weights):
     def kind(self, name: str) -> str:
         """The type of a tensor's numbers, in the words of the format."""
         return str(self._open(self._file_of[name]).get_slice(name).get_dtype())
+
+    def check_kinds(self) -> None:
+        """Raise DamagedFile where a weight is quantised: no config says what its numbers stand for."""
+        for name in self.names:
+            if name.endswith(".weight") and (kind := self.kind(name)) not in _FLOATS:
+                raise DamagedFile(
+                    f"{self.folder} is damaged: {name[-80:]!r} is {kind}, and config.json has no quantization_config; "
+                    "fetch it again"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-STRIP, STEP = tl.constexpr(16), tl.constexpr(64)  # outputs that lie together, and inputs of theirs
+STRIP, STEP = tl.constexpr(16), tl.constexpr(128)  # outputs that lie together, and inputs of theirs
 
 # Eight numbers of a word, in bfloat16: those of the bytes' lower halves times the lower half of $9, those of the upper
-# ones times its upper half, which are scales times 2 ** 126. A number's three low bits, where a bfloat16 has the end of its exponent and
-# the first of its mantissa, are the number times 2 ** -126; its fourth bit is its sign.
+# ones times its upper half, which are scales times 2 ** 126. A number's three low bits, where a bfloat16 has the end of
+# its exponent and the first of its mantissa, are the number times 2 ** -126; its fourth bit is its sign.
 _WIDEN = tl.constexpr("""{
     .reg .b32 first, last, a, b, zero, one, two;
     mov.b32 zero, 0x80008000;
@@ -58,16 +58,23 @@ def multiply(acc, weights, scales, source, live, expert, first, N: tl.constexpr,
     The order of sums is that of one product over STEP inputs after the other.
     """
     n, own = first + tl.arange(0, BN), tl.arange(0, STEP // 2)
-    strip = (expert.to(tl.int64) * (N // STRIP) + n // STRIP) * (K // STEP)
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    strip = (expert.to(tl.int64) * (N // STRIP) + n // STRIP) * STEPS
     words = weights.to(tl.pointer_type(tl.int32)) + strip[:, None] * (STRIP * STEP // 8)
     words += (n % STRIP)[:, None] * (STEP // 8) + tl.arange(0, STEP // 8)[None, :]
-    scale = scales.to(tl.pointer_type(tl.int32)) + strip * STRIP + n % STRIP
+    scale = scales.to(tl.pointer_type(tl.int32)) + strip[:, None] * (STRIP * 2)
+    scale += (n % STRIP)[:, None] * 2 + tl.arange(0, 2)[None, :]
     given = source[:, None] + own[None, :]
-    for step in range(K // STEP):
+    for step in range(STEPS):
         packed = tl.load(words + step * (STRIP * STEP // 8), eviction_policy="evict_first")
-        both = tl.load(scale + step * STRIP)  # a load of less than four bytes would not be asked for ahead
-        left = tl.load(given + step * STEP, mask=live[:, None], other=0.0)
-        right = tl.load(given + step * STEP + STEP // 2, mask=live[:, None], other=0.0)
+        both = tl.load(scale + step * (STRIP * 2))  # a load of less than four bytes would not be asked for ahead
+        k = step * STEP + own
+        inside, beyond = live[:, None], live[:, None]
+        if STEP * STEPS != K:
+            inside, beyond = inside & (k < K)[None, :], beyond & (k + STEP // 2 < K)[None, :]
+        left = tl.load(given + step * STEP, mask=inside, other=0.0)
+        right = tl.load(given + step * STEP + STEP // 2, mask=beyond, other=0.0)
+        both = tl.reshape(tl.broadcast_to(both[:, :, None], (BN, 2, STEP // 16)), (BN, STEP // 8))
         some, others = _widened(packed, both)
         acc = tl.dot(some.to(left.dtype), tl.trans(left), acc)
         acc = tl.dot(others.to(right.dtype), tl.trans(right), acc)
@@ -76,7 +83,7 @@ def multiply(acc, weights, scales, source, live, expert, first, N: tl.constexpr,
 
 @triton.jit
 def _widened(packed, both):
-    """[BN, W] words and pairs of scales [BN] as [BN, 4 W] numbers of the lower halves of bytes, and of the upper ones."""
+    """[BN, W] words and pairs of scales as [BN, 4 W] numbers of the lower halves of bytes, and of the upper ones."""
     if INTERPRETED:
         lower, upper = both << 16, both & -65536
         a, b = _of_code(packed, lower), _of_code(packed >> 8, lower)
@@ -87,7 +94,7 @@ def _widened(packed, both):
         # it is said to have effects: Triton would otherwise see that an operand came as bytes, and add up in another
         # order on some cards
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _WIDEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [packed, both[:, None]], _EIGHT, is_pure=False, pack=1
+            _WIDEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [packed, both], _EIGHT, is_pure=False, pack=1
         )
     some = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (packed.shape[0], packed.shape[1] * 4))
     others = tl.reshape(tl.join(tl.join(e, g), tl.join(f, h)), (packed.shape[0], packed.shape[1] * 4))
@@ -100,4 +107,4 @@ def _of_code(packed, scale):
     size, sign = packed & 7, 1.0 - 2.0 * ((packed >> 3) & 1)
     high = size >> 1
     whole = tl.where(high > 0, (2 + (size & 1)) << high, 2 * size).to(tl.float32) * 2.0**-63
-    return sign * whole * (scale.to(tl.float32, bitcast=True)[:, None] * 2.0**-65)
+    return sign * whole * (scale.to(tl.float32, bitcast=True) * 2.0**-65)

@@ -20,6 +20,7 @@ from forerun.models.pages import PAGE
 
 SPREADING = 64  # programs to a group and head that write keys and values of 8 bits as numbers of 16
 COMBINING = 1024  # programs that look for parts to add up, at most
+PROMPT_STAGES = {64: 6, 128: 4}  # pages that are on their way at once, by the width of heads
 _FORMATS = {torch.int8: kv_bytes.INT8.value, torch.float8_e4m3fn: kv_bytes.E4M3.value}
 
 
@@ -49,6 +50,7 @@ class Attention:
         self.parts = torch.empty(rows * widest, device=device)
         self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
         self.numbers = self.parts.view(torch.float16)  # keys and values of 8 bits, as a pass reads them: see _spread
+        self._described = dict[int, tuple[Any, Any]]()  # keys and values of layers, for the copy engine
         self.in_order = torch.arange(PAGES, dtype=torch.int32, device=device)
 
     def attend(
@@ -73,7 +75,7 @@ class Attention:
         cap, kv_heads, dim = config.attention_softcap or 0.0, kv.shape[1], kv.shape[3]
         scale = config.attention_scale / (cap or math.log(2))  # scores are exponents of 2
         each = power_of_two(config.heads // kv_heads)
-        how = how or sharing_for(size, kv_heads, dim, self.processors, self.hopper)
+        how = how or sharing_for(size, each, kv_heads, dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
         grid, each_tree = (size.attending(how.programs), kv_heads, 1), size.groups // size.trees
@@ -109,6 +111,9 @@ class Attention:
         shapes = each, config.kv_heads, config.head_dim
         how = how or tiled_sharing(size, *shapes, self.processors, self.hopper, scales is not None)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
+        if how.copied and not window and not cap and sinks is None:
+            self._attend_prompts(run, queries, kv, out, scale, each, settings)
+            return
         limit = {} if how.registers is None else {"maxnreg": how.registers}
         keys, values, kept_as = stores_of(kv, scales)
         shape: dict[str, Any] = {
@@ -141,6 +146,22 @@ class Attention:
             out, queries, keys, values, run.ints, run.groups[size.shared :], run.positions, self.parts, self.tops,
             self.sums, own, scale, kv.stride(1), self.split_stride, STEP=8, SKIPS=how.walked > 0,
             num_warps=4 if config.head_dim <= 128 else 8, **shape, **settings,
+        )  # fmt: skip
+
+    def _attend_prompts(
+        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, scale: float, each: int, settings: dict[str, Any]
+    ) -> None:
+        """Where there are no trees that branch, and each group has a program: nothing is left to add up."""
+        from forerun.models.cuda.kernels.hopper import prompts
+
+        heads, dim = kv.shape[1], kv.shape[3]
+        described = self._described.get(kv.data_ptr())
+        if described is None:
+            described = self._described[kv.data_ptr()] = prompts.describe(kv[0]), prompts.describe(kv[1])
+        prompts.attend[run.size.shared, heads](
+            queries, *described, run.ints, run.groups, run.positions, out, scale, kv.stride(1) // dim,
+            H=self.config.heads, HKV=heads, EACH=each, D=dim, STAGES=PROMPT_STAGES[dim], ROOM=self.room, num_warps=4,
+            **settings,
         )  # fmt: skip
 
     def _spread(

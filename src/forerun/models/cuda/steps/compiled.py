@@ -30,7 +30,7 @@ class CompiledSteps(FusedSteps):
         for weight in weights:
             self.products.reserve(weight, MAX_ROWS)
         self.norm_tile = columns_of(self.width, PIECES)  # what the embedding leaves, too
-        self.norms = HandedOn(self.inverses, self.squares, PIECES)
+        self.norms = HandedOn(self.inverses, self.squares, PIECES, self.pdl)
         self._norm = Norm(self.squares, PIECES, self.width, model.config.norm_eps)
         gates_apart = any(isinstance(layer.gate_up, Strips) and not layer.gate_up.gated for layer in model.layers)
         most = max(self.qkv_outputs, self.width, 2 * model.config.inner if gates_apart else 0)
@@ -93,7 +93,7 @@ class CompiledSteps(FusedSteps):
 def _one_of_each(model: Model) -> list[Strips]:
     """The weights of a model, without those that are like another."""
     found = dict[tuple[object, ...], Strips]()
-    weights = [model.head]
+    weights = [model.head, *([] if model.entry is None else [model.entry])]
     for layer in model.layers:
         weights += [layer.qkv, layer.o, layer.gate_up, layer.down]
     for weight in weights:

@@ -23,10 +23,11 @@ LEAST = 512  # of the depth: of a split, where there would be few programs
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
 ALONE = 8  # programs of one warp to a multiprocessor, at least: fewer leave the memory idle
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
-FULL_NODES = 16  # of a group of a prompt, mostly
+FULL = 0.9  # share of the multiprocessors that have a program of a prompt: enough that no context is shared out
 FEWEST_ROWS = 16  # of a program of a tiled pass
 MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
 THINNEST = 32  # numbers of a head that eight threads read, a word each at least (kernels/few.py)
+COPIED: tuple[int, ...] = ()  # numbers of heads given to kernels/hopper/prompts.py: 64, 128 once it is timed
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
@@ -115,19 +116,25 @@ class Sharing:
     rows: int = 64  # queries of a program of a tiled pass; groups of more are read in parts
     warps: int = 4  # 1: of those that read numbers of 8 bits by themselves (kernels/few.py)
     spread: bool = False  # are keys and values of 8 bits written as numbers of 16 before large groups read them?
+    copied: bool = False  # may Hopper's copy engine fetch what whole groups see (kernels/hopper/prompts.py)?
 
 
-def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
-    """For passes of this size over `heads` key-value heads. Other GPUs than Hopper's were not measured."""
+def sharing_for(size: Size, each: int, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
+    """For passes of this size over `heads` key-value heads of `each` queries. Hopper alone was measured."""
     few = 2 * size.shared * heads < 3 * processors  # so few groups that a program each would leave some idle
     if few or head_dim > WIDEST or not hopper or _may_branch(size):
         return shared_out(size, heads, head_dim, processors)
     if size.rows < 8 * size.groups:
         return Sharing(min(FEWEST, programs_for(size, heads, processors)), SHORT_SPLITS, stages=2, narrow=True)
     # no other passes than those over prompts have so few groups: two programs to a multiprocessor, however long
-    if size.splits <= SHORT_SPLITS or size.rows * heads >= 2 * FULL_NODES * processors:
+    if size.splits <= SHORT_SPLITS or _fills(size, each, heads, processors):
         return Sharing(1, size.splits, stages=3, narrow=True)
     return Sharing(programs_for(size, heads, processors), SHORT_SPLITS, stages=3, narrow=True)
+
+
+def _fills(size: Size, each: int, heads: int, processors: int) -> bool:
+    """Do programs of full groups, one to a group and head, fill a GPU?"""
+    return size.rows * each * heads >= FULL * processors * TILED_QUERIES
 
 
 def _may_branch(size: Size) -> bool:
@@ -165,8 +172,8 @@ def tiled_sharing(
         return Sharing(programs, 0, stages, most, rows=rows, warps=warps)
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
-    if size.rows * heads >= 2 * FULL_NODES * processors:
-        return replace(how, spread=kept_in_bytes)
+    if _fills(size, each, heads, processors):
+        return replace(how, spread=kept_in_bytes, copied=not kept_in_bytes and head_dim in COPIED)
     return replace(how, programs=programs, walked=SHORT_SPLITS)
 
 

@@ -1,4 +1,4 @@
-"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels/wide.py).
+"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels/hopper/wide.py).
 
 Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
 changes only their speed: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.kernels import wide as kernels_wide
+from forerun.models.cuda.compile.together import compile_together
+from forerun.models.cuda.kernels.hopper import wide as kernels_wide
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
-from forerun.models.cuda.steps.compiling import compile_together
 from forerun.models.cuda.steps.finish import Sums, or_unused
 from forerun.models.cuda.steps.tiles import MANY
 from forerun.models.cuda.weights import Weight

@@ -97,6 +97,8 @@ class Module:
         data, scales, zeros = read[self.scheme.layout](rows, columns)
         if not bool(scales.isfinite().all()):
             raise self._damaged(self._scale_name(), "has values that are not finite")
+        if not bool(scales.any()) and bool(data.float().diff().any()):
+            raise self._damaged(self._scale_name(), "is 0 throughout, and its weight is not")
         if self.scheme.block[0] > 1:
             scales = scales.repeat_interleave(min(self.scheme.block[0], rows), 0)[:rows]
         return Numbers(data, scales, zeros, self._groups(columns, scales.shape[1]))

@@ -18,6 +18,8 @@ from importlib import import_module
 from signal import SIG_IGN, SIGINT, signal
 from typing import IO, Any, cast
 
+from forerun.models.cuda.compile.on_disk import triton_key, use_triton_key
+
 LONGEST = 60.0  # seconds that a process may take to end
 
 
@@ -33,9 +35,12 @@ class Job:
     target: Any
     options: dict[str, Any]
     environment: Any
+    triton: str  # Triton's key
 
     def compile(self) -> None:
         """Into the cache; so is what launches the kernel, where that can be made."""
+        use_triton_key(self.triton)
+        import_module("triton.knobs").compilation.store_binary_only = True  # a launch would read all it is made from
         kernel = getattr(import_module(self.module), self.kernel)
         kernel.hash = self.hash
         source = self.source(kernel, self.signature, self.constants, self.attributes)
@@ -64,7 +69,7 @@ def job_of(compile_kernel: Any) -> Job | None:
         return None
     job = Job(
         kernel.module, kernel.fn.__qualname__, kernel.cache_key, type(source), source.signature, source.constants,
-        source.attrs, target, dict(options.__dict__), environment,
+        source.attrs, target, dict(options.__dict__), environment, triton_key(),
     )  # fmt: skip
     return None if job.is_cached(source) else job
 

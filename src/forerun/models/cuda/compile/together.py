@@ -4,6 +4,9 @@
 asks for its kernel, which is compiled in a thread. At the end all kernels are where launches look for them. Triton has
 most of this (`AsyncCompileMode` of Triton 3.6), but waits for a kernel as soon as it is launched.
 
+Work that is asked for by a name (`what`) is noted once all its kernels are on disk (`on_disk`): the next process does
+not ask for them, and its launches read each kernel when they need it.
+
 About a third of a compilation holds Python's global lock, so each thread has a process of its own (`compile_worker`),
 which compiles what is not on disk yet. To do without them, set MOST_THREADS to 0: kernels are then compiled when they
 are first launched.
@@ -25,7 +28,8 @@ from typing import Any
 
 import torch
 
-from forerun.models.cuda.steps.compile_worker import Worker, job_of
+from forerun.models.cuda.compile.on_disk import KernelNote, triton_key
+from forerun.models.cuda.compile.worker import Worker, job_of
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
@@ -37,23 +41,30 @@ _KNOWN = "3.6."  # versions of Triton; launches of 3.8 keep a kernel that failed
 _alone = threading.Lock()  # one at a time may exchange what a launch does
 
 
-def compile_together(work: Callable[[], None]) -> None:
+def compile_together(work: Callable[[], None], what: object = None) -> None:
     """Compile all kernels that `work` launches, and launch none of them. What else it does is done.
+
+    `what` tells all that its kernels follow from: nothing is done where they are known to be on disk.
 
     Does nothing, not even `work`, where Triton is missing or cannot do this. A kernel that cannot be compiled is
     compiled again when it is launched, which then says why.
     """
-    if begun := begin_compiling(work):
+    if begun := begin_compiling(work, what):
         begun.finish()
 
 
-def begin_compiling(work: Callable[[], None]) -> Compiling | None:
+def begin_compiling(work: Callable[[], None], what: object = None) -> Compiling | None:
     """The same without waiting for the kernels; None = there is nothing to wait for."""
     threads = _thread_count()
     if not threads:
         return None
+    triton_key()
+    note = None if what is None else KernelNote(what)
+    if note is not None and note.holds():
+        log.info("all kernels are on disk")
+        return None
     pool = _Pool(threads)
-    begun = Compiling(import_module(_ASYNC).AsyncCompileMode(pool))
+    begun = Compiling(import_module(_ASYNC).AsyncCompileMode(pool), note)
     try:
         with _alone, _launching_nothing(begun.mode):
             work()
@@ -70,8 +81,8 @@ def begin_compiling(work: Callable[[], None]) -> Compiling | None:
 class Compiling:
     """Kernels that are being compiled. A launch that needs one of them meanwhile compiles it again."""
 
-    def __init__(self, mode: Any) -> None:
-        self.mode, self._started = mode, perf_counter()
+    def __init__(self, mode: Any, note: KernelNote | None = None) -> None:
+        self.mode, self._note, self._started = mode, note, perf_counter()
 
     @property
     def is_done(self) -> bool:
@@ -83,6 +94,8 @@ class Compiling:
         for i, kernel in enumerate(kernels):
             progress.info("compiling kernels: %d of %d", i + 1, len(kernels))
             kernel.result(ignore_errors=True)
+        if self._note is not None:
+            self._note.write(kernel.kernel for kernel in kernels)
         log.info("compiled %d kernels in %.1f s", len(kernels), perf_counter() - self._started)
 
 
@@ -153,19 +166,31 @@ def _thread_count() -> int:
 def _launching_nothing(mode: Any) -> Iterator[None]:
     """Launches of this thread only hand their kernel to the mode; those of other threads go on as ever."""
     kernels, active = import_module("triton.runtime.jit").JITFunction, import_module(_ASYNC).active_mode
-    run = kernels.run
+    run, compile_kernel, asked = kernels.run, kernels._do_compile, list[tuple[dict[Any, Any], Any, Any]]()
 
     def ask(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
         asks = active.get() is mode  # of each thread its own
         return run(kernel, *args, grid=grid, warmup=warmup or asks, **settings)
 
+    def ask_once(kernel: Any, key: Any, signature: Any, device: Any, *given: Any, **more: Any) -> Any:
+        """Its place is taken: a launch of the same kernel, and there are forty of each, need not find its key."""
+        found = compile_kernel(kernel, key, signature, device, *given, **more)
+        if active.get() is mode and found is not None:
+            known = kernel.device_caches[device][0]
+            known[key] = found
+            asked.append((known, key, found))
+        return found
+
     token = active.set(mode)
-    kernels.run = ask
+    kernels.run, kernels._do_compile = ask, ask_once
     try:
         yield
     finally:
-        kernels.run = run
+        kernels.run, kernels._do_compile = run, compile_kernel
         active.reset(token)
+        for known, key, found in asked:
+            if known.get(key) is found:  # the kernel itself comes at the end
+                del known[key]
 
 
 @lru_cache(maxsize=16)

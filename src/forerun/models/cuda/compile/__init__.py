@@ -1,0 +1,1 @@
+"""Kernels before they are launched: compiled together, in processes of their own, found on disk, captured later."""

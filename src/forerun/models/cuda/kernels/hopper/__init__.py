@@ -1,0 +1,1 @@
+"""Kernels in Gluon for Hopper's copy engine and asynchronous tensor cores."""
