@@ -2,9 +2,8 @@
 
 Passes take t(rows), rounded up to the sizes that passes have there, and end in the order in which they were launched;
 the verdict waits for the end. The next pass can be launched before the last one is read, as on a GPU. What goes into a
-pass beside trees is decided by the code that decides it there (forerun.models.cuda.chunks). With a counted clock the
-host's work is counted too, and hidden while the device is busy; with a WallClock only the host's work is real.
-What the target says comes from texts that are known, or is drawn.
+pass beside trees is decided by the code that decides it there. With a counted clock the host's work is counted too, and
+hidden while the device is busy; with a WallClock it alone is real. Texts are known, or drawn.
 """
 
 from __future__ import annotations
@@ -115,6 +114,7 @@ class SimulatedDevice(UnpagedTarget):
     _promised: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
     _free_at: float = 0.0  # when the device has nothing to do
+    _paced: float = 0.0  # when the last pass over prompts alone ends
     _logits: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,25 +139,23 @@ class SimulatedDevice(UnpagedTarget):
         return rows_beside(nodes, rows, waiting)
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
-        read = self._keep(seqs, first_rows(self._fresh(seqs), MAX_ROWS if rows is None else rows))
+        fresh = first_rows(self._fresh(seqs), MAX_ROWS if rows is None else rows)
         self.host_works(len(seqs))
-        _, taken = self._run(0, read.nodes)
-        return read, Scores(None, seconds=lambda: taken)
+        before, (self._paced, taken) = self._paced, self._run(0, seqs, fresh)
+        self.clock.wait_until(before)  # as forerun.models.cuda.target.PromptPace does
+        return self._keep(seqs, fresh), Scores(None, seconds=lambda: taken)
 
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None) -> Scores:
         began = WALL()
         self.host_works(len(seqs))
-        fresh, starting = list[list[int]](), set[int]()
+        readers = () if prompts is None else prompts.seqs
+        fresh, starting = self._fresh(readers), {seq.id for seq in readers}
         if prompts is not None:
-            starting = {seq.id for seq in prompts.seqs}
-            fresh = self._fresh(prompts.seqs)
-            fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
-        end, taken = self._run(trees.nodes if trees.form is None else trees.form.rows, sum(map(len, fresh)))
-        follows = trees.is_plain() or trees.form is not None
-        known = Greedy(
-            verdict=lambda: self._decide(seqs, trees, end, starting), next_roots=next_roots if follows else None
-        )
-        read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
+            fresh = beside_trees(fresh, trees, prompts.rows, least_rows(readers, fresh, seqs))
+        end, taken = self._run(trees.nodes if trees.form is None else trees.form.rows, readers, fresh)
+        roots = next_roots if trees.is_plain() or trees.form is not None else None
+        known = Greedy(verdict=lambda: self._decide(seqs, trees, end, starting), next_roots=roots)
+        read = None if prompts is None else (self._keep(readers, fresh), Scores(None))
         self.spent += WALL() - began
         return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
 
@@ -188,12 +186,14 @@ class SimulatedDevice(UnpagedTarget):
     def host_works(self, sequences: int) -> None:
         self.clock.spend(self.speeds.host + self.speeds.host_row * sequences)
 
-    def _run(self, nodes: int, prompts: int) -> tuple[float, float]:
+    def _run(self, nodes: int, readers: Sequence[Seq], fresh: Sequence[list[int]]) -> tuple[float, float]:
         """Launch a pass; when it ends, and what it takes."""
-        started = max(self.clock.seconds, self._free_at)
+        started, prompts = max(self.clock.seconds, self._free_at), sum(map(len, fresh))
         if nodes + prompts:
             self.passes.append((nodes, prompts))
-            self.busy_for(self.speeds.of_pass(nodes + prompts))
+            columns = zip(readers, fresh, strict=True)
+            seen = sum([len(rows) * (self.cached_tokens(seq) + len(rows) / 2) for seq, rows in columns])
+            self.busy_for(self.speeds.of_pass(nodes + prompts) + self.speeds.context * seen)
         return self._free_at, self._free_at - started
 
     def _fresh(self, seqs: Sequence[Seq]) -> list[list[int]]:

@@ -61,6 +61,7 @@ class Speeds:
     prompt_pass: float = 3e-5  # and the start of a handful of kernels
     host: float = 1.5e-4  # of launching a round, and the same of ending it
     host_row: float = 1.2e-5  # and of every sequence in it
+    context: float = 0.0  # of every row of a prompt, for every token before it
 
     def of_pass(self, rows: int) -> float:
         """Of the next size that passes have; of several where one does not take all rows."""

@@ -34,10 +34,10 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     groups: list[list[int]] = []
     begin = engine.scheduler.begin
 
-    def note(readers: Sequence[SequenceState]) -> None:
+    def note(readers: Sequence[SequenceState], rows: int) -> None:
         if readers:
             groups.append([seq.id for seq in readers])
-        begin(readers)
+        begin(readers, rows)
 
     monkeypatch.setattr(engine.scheduler, "begin", note)
     return groups

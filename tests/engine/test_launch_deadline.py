@@ -11,7 +11,8 @@ import pytest
 
 from forerun.core.params import SamplingParams
 from forerun.engine import round as rounds
-from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
+from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, SURE, LaunchDeadline
+from forerun.engine.scheduler import NOTHING_READ
 from lab.simulate.device import SimulatedDevice
 from tests.engine.test_driver import make
 from tests.simulate.load import Answered, SimulatedServer, asks
@@ -20,9 +21,11 @@ A, B = object(), object()  # sequences
 ROUND = 8e-3
 
 
-def launched(seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form") -> Any:
-    trees = SimpleNamespace(form=form, draft_seconds=0.0)
-    return SimpleNamespace(seqs=seqs, trees=trees, scores=SimpleNamespace(seconds=lambda: seconds, read=read))
+def launched(
+    seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form", reading: float = 0.0
+) -> Any:
+    trees, scores = SimpleNamespace(form=form, draft_seconds=0.0), SimpleNamespace(seconds=lambda: seconds, read=read)
+    return SimpleNamespace(seqs=seqs, trees=trees, scores=scores, chunk=NOTHING_READ._replace(begun=reading))
 
 
 def after_a_round(waited: float = 1.0, **other: Any) -> LaunchDeadline:
@@ -76,6 +79,19 @@ def test_the_shortest_of_late_counts() -> None:
     assert late.left(1.0) == pytest.approx(before + (LONGER - 1.0) * ROUND)
     late.note_read(launched([A], ROUND / 2), launched([A, B]), 1.0, 1.0)
     assert late.left(1.0) == pytest.approx(before - ROUND / 2)
+
+
+def test_prompts_that_are_read_leave_more_time() -> None:
+    late, whole = after_a_round(), ROUND - SPARE - LAUNCHES * 5e-4
+    for _ in range(2 * QUIET):
+        late.note_read(launched([A, B]), launched([A, B], reading=5e-3), 1.0, 2.0)
+    assert late.left(2.0) == pytest.approx(whole + SURE * 5e-3), "also where nobody has come for long"
+    late.note_read(launched([A, B], read=object()), launched([A], form="new", reading=5e-3), 1.0, 3.0)
+    assert late.left(3.0) == pytest.approx(SURE * 5e-3 - ROUND + whole), "all that is known of a new kind of round"
+    late.note_prompts(7e-3, 4.0)
+    assert late.left(4.0) == pytest.approx(SURE * 7e-3 - ROUND + whole)
+    late.note_prompts(0.0, 5.0)
+    assert late.left(5.0) == 0.0
 
 
 def test_a_round_behind_nothing_begins_when_it_is_launched() -> None:

@@ -12,7 +12,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.engine import scheduler as scheduler_module
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import PARTS, READ_TURN, PrefillRows
+from forerun.engine.scheduler import COMPANY, READ_TURN, PrefillRows
 from forerun.models.base import ON_CPU
 from forerun.testing import TableLM
 from tests.exactness.harness import run
@@ -80,8 +80,8 @@ def test_the_long_one_has_its_turn_under_any_load(monkeypatch: pytest.MonkeyPatc
     assert passes_of_the_long_one(make(), most) > most, "the negative control"
 
 
-def test_passes_of_its_own_are_smaller_once_it_was_overtaken() -> None:
-    """Nobody runs: a request that comes waits for one pass at least."""
+def test_passes_of_its_own_are_smaller_once_a_prompt_was_overtaken() -> None:
+    """Nobody runs: a request that comes waits for one pass at least. After a while nobody is expected any more."""
     engine = make(reads=0)
     (long,) = engine.reading
     read = [engine.target.cached_tokens(long)]
@@ -96,7 +96,10 @@ def test_passes_of_its_own_are_smaller_once_it_was_overtaken() -> None:
     assert passes_until(engine, first, 2) <= 2
     read[-1] = engine.target.cached_tokens(long)
     assert not engine.running
-    assert rows() == 4 * ROWS // PARTS
+    assert rows() == ROWS
+    assert engine.scheduler.company == COMPANY - 1
+    engine.scheduler.company = 0
+    assert rows() == 4 * ROWS
 
 
 def test_more_urgent_prompts_are_not_overtaken() -> None:

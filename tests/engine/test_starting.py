@@ -137,7 +137,7 @@ def test_nobody_starts_beside_trees_from_the_host_and_beside_roots_a_starter_is_
 def test_what_prompts_add_to_a_round_is_learnt_only_where_running_sequences_waited() -> None:
     engine = make("none", TEXTS, 8)
     noted = list[int]()
-    engine.prefill_rows.observe = lambda seconds, rows: noted.append(rows)  # type: ignore[method-assign]
+    engine.prefill_rows.observe = lambda seconds, rows, before: noted.append(rows)  # type: ignore[method-assign]
     engine.submit(Request(TEXTS[0][0], SamplingParams(max_tokens=5)))
     while not noted:
         engine.step()

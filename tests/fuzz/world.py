@@ -234,7 +234,7 @@ class RandomRows(PrefillRows):
     def rows(self, running: int = 1, waiting: int = 0) -> int:
         return min(plan.MAX_ROWS, self.rng.choice(self.choices))
 
-    def observe(self, seconds: float, rows: int) -> None:
+    def observe(self, seconds: float, rows: int, before: float = 0.0) -> None:
         pass
 
 

@@ -11,6 +11,7 @@ import torch
 from forerun.core.offer import Form, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.drafters.device.features import MOST_UNREAD
 from forerun.drafters.device.plan import FORMS, ROOM, bucket_of, form_of, forms_for, trees_of
 from forerun.drafters.device.protocol import Seats, Unread
 from forerun.models.base import Target
@@ -114,6 +115,9 @@ class SimulatedHead(BaseDrafter):
         if scores.logits is None:
             for seq, rows in zip(seqs, trees.sizes(), strict=True):
                 self._unread[seq.id], self._waits[seq.id] = self._unread.get(seq.id, 0) + rows, 0
+            if (many := sum(self._unread.values())) > MOST_UNREAD:
+                self._unread.clear()
+                self.gpu.busy_for(self.gpu.speeds.of_reading(many))
             return
         waiting = [seq for seq in seqs if seq.id in self._unread]
         for seq in waiting:

@@ -93,7 +93,7 @@ class SimulatedServer:
         while arrivals or self.engine.busy:
             while arrivals and arrivals[0][0] <= self.clock.seconds:
                 when, client = heapq.heappop(arrivals)
-                number = self._submit(pending.pop(client))
+                number = self.submit(pending.pop(client))
                 asked[number] = when, len(self.gpu.passes), client
                 last[number] = -1.0
             if not self.engine.busy:
@@ -120,7 +120,7 @@ class SimulatedServer:
         found.seconds = self.clock.seconds - started
         return found
 
-    def _submit(self, ask: Ask) -> int:
+    def submit(self, ask: Ask) -> int:
         prompt = tuple([1 + i % 1000 for i in range(ask.prompt)])
         params = SamplingParams(max_tokens=ask.answer, ignore_eos=True)
         return self.engine.submit(Request(prompt, params, drafter=self.drafter))

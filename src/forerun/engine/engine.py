@@ -169,10 +169,10 @@ class Engine:
         budgets = cut_budgets(seqs, self.controller.plan(seqs), self.target.reaches(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._preempt)
-        readers = scheduler.next_readers(rows) if rows else []
+        readers, rows = scheduler.next_chunk(self.prefill_rows, rows)
         if readers or seqs is not whole:
             self.timeline.open([*seqs, *readers])
-            self._begin(readers, seqs)
+            self._begin(readers, rows, seqs)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         seqs, trees = self._with_starters(seqs, trees, readers, rows)
@@ -192,7 +192,8 @@ class Engine:
         assert change is not None, "a round is opened before it is launched"
         scores = self._score(seqs, trees, readers, rows)
         clock.lap("pass")
-        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, plan_of(budgets, trees))
+        plan, chunk = plan_of(budgets, trees), self.scheduler.known_chunk(self.prefill_rows, readers)
+        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, plan, chunk)
         if self.timeline.depth > 1:
             self.deadline.note_start(launched, self.stats.now())
         self.timeline.launched(launched)
@@ -226,7 +227,7 @@ class Engine:
         self.controller.observe(outcome)
         line.complete(advances)
         if launched.seqs[0] not in readers:  # else no running sequence has waited for these prompts
-            self.prefill_rows.observe(spent, rows)
+            self.prefill_rows.observe(spent, rows, launched.chunk.before)
         self.stats.count(outcome, tokens, clock)
         for advance in advances:
             if (adapter := advance.seq.adapter) and advance.counts and adapter.name in (self.adapters or ()):
@@ -286,16 +287,13 @@ class Engine:
         plan = self._next_plan(last, seqs)
         if plan is None:
             return None
-        starters, readers = list[SequenceState](), list[SequenceState]()
-        grows = plan.kind == "trees"
-        trees = self._grown(last, seats, plan) if grows else None
-        if trees is not None:
-            readers = scheduler.next_readers(share) if share else []
-            starters, trees = self._in_padding(others, trees, readers, share, known.sampled)
-        elif grows or not self._has_room(last, seats, 1):
+        trees = self._grown(last, seats, plan) if (grows := plan.kind == "trees") else None
+        if trees is None and (grows or not self._has_room(last, seats, 1)):
             return None
+        readers, share = scheduler.next_chunk(self.prefill_rows, share)
+        if trees is not None:
+            starters, trees = self._in_padding(others, trees, readers, share, known.sampled)
         else:
-            readers = scheduler.next_readers(share) if share else []
             starters = scheduler.starters(readers, len(seqs) + len(readers), share)
             if starters and not self._device_decides([*others, *starters], known.sampled):
                 starters = []
@@ -303,11 +301,12 @@ class Engine:
         if trees is None:
             return None
         self.timeline.open([*both, *readers])
-        self._begin(readers, seqs)
+        self._begin(readers, share, seqs)
         scheduler.start(starters)
         seqs = [*seqs, *starters]
         scores = self._score(seqs, trees, readers, share)
-        return LaunchedRound(Change([*seqs, *readers]), seqs, readers, trees, scores, last.clock, plan)
+        change, chunk = Change([*seqs, *readers]), scheduler.known_chunk(self.prefill_rows, readers)
+        return LaunchedRound(change, seqs, readers, trees, scores, last.clock, plan, chunk)
 
     def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> RoundPlan | None:
         """The plan of the next round, if it is known before the last one is read."""
@@ -348,11 +347,10 @@ class Engine:
 
     def _roots(self, last: LaunchedRound, seats: Seats) -> TreeBatch | None:
         """Lone roots, behind others or behind trees."""
-        known, device = last.scores.greedy, None
+        known = last.scores.greedy
         if known is None or known.next_roots is None:
             return None
-        if last.trees.form is not None:
-            device = self.drafters.device([seq for seq, _ in seats])
+        device = None if last.trees.form is None else self.drafters.device([seq for seq, _ in seats])
         if device is not None:
             device.rest(seats, Unread(last.trees, last.scores.hidden))
         return known.next_roots(seats)
@@ -417,22 +415,25 @@ class Engine:
     # ---- prompts
 
     def _prefill(self) -> None:
-        """No sequence runs: prefill as many rows as a pass takes at best, and start the sequences that it completes."""
-        rows, scheduler = self.scheduler.rows_alone(), self.scheduler
-        seqs = scheduler.next_readers(rows)
-        if not seqs and scheduler.next_scored() is not None:
-            return
+        """No sequence runs: prefill, in whole passes where no other is expected, and start whoever is read."""
+        scheduler = self.scheduler
+        seqs, rows = scheduler.next_readers(self.target.pass_rows), self.target.pass_rows
+        if not scheduler.is_alone(seqs):
+            seqs, rows = scheduler.next_chunk(self.prefill_rows, self._prefill_share(0))
         if not seqs:
-            self.timeline.end(no_room_for(next(scheduler.in_turn())))
+            if scheduler.next_scored() is None:
+                self.timeline.end(no_room_for(next(scheduler.in_turn())))
             return
         clock = self.stats.clock()
         self.timeline.open(seqs)
-        self._begin(seqs)
+        self._begin(seqs, rows)
         starters, roots = self._with_starters([], TreeBatch.chains([]), seqs, rows)
         if starters:  # no drafter has seen them yet: the controller is not asked, and plans no trial in vain
             self._launch(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
             return
         chains, scores = self.target.prefill(seqs, self._needs(seqs), rows)
+        chunk = scheduler.known_chunk(self.prefill_rows, seqs)
+        self.deadline.note_prompts(chunk.seconds and chunk.seconds + self.prefill_rows.plain, self.stats.now())
         self._observe_prompts(seqs, chains, scores)
         self.stats.count_prompts(scores, self._note_prefill(seqs, chains, clock.started), clock)
         self.timeline.change = None
@@ -463,16 +464,16 @@ class Engine:
             seq.note_prompt_logprobs(self._scored.pop(seq.id))
         self.timeline.change = None
 
-    def _begin(self, readers: Sequence[SequenceState], beside: Sequence[SequenceState] = ()) -> None:
+    def _begin(self, readers: Sequence[SequenceState], rows: int, beside: Sequence[SequenceState] = ()) -> None:
         """The coming pass reads parts of these prompts."""
         self.drafters.gather(readers, beside)
-        self.scheduler.begin(readers)
+        self.scheduler.begin(readers, rows)
 
     def _prefill_share(self, running: int) -> int:
         """Rows of prompts in the coming round. The controller is told how many wait for prefill."""
         rows, waiting = 0, NONE_WAIT
         if self.scheduler.has_prompts:
-            rows = self.prefill_rows.rows(running, self.scheduler.could_start)
+            rows = self.prefill_rows.rows(running, self.scheduler.left_behind(self.prefill_rows.rows()))
             waiting = self.scheduler.waiting_prompts(rows)
         if waiting is not self._waiting_prompts:  # else none wait, as before
             self._waiting_prompts = waiting
@@ -487,8 +488,7 @@ class Engine:
 
     def _note_prefill(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
         """Chunks of these prompts were prefilled since `started`; returns the rows that were computed."""
-        found, stats = 0, self.stats
-        seconds = stats.now() - started
+        found, stats, seconds = 0, self.stats, self.stats.now() - started
         for seq in seqs:
             if not seq.prompt_seconds:
                 reused = self.target.reused_tokens(seq)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +47,11 @@ from forerun.core.types import (
 )
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
+from forerun.engine.scheduler import NOTHING_READ, Chunk, Scheduler
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.engine.stats import RoundClock, RoundCounts, captures_awaited
 from forerun.models.base import CapturesLater, Target
 from forerun.verify.base import traits_of
-
-if TYPE_CHECKING:
-    from forerun.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 # sequences of a round, and their places in the round before; -1 = none
@@ -83,6 +81,7 @@ class LaunchedRound(NamedTuple):
     scores: Scores
     clock: RoundClock
     plan: RoundPlan
+    chunk: Chunk = NOTHING_READ  # of the readers' prompts
 
     def after(self, clock: RoundClock) -> LaunchedRound | None:
         """This round once the round before it has been closed; None = all of its sequences ended with that."""
@@ -240,6 +239,7 @@ LAUNCHES = 2.0  # times the mean time of a launch, kept for the next launch
 SMOOTH = 0.1  # weight of the last launch in that mean
 LONGER = 1.02  # growth per round of the shortest time seen, so that old minima fade
 LATE = 2e-4  # seconds: a host that waits less than this for the device was late itself
+SURE = 0.9  # of the seconds that prompts are expected to add to a round
 QUIET = 16  # rounds without a change of sequences, after which a launch no longer waits
 
 
@@ -250,15 +250,17 @@ class LaunchDeadline:
     sends the next request a moment later, and a request that comes after the launch waits for a whole round more. The
     device needs the next round only when it has finished the one under way. When that is, earlier rounds of the same
     kind without prompts have shown, by the device's own clock: the shortest recent one counts, because a launch that
-    is too early costs one request a round, and a launch that is too late costs every sequence. Where no sequence has
-    joined or left for some rounds, or the host was late itself, nothing waits.
+    is too early costs one request a round, and a launch that is too late costs every sequence. What prompts add is
+    known from `PrefillRows`. Where no sequence has joined or left for some rounds and no prompt is read, or the host
+    was late itself, nothing waits.
     """
 
     def __init__(self) -> None:
         self._shortest: dict[Hashable, float] = {}  # seconds of rounds on the device, by kind
         self._launching = 0.0  # seconds of a launch
         self._began = 0.0  # when the round under way did
-        self._kind: Hashable = None  # of that round
+        self._least: float | None = None  # seconds that it takes, at least
+        self._reads = False  # does it surely read prompts?
         self._quiet = QUIET
         self._seqs: list[SequenceState] = []
 
@@ -268,8 +270,11 @@ class LaunchDeadline:
 
     def note_start(self, launched: LaunchedRound, now: float) -> None:
         """A round was launched behind nothing: it begins now, or later."""
-        self._note_seqs(launched.seqs)
-        self._began, self._kind = now, _kind_of(launched)
+        self._begin(launched, now)
+
+    def note_prompts(self, seconds: float, now: float) -> None:
+        """A pass over prompts alone begins now, and takes about `seconds`; 0 = unknown."""
+        self._began, self._reads, self._least = now, True, SURE * seconds if seconds else None
 
     def note_read(self, done: LaunchedRound, behind: LaunchedRound | None, waited: float, now: float) -> None:
         """A round was read after the host waited `waited` seconds; the round launched behind it begins."""
@@ -278,22 +283,25 @@ class LaunchDeadline:
         if taken is not None and scores.read is None:
             taken += done.trees.draft_seconds
             self._shortest[kind] = min(taken, LONGER * self._shortest.get(kind, taken))
-        self._kind = None
+        self._least = None
         if behind is not None:
-            self._note_seqs(behind.seqs)
-            if waited > LATE:  # else the start of the next round is not known
-                self._began, self._kind = now, _kind_of(behind)
+            self._begin(behind, now)
+            if waited <= LATE:  # the start of the next round is not known
+                self._least = None
 
-    def _note_seqs(self, seqs: list[SequenceState]) -> None:
-        self._quiet = self._quiet + 1 if seqs == self._seqs else 0
-        self._seqs = seqs
+    def _begin(self, launched: LaunchedRound, now: float) -> None:
+        self._quiet = self._quiet + 1 if launched.seqs == self._seqs else 0
+        self._seqs, self._began = launched.seqs, now
+        reading = launched.chunk.seconds
+        self._reads, self._least = reading > 0.0, self._shortest.get(_kind_of(launched), 0.0 if reading else None)
+        if self._least is not None:
+            self._least += SURE * reading
 
     def left(self, now: float) -> float:
         """Seconds for which the next step may wait for requests; 0 or less = it should not."""
-        shortest = None if self._kind is None else self._shortest.get(self._kind)
-        if shortest is None or self._quiet >= QUIET:
+        if self._least is None or (self._quiet >= QUIET and not self._reads):
             return 0.0
-        return self._began + shortest - SPARE - LAUNCHES * self._launching - now
+        return self._began + self._least - SPARE - LAUNCHES * self._launching - now
 
 
 def _kind_of(one: LaunchedRound) -> Hashable:
