@@ -10,7 +10,7 @@ own. The tokens of such a sequence are the decoder's alone, so penalties, limits
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from forerun.core.checks import as_token_ids, as_whole, refuse
@@ -46,6 +46,10 @@ class Budget:
     def runs(self) -> bool:
         """May a drafter that costs something draft?"""
         return self.nodes > 0 and self.depth > 0 and self.source != "free"
+
+    def cut(self, depth: int) -> Budget:
+        """The same, at most so deep."""
+        return self if self.depth <= depth else replace(self, depth=depth)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 0), ("depth", 0), ("width", 1)):

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
 from forerun.models.native.pass_rows import HiddenRows, LayerRows
@@ -215,47 +214,6 @@ def rehearse(
                 drafter.propose([seq], [budget])
     finally:
         drafter.forget(seq)
-
-
-class LastRowDrafter:
-    """Base of drafters that read the last hidden row alone: keeps it, and measures what a level costs."""
-
-    needs = Needs((-1,), match_length=0, may_run=True, last_row=True)
-    sampled = False  # are nodes drawn from the heads' laws?
-    one_pass = False  # do all levels of a draft come from one pass?
-
-    def __init__(self, clock: Clock = WALL) -> None:
-        self._sequences: dict[int, ObservedRows] = {}
-        self._meter = Meter(clock)
-
-    def offer(self, seq: Seq) -> Offer:
-        """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""
-        seconds = self._meter.seconds or UNMEASURED
-        chosen = not (self.sampled and is_drawn(seq))
-        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
-
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        if -1 not in scores.hidden:  # nothing is drafted behind this round
-            for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
-                observed = self._sequences.setdefault(seq.id, ObservedRows())
-                observed.seen, observed.features = observed.seen + 1 + len(path), []
-            return
-        observe_rows(self._sequences, (-1,), seqs, trees, scores, verdict)
-        for seq in seqs:  # only the last row counts
-            observed = self._sequences[seq.id]
-            if observed.features:
-                observed.features, observed.tokens = [observed.features[-1][-1:].clone()], []
-
-    def forget(self, seq: Seq) -> None:
-        self._sequences.pop(seq.id, None)
-
-    def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
-        known = [self._sequences.get(seq.id) for seq in seqs]
-        ready = [is_ready(one, seq, budgets[b]) for b, (one, seq) in enumerate(zip(known, seqs, strict=True))]
-        return [b for b, one in enumerate(known) if ready[b] and one is not None and one.features]
-
-    def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
-        return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
 def wants_sampling(speculative: SpeculativeConfig, can: Abilities) -> bool:

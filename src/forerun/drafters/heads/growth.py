@@ -429,13 +429,12 @@ def lay_out(trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Seq
 # how often the k-th sibling is accepted
 RATES = (0.65, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.008, 0.006)
 TreeShape = tuple["TreeShape", ...]  # of the children, in the order they are drawn: each one's own children
+Drawn = tuple[list[Tree], list[list[int]], list[Tensor]]  # trees, the law that each node came from, the laws
 _ROUND = 4096  # numbers that a round has at a position: more than a tree has nodes
 
 
-def sample_trees(
-    steps: Steps, seqs: Sequence[Seq], budgets: Sequence[Budget], vocabulary: DraftVocabulary
-) -> tuple[list[Tree], list[list[int]], list[Tensor]]:
-    """One tree per sequence drawn from the head's own law: trees, the law that each node came from, the laws."""
+def sample_trees(steps: Steps, seqs: Sequence[Seq], budgets: Sequence[Budget], vocabulary: DraftVocabulary) -> Drawn:
+    """One tree per sequence drawn from the head's own law."""
     logits = steps.first()[:, None]  # [B, W, Vd]
     laws: list[Tensor] = []
     growing = [_Drawn(seq, budget, laws) for seq, budget in zip(seqs, budgets, strict=True)]
