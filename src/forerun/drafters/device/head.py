@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, times, whole
 from forerun.models.layers import pair_up
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
+
+if TYPE_CHECKING:
+    from forerun.drafters.device.fused_head import FusedHeadSteps
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm
@@ -256,20 +259,6 @@ def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
     )  # fmt: skip
 
 
-class HeadSteps(Protocol):
-    """The decoder's steps and the head's input step."""
-
-    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None: ...
-    def pick(self, rows: Tensor) -> None: ...
-    def qkv(self, run: Run, layer: int) -> None: ...
-    def keys_and_values(self, run: Run, layer: int) -> None: ...
-    def attend(self, run: Run, layer: int) -> None: ...
-    def leave_attention(self, run: Run, layer: int) -> None: ...
-    def gate(self, run: Run, layer: int) -> None: ...
-    def leave_mlp(self, run: Run, layer: int) -> None: ...
-    def head(self, run: Run) -> None: ...
-
-
 class PlainHeadSteps(PlainSteps):
     """In plain torch."""
 
@@ -353,7 +342,7 @@ class HeadNet:
         with torch.inference_mode(False):
             shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
             self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.steps: HeadSteps
+        self.steps: PlainHeadSteps | FusedHeadSteps
         if kernels == "triton":
             from forerun.drafters.device.fused_head import CompiledHeadSteps, FusedHeadSteps
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,20 +25,11 @@ from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Needs, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts, lone_roots
-from forerun.drafters.heads.base import (
-    UNMEASURED,
-    Calibration,
-    Meter,
-    ObservedRows,
-    Sizes,
-    head_dtype,
-    is_ready,
-    wants_sampling,
-)
+from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
 from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
-from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
-from forerun.drafters.heads.eagle_torch import TorchRunner
+from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, NativeSteps
+from forerun.drafters.heads.eagle_torch import TorchRunner, TorchSteps
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
@@ -47,7 +38,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import Drawn, Ranks, Steps, Tree, sample_trees
+from forerun.drafters.heads.growth import Drawn, Tree, sample_trees
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.hybrid.latent import LatentAttention
@@ -142,28 +133,6 @@ class FamilyLayer:
 _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 
 
-class Runner(Protocol):
-    """Runs a head on one kind of device: keeps its KV cache of each sequence, and starts drafts."""
-
-    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> RunnerSteps:
-        """Run the observed rows of these sequences through the head; the result drafts for them."""
-
-    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
-        """The same and the tree itself in one go; None where only `begin` will do."""
-
-    def forget(self, seq_id: int) -> None: ...
-
-
-class RunnerSteps(Steps, Protocol):
-    levels: int  # passes of the head so far, the first one included
-
-    def ranks(self, seqs: Sequence[Seq]) -> Ranks: ...
-
-
-def runner_for(head: EagleHead | NativeHead) -> Runner:
-    return NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
-
-
 class EagleDrafter(RowsDrafter):
     """EAGLE heads; `dynamic` trees follow the head's confidence, static ones the measured rates of its ranks."""
 
@@ -175,7 +144,7 @@ class EagleDrafter(RowsDrafter):
         self.head, self.sampled, config = head, sampled, head.config
         super().__init__(config.layers, config.depends_on, Meter(clock))
         self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
-        self._runner = runner_for(head)
+        self._runner = NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
         self._further = Meter(clock)  # of levels behind the first, which reads new rows too, and costs more
         self._rates = None if self.dynamic else config.rates or _RATES
         self._offer = Offer()  # the last one, which often holds for the next round too
@@ -247,8 +216,10 @@ class EagleDrafter(RowsDrafter):
         if self._draws(seq) or len(observed.tokens) > PROMPT:
             return None
         self._first.start()
-        found = self._runner.draft(seq, observed, budget, self.head.config.calibration)
-        if found is None:
+        if (
+            not isinstance(self._runner, NativeRunner)
+            or (found := self._runner.draft(seq, observed, budget, self.head.config.calibration)) is None
+        ):
             return None
         spent = self._first.elapsed()
         self._first.note(spent * found.first, 1)
@@ -256,7 +227,7 @@ class EagleDrafter(RowsDrafter):
         self._expected[seq.id] = found.expected
         return found.tree
 
-    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> RunnerSteps:
+    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> NativeSteps | TorchSteps:
         """Read the new rows of these sequences."""
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
