@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
 
     monkeypatch.setattr(captured, "capture", lambda work, *_: EmulatedGraph(work, now))
-    for room in ("base", "block"):
+    for room in ("drafter", "block"):
         monkeypatch.setattr(f"forerun.drafters.heads.{room}.Meter", lambda _: Meter(lambda: now[0]))
     return now
 
