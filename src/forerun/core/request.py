@@ -88,23 +88,16 @@ class Request:
         object.__setattr__(self, "priority", as_whole("priority", self.priority, -MOST_URGENT, MOST_URGENT))
         if self.pooling not in (None, *get_args(Pooling)):
             raise refuse("Request.pooling", self.pooling, "'mean', 'last' or None")
-        for name, kind in (
-            ("params", SamplingParams),
-            ("drafter", str),
-            ("verifier", str),
-            ("budget", Budget),
-            ("shows_rejected", bool),
-            ("cache_salt", str),
-            ("request_id", str),
-            ("adapter", str),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):
-                raise refuse(
-                    f"Request.{name}",
-                    value,
-                    f"{kind.__name__}{'' if name in ('params', 'shows_rejected') else ' or None'}",
-                )
+        for name, kind in _KINDS.items():
+            value, may_lack = getattr(self, name), name not in ("params", "shows_rejected")
+            if not (isinstance(value, kind) or (may_lack and value is None)):
+                raise refuse(f"Request.{name}", value, kind.__name__ + " or None" * may_lack)
+
+
+_KINDS = {
+    "params": SamplingParams, "drafter": str, "verifier": str, "budget": Budget, "shows_rejected": bool,
+    "cache_salt": str, "request_id": str, "adapter": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,8 +240,3 @@ class HybridDrafter:
         rival = 0.0 if state.silenced else state.record.rate - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival
-
-
-def tenant_of(seq: Seq) -> str | None:
-    """Requests of one salt may learn from each other; None = from no other and for no other."""
-    return seq.cache_salt

@@ -8,20 +8,22 @@ n - 1 rows when a round starts: the last token, the root, has not been through t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, PlainSeq, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
+from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, readers, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
+from forerun.models.layers import pair_up
 from forerun.models.native.pass_rows import HiddenRows, LayerRows
 from forerun.models.rope import RopeConfig
 
@@ -414,3 +416,65 @@ def checked_shared(
             "use a head that stores its own"
         )
     return shared
+
+
+Get = Callable[[str], Tensor]  # a weight that must be there, by its name
+Maybe = Callable[[str], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of a head, with rows of queries and keys paired up for rotation."""
+
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in the first layer of EAGLE-3 and P-EAGLE
+    o: Tensor  # [D, H Dh]
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+    mlp_norm: Tensor  # [D]
+    input_norm: Tensor | None  # [D] in front of attention; EAGLE-1's has none
+    feature_norm: Tensor | None  # [D] of first layers that read features beside tokens
+    qk_norm: Tensor | None  # [H + Hkv, Dh]
+
+    @classmethod
+    def read(cls, shape: HeadShape, get: Get, maybe: Maybe) -> LayerWeights:
+        dims = shape.head_dim
+        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
+        norms = zip("qk", (shape.heads, shape.kv_heads), strict=True)
+        found = [(maybe(f"self_attn.{name}_norm.weight"), count) for name, count in norms]
+        heads = [pair_up(norm, dims, dims).expand(count, -1) for norm, count in found if norm is not None]
+        return cls(
+            torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
+            get("self_attn.o_proj.weight"),
+            torch.cat([get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]),
+            get("mlp.down_proj.weight"),
+            get("post_attention_layernorm.weight"),
+            maybe("input_layernorm.weight"),
+            maybe("hidden_norm.weight"),
+            torch.cat(heads).contiguous() if heads else None,
+        )
+
+
+class Tables:
+    """Embedding and LM head of a head: its own, or those of its target."""
+
+    def __init__(
+        self, shape: HeadShape, weights: Mapping[str, Tensor], shared: SharedWeights | None, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        maybe, self._dtype = readers(weights, dtype, device)[1], dtype
+        self.vocabulary = vocabulary_of(shape, weights).to(device)
+        self._shared = checked_shared(shape, weights, shared)
+        self._embedding, self._narrows = maybe("embed_tokens.weight"), maybe("embed_proj.weight")
+        head = maybe("lm_head.weight")
+        if head is None:
+            assert self._shared is not None
+            head = self._shared.head_rows(self.vocabulary.ids).to(device, dtype).contiguous()
+        self.head = head  # [Vd, D]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N, D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._shared is not None
+        rows = self._shared.embed(tokens).to(self._dtype)
+        return rows if self._narrows is None else F.linear(rows, self._narrows)

@@ -285,18 +285,6 @@ class LogitRanks:
         return list(zip(values.flatten(1).tolist(), tokens.flatten(1).tolist(), strict=True))
 
 
-def grow_trees(
-    steps: Steps,
-    seqs: Sequence[Seq],
-    budgets: Sequence[Budget],
-    vocabulary: DraftVocabulary,
-    calibration: Calibration,
-    rates: Sequence[Sequence[float]] | None = None,
-) -> list[Tree]:
-    """One tree of chosen tokens per sequence, from a head's logits."""
-    return grow_ranked(LogitRanks(steps, seqs, vocabulary), seqs, budgets, calibration, rates)[0]
-
-
 def grow_ranked(
     ranks: Ranks,
     seqs: Sequence[Seq],

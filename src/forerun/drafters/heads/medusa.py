@@ -44,7 +44,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import Drawn, Tree, cut_grown, filled_tree, grow_trees, sample_trees
+from forerun.drafters.heads.growth import Drawn, LogitRanks, Tree, cut_grown, filled_tree, grow_ranked, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import SharedWeights, Target
 
@@ -341,7 +341,8 @@ class HydraDrafter(CapturedHeads):
         heads, captures, hidden = self.heads, self.captures, self._last_rows(seqs, self.heads.dtype)
         if not self._replays(seqs):
             steps = HydraSteps(heads, hidden, _roots(seqs, heads))
-            trees = grow_trees(steps, seqs, budgets, heads.vocabulary, Calibration())
+            ranks = LogitRanks(steps, seqs, heads.vocabulary)
+            trees, _ = grow_ranked(ranks, seqs, budgets, Calibration())
             self._stop_clock(steps.levels, captures)
             return trees
         levels = max(budget.depth for budget in budgets)

@@ -17,7 +17,6 @@ from pathlib import Path
 from forerun.core.offer import FREE, Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import BestTree, best_count
 from forerun.drafters.lookup.ngram import MatchNeeds
 from forerun.drafters.lookup.suffix_index import (
@@ -136,7 +135,7 @@ class SuffixDrafter(LookupDrafter):
                 break
 
     def forget(self, seq: Seq) -> None:
-        tenant, met = tenant_of(seq), seq.id in self._met or seq.id in self._sequences
+        tenant, met = seq.cache_salt, seq.id in self._met or seq.id in self._sequences
         self._sequences.pop(seq.id, None)
         self._looked_up.discard(seq.id)
         self._met.discard(seq.id)
@@ -188,7 +187,7 @@ class SuffixDrafter(LookupDrafter):
         rates = [HitRates(self.longest) for _ in range(3)]
         if self._runs_native:
             return NativeLookup(rates, self._all, self.shortest, seq.stop_ids, self._fill)
-        tenant, reader = tenant_of(seq), None
+        tenant, reader = seq.cache_salt, None
         if self.history is not None and tenant is not None:
             reader = self.history.reader(tenant)
         return PlaceLookup(rates, self._all, self.shortest, reader, self.corpus)
