@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache, partial
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,15 +37,12 @@ from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
+from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import KV_DTYPES, allowed_bytes, reason_against, usual_batch
+from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
-
-if TYPE_CHECKING:
-    from forerun.models.config import DecoderConfig
-    from forerun.models.load.checkpoint import Checkpoint
-
 
 log = logging.getLogger(__name__)
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"

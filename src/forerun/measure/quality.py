@@ -12,23 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from forerun.build.engine import load_target
 from forerun.core.errors import ForerunError, InvalidInput
-from forerun.core.params import EngineConfig
+from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.core.types import Needs, PlainSeq, TreeBatch
+from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
+from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.slots import SlotTarget
-
-if TYPE_CHECKING:
-    from forerun.core.params import Dtype, KvDtype
-    from forerun.models.base import Target
-    from forerun.models.load.checkpoint import Checkpoint
-
 
 MODES: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")
 REFERENCE: Dtype = "float32"

@@ -8,20 +8,18 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
 from forerun.drafters.lookup.alignment import Alignment
+from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
 from forerun.server.parsers.tools import Found, Piece, ToolCall
 from forerun.server.schemas import Generation
 from forerun.server.sse import PLACE, TextLine, as_line, encode
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
 
 Kind = Literal["chat.completion", "text_completion"]
 _REASONS = {"stop": "stop", "length": "length", "aborted": "stop", "error": "error"}

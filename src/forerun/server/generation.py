@@ -8,13 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.api.completion import Completion
 from forerun.core.checks import as_whole
 from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.request import Budget, Event
 from forerun.core.seeds import derived_seed
+from forerun.server.backends.base import Backend
 from forerun.server.errors import ApiError
 from forerun.server.schemas import (
     MOST_LOGPROBS,
@@ -25,9 +26,6 @@ from forerun.server.schemas import (
     Speculative,
     TreeBudget,
 )
-
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",

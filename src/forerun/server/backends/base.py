@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.api.completion import Completion
 from forerun.core import registry
@@ -19,10 +19,7 @@ from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.request import Event
 from forerun.engine.stats import Form
 from forerun.heads import heads_in_the_box
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
-
+from forerun.models.load.tokenizer import Tokenizer
 
 Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
 CLOSING = 2.0  # seconds that a round may still take when its engine is to end
