@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from rich.console import Console
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
+from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document, write_file
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
 from forerun.core.params import KvDtype
@@ -108,9 +108,9 @@ def measure(
     if json_file != STDOUT:
         show(result)
     if html is not None:
-        from forerun.measure.report.html import write_report
+        from forerun.measure.report.html import render
 
-        write_report(result, html)
+        write_file("--html", html, render(result))
     print_document(result, json_file)
     raise typer.Exit(0 if result["equal"] else 1)
 

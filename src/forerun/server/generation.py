@@ -212,17 +212,13 @@ def usage_of(done: Sequence[Completion], prompts: int, thought: int | None = Non
     own, first = sum(each.tokens for each in done), done[:: max(1, len(done) // max(1, prompts))]
     read = sum(each.prompt_tokens for each in first)
     details = {"cached_tokens": sum(each.cached_tokens for each in first)}
-    tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
     known = {} if thought is None else {"reasoning_tokens": thought}
-    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": known | _details_of(done)}
-
-
-def _details_of(done: Sequence[Completion]) -> dict[str, int]:
-    """What the API says of the tokens that were written."""
-    return {
+    known |= {
         "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in done),
         "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in done),
     }
+    tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": known}
 
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
