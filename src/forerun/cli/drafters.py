@@ -175,10 +175,10 @@ def search(
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
     with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
         from forerun.drafters.model.layer_skip import write_plan
-        from forerun.measure.advise.layers import count_layers, run_search
+        from forerun.measure.advise.layers import run_search
 
-        plan = run_search(settings, seconds)
-        write_plan(out, plan, count_layers(model))
+        plan, count = run_search(settings, seconds)
+        write_plan(out, plan, count)
     left_out = f"{len(plan.layers.without_attention)} attentions and {len(plan.layers.without_mlp)} MLPs left out"
     what = left_out if plan.layers.skips else "whole"
     print(f"{out}: the first {plan.layers.end} layers, {what}; {plan.notes['candidates']} candidates")

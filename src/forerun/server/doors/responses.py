@@ -72,10 +72,6 @@ class Reasoning(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesStreamOptions(Body):
-    include_obfuscation: bool | None = Field(None, description="changes nothing")
-
-
 class ResponsesRequest(Door):
     neutral: ClassVar[dict[str, Any]] = {
         "store": False, "background": False, "previous_response_id": None, "conversation": None, "prompt": None,
@@ -100,7 +96,7 @@ class ResponsesRequest(Door):
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(
         None, description="taken, and nothing is encrypted: reasoning items hold what was thought"
     )
-    stream_options: ResponsesStreamOptions | None = None
+    stream_options: Body | None = None  # none that changes anything
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
