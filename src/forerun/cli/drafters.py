@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,10 +21,7 @@ from forerun.cli.show import counted, table_console
 from forerun.core import registry
 from forerun.core.registry import DrafterSpec
 from forerun.heads import heads_in_the_box
-
-if TYPE_CHECKING:
-    from forerun.measure.bench.settings import Settings
-
+from forerun.measure.bench.settings import Settings, parse_setups
 
 drafters = typer.Typer(invoke_without_command=True)
 Head = Annotated[
@@ -210,8 +207,6 @@ def measure(
 def _settings(
     model: str, prompts: str, limit: int, max_tokens: int, dtype: str, threads: int | None, seed: int
 ) -> Settings:
-    from forerun.measure.bench.settings import Settings, parse_setups
-
     return Settings(
         model=model, suite=prompts, limit=limit or None, max_tokens=max_tokens, dtype=dtype, threads=threads,
         device="cpu", setups=parse_setups(["none"]), seed=seed,
