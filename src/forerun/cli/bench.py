@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -184,9 +184,11 @@ def quality(
     json_file: JsonFile = None,
 ) -> None:
     """Measure each number format against float32 on a text, and what it takes in memory."""
-    names = [_known(name) for name in words(dtypes)]
+    names = words(dtypes)
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
+    if strange := [name for name in names if name not in _FORMATS]:
+        raise UnknownName(f"unknown number format {strange[0]!r}; known: {', '.join(_FORMATS)}")
     unknown = [name for name in words(kv_dtypes) if name not in get_args(KvDtype)]
     if unknown:
         raise UnknownName(f"unknown KV cache format {unknown[0]!r}; known: {', '.join(get_args(KvDtype))}")
@@ -198,7 +200,7 @@ def quality(
 
 def measure_formats(
     model: str,
-    names: Sequence[Dtype],
+    names: Sequence[str],
     text: Path | None,
     window: int,
     threads: int | None,
@@ -215,7 +217,11 @@ def measure_formats(
     torch.set_num_threads(threads or cores())
     with Console(stderr=True).status("loading") as status:
         found = measure_quality(
-            model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
+            model,
+            cast("Sequence[Dtype]", names),
+            read_text(text),
+            window,
+            lambda name: status.update(f"{name}: reading the text"),
         )
         status.update("the KV cache: reading the text")
         found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window, kv_device)
@@ -225,13 +231,6 @@ def measure_formats(
                 figures["memory"] = resident(model, name, threads)
     about = {"model": model, "text": "ours" if text is None else str(text), **machine_facts()}
     return {"benchmark": "quality", **found, "conditions": about}
-
-
-def _known(name: str) -> Dtype:
-    for known in _FORMATS:
-        if name == known:
-            return known
-    raise UnknownName(f"unknown number format {name!r}; known: {', '.join(_FORMATS)}")
 
 
 def _show(document: dict[str, Any]) -> None:

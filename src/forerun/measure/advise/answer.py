@@ -186,6 +186,12 @@ class Setup:
     device: str = "cpu"
 
 
+def costly_part(drafter: str) -> str:
+    """The part of a composition that must run to draft; itself for all others."""
+    spec = registry.drafters.spec(drafter)
+    return next((part.name for part in spec.members if part.needs != "nothing"), spec.name)
+
+
 def forerun_command(setup: Setup, drafter: str | None, budget: int | None) -> str:
     """A command that runs as it is printed; without a drafter, with the default one."""
     words = ["forerun", "generate", PROMPT, "--model", setup.model]
@@ -205,8 +211,7 @@ def vllm_config(
 
     `off_from`: the batch size from which on nothing is to be drafted, whatever a fixed budget would gain.
     """
-    spec = registry.drafters.spec(drafter)
-    method = spec.vllm  # of a composition, that of the part that costs something
+    method = registry.drafters.spec(drafter).vllm  # of a composition, that of the part that costs something
     if method is None:
         return None, f"vLLM has no drafter like {drafter!r}."
     config: dict[str, Any]
@@ -220,7 +225,7 @@ def vllm_config(
         checkpoint = setup.draft_model or setup.checkpoints.get(drafter)
         if checkpoint is None:
             return None, f"vLLM needs the checkpoint that {drafter!r} drafts with, which is not a file here."
-        alone = next((part.name for part in spec.members if part.needs != "nothing"), spec.name)
+        alone = costly_part(drafter)
         fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
         if method in EXPORTED:  # second models and other heads are read as they are, or not at all

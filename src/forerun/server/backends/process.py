@@ -74,10 +74,6 @@ class ProcessBackend(Backend):
         self._loop.add_reader(engine.channel.fileno(), self._read)
 
     @property
-    def process_id(self) -> int:
-        return self._engine.process.pid
-
-    @property
     def max_batch(self) -> int:
         return self._facts.max_batch
 
