@@ -184,7 +184,7 @@ def quality(
     json_file: JsonFile = None,
 ) -> None:
     """Measure each number format against float32 on a text, and what it takes in memory."""
-    names = words(dtypes)
+    names = cast("tuple[Dtype, ...]", words(dtypes))
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
     if strange := [name for name in names if name not in _FORMATS]:
@@ -200,7 +200,7 @@ def quality(
 
 def measure_formats(
     model: str,
-    names: Sequence[str],
+    names: Sequence[Dtype],
     text: Path | None,
     window: int,
     threads: int | None,
@@ -217,11 +217,7 @@ def measure_formats(
     torch.set_num_threads(threads or cores())
     with Console(stderr=True).status("loading") as status:
         found = measure_quality(
-            model,
-            cast("Sequence[Dtype]", names),
-            read_text(text),
-            window,
-            lambda name: status.update(f"{name}: reading the text"),
+            model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
         )
         status.update("the KV cache: reading the text")
         found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window, kv_device)
