@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -91,13 +91,6 @@ def bench(
         verifiers=words(verifiers), temperatures=numbers(temperatures, "temperatures"),
         batches=tuple(parse_batches(batches, "--batches")), limit=limit or None, **given,
     )  # fmt: skip
-    measure(settings, out, html, json_file, trace)
-
-
-def measure(
-    settings: Settings, out: Path | None, html: Path | None, json_file: Path | None, trace: Path | None = None
-) -> None:
-    """Run, show, and end with the exit code that says whether the texts were equal."""
     from forerun.measure.bench.run import run
     from forerun.measure.report.terminal import show
 
@@ -192,22 +185,6 @@ def quality(
     unknown = [name for name in words(kv_dtypes) if name not in get_args(KvDtype)]
     if unknown:
         raise UnknownName(f"unknown KV cache format {unknown[0]!r}; known: {', '.join(get_args(KvDtype))}")
-    document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes), kv_device)
-    if json_file != STDOUT:
-        _show(document)
-    print_document(document, json_file)
-
-
-def measure_formats(
-    model: str,
-    names: Sequence[Dtype],
-    text: Path | None,
-    window: int,
-    threads: int | None,
-    skip_memory: bool,
-    kv_dtypes: Sequence[str] = (),
-    kv_device: str = "cpu",
-) -> dict[str, Any]:
     import torch
 
     from forerun.measure.machine import cores, machine_facts
@@ -220,13 +197,16 @@ def measure_formats(
             model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
         )
         status.update("the KV cache: reading the text")
-        found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window, kv_device)
+        found["kv"] = measure_kv(model, words(kv_dtypes), read_text(text), window, kv_device)
         for name, figures in found["modes"].items():
             if not skip_memory and "why_not" not in figures:
                 status.update(f"{name}: memory of a fresh process")
                 figures["memory"] = resident(model, name, threads)
     about = {"model": model, "text": "ours" if text is None else str(text), **machine_facts()}
-    return {"benchmark": "quality", **found, "conditions": about}
+    document = {"benchmark": "quality", **found, "conditions": about}
+    if json_file != STDOUT:
+        _show(document)
+    print_document(document, json_file)
 
 
 def _show(document: dict[str, Any]) -> None:
