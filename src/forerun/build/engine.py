@@ -92,7 +92,8 @@ def make_engine(
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
-    add_own_heads(drafters, config.adapters)
+    for adapter, folder in config.adapters.items():
+        add_own_head(drafters, adapter, folder)
     return Engine(
         target,
         drafters,
@@ -117,11 +118,6 @@ def make_adapters(target: Target, config: EngineConfig, loaded_from: str = "") -
     for name, folder in config.adapters.items():
         pool.add(name, folder)
     return pool
-
-
-def add_own_heads(drafters: DrafterPool, adapters: Mapping[str, str]) -> None:
-    for name, given in adapters.items():
-        add_own_head(drafters, name, given)
 
 
 def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:
