@@ -37,7 +37,7 @@ WIDTHS = 16  # the width of a head is a multiple of this
 
 def as_method(name: str) -> Method:
     if name in METHODS:
-        return cast(Method, name)
+        return name
     raise InvalidInput(f"there is no method {name!r} to train; use one of {', '.join(METHODS)}")
 
 

@@ -27,9 +27,18 @@ from forerun.core.types import Budget, Needs, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts, lone_roots
 from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
+from forerun.drafters.heads.eagle_head import (
+    Attend,
+    EagleConfig,
+    EagleHead,
+    HeadLayer,
+    Kind,
+    TorchRunner,
+    TorchSteps,
+    read_head,
+    with_layers,
+)
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, NativeSteps
-from forerun.drafters.heads.eagle_torch import TorchRunner, TorchSteps
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
