@@ -204,6 +204,19 @@ def with_flags(
     return run
 
 
+def with_fields(owner: type[Any], helps: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command flags for fields of a class, with their types and defaults; they reach it as one mapping."""
+    hints, known = get_type_hints(owner), {field.name: field for field in fields(owner)}
+    flags = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default,
+            annotation=Annotated[hints[name], typer.Option(_CALLED.get(name, spelt(name)), help=words)],
+        )
+        for name, words in helps.items()
+    ]  # fmt: skip
+    return lambda command: with_flags(command, flags, dict)
+
+
 def spelt(name: str) -> str:
     return "--" + name.replace("_", "-")
 
