@@ -223,7 +223,7 @@ drafters = DrafterRegistry(
             by_request=True,
         ),
         DrafterSpec(
-            "forced", "forerun.drafters.lookup.forced:ForcedDrafter",
+            "forced", "forerun.drafters.lookup.prediction:ForcedDrafter",
             says="Forced tokens: what a grammar or a thinking budget leaves no choice about.",
             by_request=True,
         ),

@@ -21,9 +21,9 @@ more column, and stays as it is; layers start as the target's last ones where th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import ceil, gcd
 from pathlib import Path
 from typing import cast
@@ -42,7 +42,7 @@ from forerun.drafters.heads.specdec import SpecDecConfig, SpecDecHead, attend_to
 from forerun.models.encoder_decoder.layers import TorchLinear
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, Recipe, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, Recipe, fused, shifted
 from forerun.train.recipes.eagle import HeadLayer, Norm, rates_of, softmax_over_both, turn
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 from forerun.train.teacher import SourceTeacher, Teacher
@@ -294,8 +294,8 @@ def _attend_some(
     flat = q.flatten(2, 4)
     scores = (flat @ past.to(dtype).transpose(-1, -2)).view(*q.shape[:-1], -1)  # [B, Hkv, G, A, R, T]
     own = q @ k.transpose(-1, -2)[:, :, None]  # [B, Hkv, G, A, R, R]
-    weights, shares = _weigh_for(q.device.type)(scores, own, anchors, dim**-0.5, window, causal)
-    found = (weights.flatten(2, 4) @ kept.to(dtype)).view(q.shape) + shares @ v[:, :, None]
+    weights, shares = fused(weigh_blocks, q.device.type)(scores, own, anchors, dim**-0.5, window, causal)
+    found: Tensor = (weights.flatten(2, 4) @ kept.to(dtype)).view(q.shape) + shares @ v[:, :, None]
     return found.flatten(1, 2).reshape(batch, heads, rows, dim).transpose(1, 2).flatten(2)
 
 
@@ -313,12 +313,6 @@ def weigh_blocks(
         unseen = unseen | (ahead.abs() >= window)
     seen = (scores.float() * scale).masked_fill(hidden, -torch.inf)
     return softmax_over_both(seen, (own.float() * scale).masked_fill(unseen, -torch.inf), scores.dtype)
-
-
-@cache
-def _weigh_for(device: str) -> Callable[[Tensor, Tensor, Tensor, float, int, bool], tuple[Tensor, Tensor]]:
-    """Fused on a GPU: written out, the passes over [B, H, A R, T] would cost more than the products."""
-    return torch.compile(weigh_blocks, dynamic=True) if device == "cuda" else weigh_blocks
 
 
 class BlockModule(nn.Module):
