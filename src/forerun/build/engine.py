@@ -64,8 +64,8 @@ def make_engine(
     """An engine around a target that is already in memory; `costs` are measured by the first who asks."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
-    max_batch, why = (config.max_batch, "") if config.max_batch is not None else default_batch(target)
-    if why:
+    if (max_batch := config.max_batch) is None:
+        max_batch, why = default_batch(target)
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
     adapters = make_adapters(target, config, loaded_from)  # first: passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
@@ -78,8 +78,7 @@ def make_engine(
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         kind, at, adapter = name.partition("@")
-        spec = registry.drafters.spec(kind)  # an old name is the same drafter, not a second one
-        if spec.name != kind:
+        if (spec := registry.drafters.spec(kind)).name != kind:  # an old name is the same drafter, not a second one
             return drafters.get(spec.name + at + adapter)
         if spec.name.startswith(BESIDE):
             first, second = (member.name for member in spec.members)  # of other requests too

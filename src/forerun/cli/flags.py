@@ -196,8 +196,8 @@ def with_flags(
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @wraps(command)
-    def run(**values: Any) -> None:
-        command(made({flag.name: values.pop(flag.name) for flag in flags}), **values)
+    def run(*others: Any, **values: Any) -> None:  # what flags of another class have become
+        command(made({flag.name: values.pop(flag.name) for flag in flags}), *others, **values)
 
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
