@@ -207,10 +207,7 @@ class PoolingDrafter(NoDrafter):
 
 
 class LookupDrafter(BaseDrafter):
-    """A drafter that looks continuations up at no cost, and knows how far to trust them.
-
-    In a composition `lookup+other` its chain is also added to the other drafter's tree.
-    """
+    """A drafter that looks continuations up at no cost, and knows how far to trust them."""
 
     looks_up = True
 

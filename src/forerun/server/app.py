@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -23,6 +23,7 @@ from forerun import __version__
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.engine.stats import captures_awaited
 from forerun.server.answers import Answer, Kind
+from forerun.server.backends.base import Backend
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
@@ -44,9 +45,6 @@ from forerun.server.schemas import Body, ChatRequest, CompletionRequest, Detoken
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import ClientLeft, EventStream, connection_of
-
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

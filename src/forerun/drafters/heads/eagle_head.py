@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.drafters.heads.base import HeadShape, Sizes, checked_shared, shape_in, vocabulary_of, windows_in
+from forerun.drafters.heads.base import HeadShape, LayerWeights, Sizes, Tables, shape_in, windows_in
 from forerun.drafters.heads.formats import (
     Matrix,
     config_of,
@@ -42,7 +41,7 @@ from forerun.drafters.heads.formats import (
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
 from forerun.models.config import DecoderConfig
-from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
+from forerun.models.layers import Rotations, gate, rms_norm, rotate_
 
 # q [N, H, Dh], k and v [N, Hkv, Dh] of a layer, and which layer it is -> [N, H Dh]
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -60,23 +59,13 @@ class HeadLayer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config, self._index, dims = config, index, config.head_dim
-
-        get, maybe = readers(weights, dtype, device, prefix)
-        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
+        self._config, self._index = config, index
+        own = LayerWeights.read(config, *readers(weights, dtype, device, prefix))
         # exact: packed heads run natively
-        self._qkv = Matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)), packed=False)
-        self._o = Matrix(get("self_attn.o_proj.weight"), packed=False)
-        gates = [get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]
-        self._gate_up = Matrix(torch.cat(gates), packed=False)
-        self._down = Matrix(get("mlp.down_proj.weight"), packed=False)
-        self._mlp_norm = get("post_attention_layernorm.weight")
-        self.input_norm, self.feature_norm = maybe("input_layernorm.weight"), maybe("hidden_norm.weight")
-        self._qk_norm: Tensor | None = None
-        if prefix + "self_attn.q_norm.weight" in weights:
-            norms = [pair_up(get(f"self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
-            heads = zip(norms, (config.heads, config.kv_heads), strict=True)
-            self._qk_norm = torch.cat([norm.expand(count, -1) for norm, count in heads])
+        matrices = own.qkv, own.o, own.gate_up, own.down
+        self._qkv, self._o, self._gate_up, self._down = (Matrix(weight, packed=False) for weight in matrices)
+        self._mlp_norm, self.input_norm, self.feature_norm = own.mlp_norm, own.input_norm, own.feature_norm
+        self._qk_norm = own.qk_norm
 
     def run(self, x: Tensor, into: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
         """Rows x [N, D], whose attention reads `into`, through the layer; x may be overwritten."""
@@ -243,11 +232,8 @@ class EagleHead:
             self._enorm, self._hnorm = maybe("enorm.weight"), maybe("hnorm.weight")
             self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
-            self.vocabulary = vocabulary_of(config, weights).to(self.device)
-            self._embedding = maybe("embed_tokens.weight")
-            self._embed_proj = maybe("embed_proj.weight")  # of a head that is narrower than its target
-            self._shared = checked_shared(config, weights, shared)
-            self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
+            tables = Tables(config, weights, shared, dtype, self.device)
+            self.vocabulary, self._embed, self._lm_head = tables.vocabulary, tables.embed, matrix(tables.head)
         self._rotations = Rotations(config.rope if config.family is None else config.family.ropes[0], self.device)
         self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
 
@@ -306,19 +292,6 @@ class EagleHead:
     def _through_fc(self, rows: Tensor) -> Tensor:
         out = self._fc.times(rows)
         return out if self._fc_bias is None else out.add_(self._fc_bias)
-
-    def _own_or_shared_head(self, own: Tensor | None) -> Tensor:
-        if own is not None:
-            return own
-        assert self._shared is not None
-        return self._shared.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self._embedding is not None:
-            return F.embedding(tokens, self._embedding)
-        assert self._shared is not None
-        rows = self._shared.embed(tokens).to(self.dtype)
-        return rows if self._embed_proj is None else F.linear(rows, self._embed_proj)
 
 
 Layout = Literal["eagle", "speculators"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.types import Budget, Seq
-from forerun.drafters.heads.base import Calibration, ObservedRows
+from forerun.drafters.heads.base import ObservedRows
 from forerun.drafters.heads.eagle_head import EagleConfig, EagleHead
 from forerun.drafters.heads.growth import LogitRanks
 
@@ -81,9 +81,6 @@ class TorchRunner:
         nodes = sum(frontier_sizes(budgets))
         out = self._catch_up(seqs, sequences, nodes)
         return TorchSteps(self.head, self.cache, [seq.id for seq in seqs], out, nodes)
-
-    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> None:
-        """There is no such call."""
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)

@@ -10,7 +10,7 @@ target's likeliest few; here the target's own verifier decides, so texts are the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
-from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
+from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.block import BlockCandidates
 from forerun.drafters.heads.block_config import CANDIDATES
+from forerun.drafters.heads.drafter import LastRowDrafter
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     check_weight,
@@ -38,7 +39,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import grow_ranked, lay_out
+from forerun.drafters.heads.growth import Tree, grow_ranked
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
 from forerun.heads import kind_of
 from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Linear, Norm, TorchLinear, make_linear
@@ -253,7 +254,7 @@ class SpecDecDrafter(LastRowDrafter):
 
     def __init__(self, head: SpecDecHead, clock: Clock = WALL) -> None:
         super().__init__(clock)
-        self.head = head
+        self.head, self.levels = head, head.config.levels
         self._sources: dict[int, Tensor] = {}  # [L, 2, 1, H, S, Dh]
 
     @classmethod
@@ -269,19 +270,12 @@ class SpecDecDrafter(LastRowDrafter):
         return cls(head, parts.target.can.clock)
 
     @torch.inference_mode()
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        live = self._ready(seqs, budgets)
-        if live:
-            self._meter.start()
-            some, levels = [seqs[b] for b in live], self.head.config.levels
-            limits = [replace(budgets[b], depth=min(budgets[b].depth, levels)) for b in live]
-            candidates = self._candidates(some, max(limit.depth for limit in limits))
-            grown, _ = grow_ranked(candidates, some, limits, self.head.config.calibration)
-            for b, tree in zip(live, grown, strict=True):
-                trees[b] = tree
-            self._meter.stop(1)
-        return lay_out(trees)
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        self._meter.start()
+        candidates = self._candidates(seqs, max(budget.depth for budget in budgets))
+        grown, _ = grow_ranked(candidates, seqs, budgets, self.head.config.calibration)
+        self._meter.stop(1)
+        return grown
 
     @torch.inference_mode()
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
-from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import TreeBuilder
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
@@ -153,7 +152,7 @@ class LookaheadDrafter(BaseDrafter):
     def _state(self, seq: Seq) -> _Sequence:
         state = self._sequences.get(seq.id)
         if state is None:
-            tenant = tenant_of(seq) if self.shared else None
+            tenant = seq.cache_salt if self.shared else None
             pool = Pool() if tenant is None else self._tenants.setdefault(tenant, Pool())
             state = self._sequences[seq.id] = _Sequence(pool)
         return state

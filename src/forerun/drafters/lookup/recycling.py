@@ -29,7 +29,6 @@ from torch import Tensor
 from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
-from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
 
@@ -214,7 +213,7 @@ class RecyclingDrafter(BaseDrafter):
     def _table(self, seq: Seq) -> Table:
         table = self._tables.get(seq.id)
         if table is None:
-            tenant = tenant_of(seq) if self.shared else None
+            tenant = seq.cache_salt if self.shared else None
             table = Table() if tenant is None else self._tenants.setdefault(tenant, Table())
             while len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)

@@ -7,11 +7,12 @@ per round and one loop serve them all.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -208,48 +209,31 @@ class Measured:
     calibration: Calibration
 
 
-class Recipe(Protocol):
-    """A drafter in training: a module with the trained parameters."""
+class Recipe(ABC):
+    """A drafter in training: a module with the trained parameters. By default the LM head is the target's own."""
 
-    vocabulary: DraftVocabulary
-    law_loss: LawLoss
-    feature_weight: float
-    law_weight: float
+    feature_weight, law_weight = 0.0, 1.0
+    layers: tuple[int, ...] = ()  # hidden layers of the target that it reads
+    teacher: Any  # a Teacher; SpecDec's is a SourceTeacher
+    _module: nn.Module
+
+    def __init__(self, options: TrainOptions, teacher: Any, vocabulary: DraftVocabulary) -> None:
+        self.options, self.teacher, self.vocabulary = options, teacher, vocabulary.to(teacher.head.device)
+        self._truth_head = self.vocabulary.rows_of(teacher.head)  # [Vd, D]
+        self.law_loss = LawLoss(options.loss)
 
     def read(self, batch: Batch) -> Reading:
         """The frozen target's features and laws for a batch."""
-        ...
+        kept = self.teacher.features(batch.tokens, self.layers)
+        with torch.no_grad():
+            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
 
+    @abstractmethod
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterable[Output]: ...
 
-    def lm_head(self) -> Tensor:
-        """[Vd, D]"""
-        ...
-
-    def truth_head(self) -> Tensor:
-        """[Vd, D'] the target's rows of the draft vocabulary."""
-        ...
-
-    def module(self) -> nn.Module: ...
-    def rates(self) -> dict[str, float]:
-        """Learning rates, relative to the run's, of parameters whose names start so."""
-        ...
-
+    @abstractmethod
     def export(self, folder: Path, measured: Measured) -> None:
         """Write a drafter that `forerun` loads."""
-        ...
-
-
-class WithTargetHead:
-    """Part of a recipe whose drafter uses the target's own LM head: it is not trained."""
-
-    feature_weight, law_weight = 0.0, 1.0
-    _module: nn.Module
-
-    def __init__(self, options: TrainOptions, head: Tensor, vocabulary: DraftVocabulary) -> None:
-        self.options, self.vocabulary = options, vocabulary.to(head.device)
-        self._truth_head = self.vocabulary.rows_of(head)  # [Vd, D]
-        self.law_loss = LawLoss(options.loss)
 
     def module(self) -> nn.Module:
         return self._module
@@ -260,12 +244,15 @@ class WithTargetHead:
         return weights if self.vocabulary.is_whole else weights | self.vocabulary.tensors()
 
     def rates(self) -> dict[str, float]:
+        """Learning rates, relative to the run's, of parameters whose names start so."""
         return {}
 
     def lm_head(self) -> Tensor:
+        """[Vd, D]"""
         return self._truth_head
 
     def truth_head(self) -> Tensor:
+        """[Vd, D'] the target's rows of the draft vocabulary."""
         return self._truth_head
 
 

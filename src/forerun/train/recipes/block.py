@@ -33,7 +33,7 @@ from forerun.drafters.heads.eagle_head import default_layers
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, Recipe, shifted
 from forerun.train.recipes.eagle import HeadLayer, Norm, rates_of, softmax_over_both, turn
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 from forerun.train.teacher import Teacher
@@ -43,7 +43,7 @@ TAPS, GROUP = 2, 16  # of DFlash 2's convolutions, as its authors have them
 _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few shapes occur
 
 
-class BlockRecipe(WithTargetHead):
+class BlockRecipe(Recipe):
     _module: BlockModule
 
     def __init__(
@@ -55,17 +55,12 @@ class BlockRecipe(WithTargetHead):
         sizes: Sizes,
         features: Tensor,
     ) -> None:
-        super().__init__(options, teacher.head, vocabulary)
-        self.teacher, self.config = teacher, config
+        super().__init__(options, teacher, vocabulary)
+        self.config, self.layers = config, config.layers
         self._module = BlockModule(config, sizes, features).to(teacher.head.device)
         if options.compile:
             for layer in self._module.layers:
                 layer.compile(dynamic=True)
-
-    def read(self, batch: Batch) -> Reading:
-        kept = self.teacher.features(batch.tokens, self.config.layers)
-        with torch.no_grad():
-            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         device, length = batch.tokens.device, batch.tokens.shape[1]

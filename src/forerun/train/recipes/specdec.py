@@ -21,7 +21,7 @@ from forerun.drafters.heads.specdec import SpecDecConfig, SpecDecHead, attend_to
 from forerun.models.encoder_decoder.layers import TorchLinear
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, Recipe, shifted
 from forerun.train.recipes.block import choose_anchors
 from forerun.train.teacher import SourceTeacher
 
@@ -29,14 +29,13 @@ _FROZEN = ("lm_head.weight", "lm_head.bias")
 _SPREAD = 0.02  # of weights that have nothing to start from
 
 
-class SpecDecRecipe(WithTargetHead):
+class SpecDecRecipe(Recipe):
     def __init__(self, options: TrainOptions, teacher: SourceTeacher, corpus: Corpus) -> None:
         vocab, width = teacher.head.shape
         counts = corpus.count_tokens(vocab)
         size = options.vocab if 0 < options.vocab < vocab else vocab
         vocabulary = DraftVocabulary.most_frequent(counts, size, always=(teacher.start,))
-        super().__init__(options, teacher.head, vocabulary)
-        self.teacher = teacher
+        super().__init__(options, teacher, vocabulary)
         self.config = SpecDecConfig(
             width=width,
             inner=options.inner or teacher.config.decoder.inner,
