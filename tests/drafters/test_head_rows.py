@@ -22,7 +22,7 @@ from forerun.drafters.heads.base import (
     observe_rows,
 )
 from forerun.drafters.heads.drafter import LastRowDrafter
-from forerun.drafters.heads.eagle_torch import HeadCache
+from forerun.drafters.heads.eagle_head import HeadCache
 from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM

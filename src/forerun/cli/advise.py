@@ -137,7 +137,6 @@ def diagnose(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
 Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
 PlanModel = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
@@ -146,7 +145,7 @@ File = Annotated[Path | None, typer.Option(help="A profile of --save, or the JSO
 
 
 def plan(
-    rate: Rate,
+    rate: Annotated[float, typer.Option(help="Requests a second, in all.")],
     prompt: Prompt,
     answer: Answer,
     gpu: Annotated[str | None, typer.Option(help="A GPU that was measured before: h200.")] = None,

@@ -83,7 +83,7 @@ def check(
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
     with Console(stderr=True).status(f"checking {folder}"):
-        from forerun.train.check import check_head
+        from forerun.train.export import check_head
 
         report = check_head(head_folder(folder), target)
     if not write_document(json_file, {**asdict(report), "verdict": report.verdict}):

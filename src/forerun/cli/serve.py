@@ -53,7 +53,6 @@ FrontFlag = Annotated[
     Front, typer.Option(help="Answer HTTP beside a process that has the engine, or on a thread of it.")
 ]
 Model = Annotated[str | None, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=DEFAULT_MODEL)]
-Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
 Lora = Annotated[
@@ -61,7 +60,6 @@ Lora = Annotated[
     typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER[,head=FOLDER]; repeatable."),
 ]
 LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
-Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
 MaxReplicas = Annotated[
     int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
 ]
@@ -77,7 +75,7 @@ def serve(
     engine: Mapping[str, Any],
     server: Mapping[str, Any],
     model: Model = None,
-    named: Named = None,
+    named: Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
     speculative_config: Drafting = None,
@@ -91,7 +89,7 @@ def serve(
     trace: TraceFile = None,
     lora: Lora = None,
     lora_memory: LoraMemory = None,
-    replicas: Replicas = 1,
+    replicas: Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")] = 1,
     max_replicas: MaxReplicas = None,
     gpus_per_replica: PerReplica = None,
     write_config: WriteConfig = None,

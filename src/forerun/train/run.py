@@ -41,12 +41,11 @@ from forerun.train.loop import Report, Trainer
 from forerun.train.network import require_separate_matrices
 from forerun.train.options import BLOCKS, TrainOptions
 from forerun.train.recipes.base import Measured, Recipe
-from forerun.train.recipes.block import BlockRecipe, block_config, kind_for
+from forerun.train.recipes.block import BlockRecipe, SpecDecRecipe, block_config, kind_for
 from forerun.train.recipes.draft_model import DraftModelRecipe, EarlyExitRecipe
 from forerun.train.recipes.eagle import EagleRecipe, eagle_config
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import measure_features, measure_sizes, unfold
-from forerun.train.recipes.specdec import SpecDecRecipe
 from forerun.train.teacher import ServedTeacher, Teacher, load_source_teacher, load_teacher, torch_device
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from forerun.drafters.heads.base import (
 from forerun.drafters.heads.block_config import BlockKind
 from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
 from forerun.drafters.heads.drafter import RowsDrafter
-from forerun.drafters.heads.eagle_head import with_layers
-from forerun.drafters.heads.eagle_torch import attend_to
+from forerun.drafters.heads.eagle_head import attend_to, with_layers
 from forerun.drafters.heads.growth import Drawn, Frontier, Ranked, Tree, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target

@@ -27,9 +27,18 @@ from forerun.core.types import Budget, Needs, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts, lone_roots
 from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
 from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
+from forerun.drafters.heads.eagle_head import (
+    Attend,
+    EagleConfig,
+    EagleHead,
+    HeadLayer,
+    Kind,
+    TorchRunner,
+    TorchSteps,
+    read_head,
+    with_layers,
+)
 from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, NativeSteps
-from forerun.drafters.heads.eagle_torch import TorchRunner, TorchSteps
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
@@ -151,11 +160,7 @@ class EagleDrafter(RowsDrafter):
 
     @classmethod
     def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
-        return read_head(folder, kind=cls.kind)
-
-    @classmethod
-    def load(cls, folder: Path, target: Target) -> EagleHead | NativeHead:
-        return load_head(folder, target, cls.kind)
+        return read_mtp(folder) if cls.kind == "mtp" else read_head(folder, kind=cls.kind)
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
@@ -164,7 +169,7 @@ class EagleDrafter(RowsDrafter):
         sampled = wants_sampling(parts.speculative, parts.target.can)
 
         def plain() -> Drafter:
-            return cls(cls.load(folder, parts.target), sampled=sampled, clock=parts.target.can.clock)
+            return cls(load_head(folder, parts.target, cls.kind), sampled=sampled, clock=parts.target.can.clock)
 
         if not parts.target.can.captures:
             return plain()
@@ -247,9 +252,11 @@ class EagleDrafter(RowsDrafter):
 
 def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHead | NativeHead:
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
-    config, weights = read_head(folder, kind=kind)
+    config, weights = read_mtp(folder) if kind == "mtp" else read_head(folder, kind=kind)
     shared = target.shared()
     config = with_layers(config, folder, shared)
+    if kind == "mtp":
+        return MtpHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
     normed = any(name.endswith("q_norm.weight") for name in weights)  # queries and keys, which no kernel of ours does
     if NativeHead.supports(config, target.device) and not normed:
         return NativeHead(config, weights, shared)
@@ -317,21 +324,6 @@ class MtpDrafter(EagleDrafter):
 
     kind: Kind = "mtp"
     dynamic = True
-
-    @classmethod
-    def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
-        return read_mtp(folder)
-
-    @classmethod
-    def load(cls, folder: Path, target: Target) -> MtpHead:
-        return load_mtp(folder, target)
-
-
-def load_mtp(folder: Path, target: Target) -> MtpHead:
-    """The layer in a folder, which may be the target's own checkpoint, for this target."""
-    config, weights = read_mtp(folder)
-    shared = target.shared()
-    return MtpHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 
 
 def read_mtp(folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:

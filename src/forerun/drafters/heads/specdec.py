@@ -46,6 +46,10 @@ from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer,
 from forerun.models.native import library as native
 
 KIND = "specdec"
+_SIZES = {  # fields of the config, and what files call them
+    "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads", "depth": "num_hidden_layers",
+    "levels": "block_size", "vocab_size": "vocab_size", "draft_vocab_size": "draft_vocab_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,7 @@ class SpecDecConfig:
         with config_of("SpecDec's"):
             ours = settings_in(values, "forerun")
             config = cls(
-                width=size_in(values, "hidden_size"),
-                inner=size_in(values, "intermediate_size"),
-                heads=size_in(values, "num_attention_heads"),
-                depth=size_in(values, "num_hidden_layers"),
-                levels=size_in(values, "block_size"),
-                vocab_size=size_in(values, "vocab_size"),
-                draft_vocab_size=size_in(values, "draft_vocab_size"),
+                **{name: size_in(values, key) for name, key in _SIZES.items()},
                 embedding_scale=float(values["embedding_scale"]),
                 norm_eps=float(values["layer_norm_eps"]),
                 target=str(values.get("target_model") or ""),
@@ -90,13 +88,7 @@ class SpecDecConfig:
     def to_json(self) -> dict[str, Any]:
         return {
             "architectures": ["SpecDecDraftModel"],
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.depth,
-            "block_size": self.levels,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
+            **{key: getattr(self, name) for name, key in _SIZES.items()},
             "embedding_scale": self.embedding_scale,
             "layer_norm_eps": self.norm_eps,
             "target_model": self.target,

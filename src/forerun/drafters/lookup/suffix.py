@@ -155,7 +155,7 @@ class SuffixDrafter(LookupDrafter):
         state = self._state(seq)
         if self._fill is not None and self._fill.is_used:
             grown = self._grown(seq, state, self._fill.asked)
-            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth))
+            free = tuple(takewhile(NEGLIGIBLE.__le__, grown.by_depth))
             if state.offered != state.looked:
                 self._fill.note_offer(sum(free), state.missed)
                 state.offered, state.nexts = state.looked, grown.nexts
@@ -163,7 +163,7 @@ class SuffixDrafter(LookupDrafter):
         survivals = state.lookup.survivals()
         if not survivals:
             return FREE
-        return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, survivals)))
+        return Offer(free=tuple(takewhile(NEGLIGIBLE.__le__, survivals)))
 
     def _state(self, seq: Seq) -> _Sequence:
         state = self._sequences.get(seq.id)

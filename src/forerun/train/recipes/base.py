@@ -94,9 +94,9 @@ def weighted_terms(
 
 
 @cache
-def _terms_for(device: str) -> Callable[..., Terms]:
-    """Fused on a GPU, where the passes over [n, Vd] would cost more than the products."""
-    return torch.compile(weighted_terms, dynamic=True) if device == "cuda" else weighted_terms
+def fused(work: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Compiled on a GPU: written out, the passes over [n, Vd] or over [B, H, T, T] cost as much as the products."""
+    return torch.compile(work, dynamic=True) if device == "cuda" else work
 
 
 class _ChunkedLaw(torch.autograd.Function):
@@ -116,7 +116,7 @@ class _ChunkedLaw(torch.autograd.Function):
         slopes = torch.empty_like(small)
         head_slope = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total, accepted = (torch.zeros(len(rows), device=rows.device) for _ in range(2))
-        terms = _terms_for(rows.device.type)
+        terms = fused(weighted_terms, rows.device.type)
         for low in range(0, len(rows), chunk):
             part, some = slice(low, low + chunk), weights[low : low + chunk]
             z, t = small[part] @ narrow.t(), truth[part] @ truth_head.t()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,7 +33,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, write_head
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
-from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, Recipe, shifted
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, Recipe, fused, shifted
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, main_directions
 from forerun.train.teacher import Teacher
 
@@ -256,7 +255,7 @@ def _attend_part(q: Tensor, keys: Tensor, values: Tensor, own: Past, first: int,
         back = first + torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(keys.shape[2], device=q.device)
         return F.scaled_dot_product_attention(q, keys, values, (back >= 0) & (back < window))
     scores = torch.stack([(q * k).sum(-1) for k, _ in own], -1)  # [B, H, T, steps]
-    weigh = _weigh_for(q.device.type)
+    weigh = fused(weigh_rollout, q.device.type)
     weights, shares = weigh(q @ keys.transpose(-1, -2), scores, q.shape[-1] ** -0.5, first, window)
     found: Tensor = weights @ values
     for i, (_, v) in enumerate(own):
@@ -273,12 +272,6 @@ def weigh_rollout(scores: Tensor, own: Tensor, scale: float, first: int, window:
         hidden = hidden | (back + own.shape[-1] >= window)
         own = own.masked_fill(own.shape[-1] - 1 - steps >= window, -torch.inf)
     return softmax_over_both((scores.float() * scale).masked_fill(hidden, -torch.inf), own, scores.dtype)
-
-
-@cache
-def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float, int, int], tuple[Tensor, Tensor]]:
-    """Fused on a GPU: written out, the passes over [B, H, T, T] were a third of a step."""
-    return torch.compile(weigh_rollout, dynamic=True) if device == "cuda" else weigh_rollout
 
 
 class EagleModule(nn.Module):
