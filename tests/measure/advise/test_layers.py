@@ -147,7 +147,6 @@ def test_the_commands(
 ) -> None:
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none"), tokenizer=Letters())
     monkeypatch.setattr(layers, "load", lambda settings: (LLM(engine, Letters(), "tiny"), FLAT))  # type: ignore[arg-type]
-    monkeypatch.setattr(layers, "count_layers", lambda model: LAYERS)
     monkeypatch.setattr("forerun.cli.drafters.check_model", lambda model: None)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcabc", "hello there")))
