@@ -38,9 +38,9 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ids of requests in the order in which they are admitted from now on."""
     order, begin = list[int](), engine.scheduler.begin
 
-    def note(readers: Sequence[SequenceState]) -> None:
+    def note(readers: Sequence[SequenceState], rows: int) -> None:
         order.extend(seq.id for seq in readers if seq.id not in order)
-        begin(readers)
+        begin(readers, rows)
 
     monkeypatch.setattr(engine.scheduler, "begin", note)
     return order
