@@ -232,7 +232,7 @@ class LastRowDrafter:
         """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""
         seconds = self._meter.seconds or UNMEASURED
         chosen = not (self.sampled and is_drawn(seq))
-        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
+        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen, key=id(self))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         if -1 not in scores.hidden:  # nothing is drafted behind this round

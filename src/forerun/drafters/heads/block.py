@@ -505,7 +505,8 @@ class BlockDrafter:
         unread = len(observed.tokens) if observed is not None else 0
         start = unread * (self._reading or READING * once) if unread > PROMPT else 0.0
         chosen = not self._draws(seq)
-        return Offer((once + level, level), start, chosen=chosen, stops=chosen, expected=self._expected.get(seq.id))
+        expected, levels = self._expected.get(seq.id), (once + level, level)
+        return Offer(levels, start, chosen=chosen, stops=chosen, expected=expected, key=id(self))
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
