@@ -82,14 +82,14 @@ def measure_modes(model: str, gb_per_second: float, names: Sequence[Dtype] = MOD
     """t(n) of every format, the bytes a plain pass reads, and the share of the memory bandwidth that this is."""
     found: dict[str, Any] = {}
     for name in names:
-        mode = load_mode(loading.open_checkpoint(model), name)
-        if mode.target is None:
-            found[mode.name] = {"t": None, "why_not": mode.why_not}
+        target = load_mode(loading.open_checkpoint(model), name)
+        if isinstance(target, str):
+            found[name] = {"t": None, "why_not": target}
             continue
-        cost, read = CostModel.measure(mode.target), weight_bytes(mode.target)
+        cost, read = CostModel.measure(target), weight_bytes(target)
         share = None if read is None else round(read / cost.pass_seconds(1) / 1e9 / gb_per_second, 3)
         curve = {str(size): round(seconds, 6) for size, seconds in cost.seconds.items()}
-        found[mode.name] = {"t": curve, "weight_bytes": read, "bandwidth_share": share}
+        found[name] = {"t": curve, "weight_bytes": read, "bandwidth_share": share}
     return found
 
 

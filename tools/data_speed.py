@@ -20,7 +20,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.core.params import EngineConfig
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.train.data.make import _writer
+from forerun.train.data.make import writer_for
 from forerun.train.data.prompts import Renderer
 from forerun.train.data.writer import BatchWriter, Order
 from forerun.train.options import DataOptions
@@ -61,7 +61,7 @@ def main() -> None:
     options = DataOptions(
         given.model, "unused", max_prompt=longest - 16, max_length=longest, batch=given.texts, device="cpu"
     )
-    write = _writer(checkpoint, options)
+    write = writer_for(checkpoint, options)
     wide = EngineConfig(device="cpu", max_batch=given.texts)
     llms = {
         "LLM.generate": LLM.load(given.model, device="cpu"),

@@ -204,7 +204,7 @@ race)
     for method in $METHODS; do race "$method" || break; done
     done=()
     for method in $METHODS; do [ ! -e "race/$method/config.json" ] || done+=("race/$method"); done
-    [ ${#done[@]} -eq 0 ] || python -m forerun.train.curves "${done[@]}" --race methods.json
+    [ ${#done[@]} -eq 0 ] || python "$ROOT/tools/runs.py" race "${done[@]}" --out methods.json
     [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp methods.json "$OUT/"; }
     ;;
 table)
@@ -215,7 +215,7 @@ table)
     ;;
 pack)
     rm -rf packed && mkdir packed
-    python -m forerun.train.checkpoint --out packed ${PACK:-} ${RUNS:-$(trained)}
+    python "$ROOT/tools/runs.py" pack ${RUNS:-$(trained)} --out packed ${PACK:-}
     tar cf - -C packed . | split -b 15000000 -d -a 2 - "${OUT:?where to}/heads.tar."
     [ -z "${PARTS:-}" ] || for part in "$OUT"/heads.tar.*; do # eight files and 64 MB may leave a machine at once
         [[ " $PARTS " == *" ${part##*.} "* ]] || rm "$part"

@@ -7,6 +7,7 @@ import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_pull_says_where_the_file_is_unless_quiet(forerun: Run, cache: Path, mon
     assert (silent.code, silent.out, silent.err) == (0, "", "")
     assert pulled == ["smollm2", "smollm2"]
 
-    present = [type(model)(model.name, "", 1, "", Path("there.gguf")) for model in known_models()]
+    present = [SimpleNamespace(name=model.name, path=Path("there.gguf")) for model in known_models()]
     monkeypatch.setattr(models, "known_models", lambda: present)
     monkeypatch.setattr(models, "find_known", lambda name: Path("there.gguf"))
     assert "is already on this machine: there.gguf" in forerun("models", "pull", "smollm2").out

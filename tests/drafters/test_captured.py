@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
 
     monkeypatch.setattr(captured, "capture", lambda work, *_: EmulatedGraph(work, now))
-    for room in ("base", "block"):
+    for room in ("drafter", "block"):
         monkeypatch.setattr(f"forerun.drafters.heads.{room}.Meter", lambda _: Meter(lambda: now[0]))
     return now
 
@@ -129,7 +129,7 @@ def test_a_block_drafter_is_not_judged_by_its_captures(clock: list[float]) -> No
         with torch.inference_mode():  # whatever mode the caller is in
             drafter.propose(some, [Budget(5, 5)] * len(some))
         assert drafter._runner.captures == before + more
-        assert REPLAY <= drafter._pass.seconds <= 2 * REPLAY  # a graph that reads rows, and one that drafts
+        assert REPLAY <= drafter._first.seconds <= 2 * REPLAY  # a graph that reads rows, and one that drafts
     assert drafter._reading == 0.0, "on this device reading takes no time"
 
 

@@ -17,8 +17,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.drafters.model.cascade import CascadeDrafter
-from forerun.drafters.model.draft_model import ModelDrafter
+from forerun.drafters.model.draft_model import CascadeDrafter, ModelDrafter
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from tests.exactness.harness import chi_square_p, joint_law, run, sample_texts, table
 

@@ -15,14 +15,14 @@ from forerun.core.types import Budget, Scores, TreeBatch, Verdict
 from forerun.drafters.heads.base import (
     UNMEASURED,
     Calibration,
-    LastRowDrafter,
     ObservedRows,
     head_dtype,
     is_drawn,
     is_ready,
     observe_rows,
 )
-from forerun.drafters.heads.eagle_torch import HeadCache
+from forerun.drafters.heads.drafter import LastRowDrafter
+from forerun.drafters.heads.eagle_head import HeadCache
 from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.models.base import SharedWeights
 from forerun.testing import FakeSeq, TableLM

@@ -69,7 +69,7 @@ def test_a_long_prompt_is_caught_up_with_in_pieces(name: str, tmp_path: Path, mo
     seqs = [FakeSeq(0, [i * 7 % VOCAB for i in range(40)]), FakeSeq(1, [i * 5 % VOCAB for i in range(9)])]
     observe_prompts(whole, target, seqs)
     wanted = as_lists(whole.propose(seqs, [BUDGET, BUDGET]))
-    for module in ("eagle_torch", "eagle_native", "block"):
+    for module in ("eagle_head", "eagle_native", "block"):
         monkeypatch.setattr(f"forerun.drafters.heads.{module}.CHUNK", 7)
     pieces = make(name, tmp_path)
     observe_prompts(pieces, TableLM(VOCAB), seqs)

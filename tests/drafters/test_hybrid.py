@@ -125,41 +125,6 @@ def test_where_the_second_may_not_draft_any_match_will_do() -> None:
     assert tokens_of(drafter.propose([seq], [CHAIN]), 0)[:2] == [5, 1]
 
 
-CHEAP = tuple(1.0 + 0.01 * n for n in range(13))
-DEAR = tuple(1.0 + 0.6 * n for n in range(13))
-
-
-def test_what_is_at_hand_stands_beside_the_tree_where_nodes_are_cheap() -> None:
-    drafter, _ = hybrid()
-    seq = FakeSeq(0, [*COPY])
-    trees = drafter.propose([seq], [Budget(12, 6, 4, CHEAP, 0.2, "costly")])
-    assert tokens_of(trees, 0)[:4] == [6, 9, 9, 9]
-    assert tokens_of(trees, 0)[4:6] == [7, 8]
-    assert trees.parents.tolist()[4:6] == [0, 4]
-    assert drafter.offer(seq).expected is None
-    alone = drafter.propose([seq], [Budget(12, 6, 4, DEAR, 0.2, "costly")])
-    assert tokens_of(alone, 0) == [6, 9, 9, 9]
-
-
-def test_a_match_that_agrees_makes_the_tree_longer() -> None:
-    second = ScriptedDrafter(lambda seq, budget: ([seq.tokens[-1], 7, 8], [-1, 0, 1]), cost=0.5)
-    drafter = HybridDrafter(NgramDrafter(), second)
-    trees = drafter.propose([FakeSeq(0, [*COPY])], [Budget(12, 6, 4, CHEAP, 0.2, "costly")])
-    assert tokens_of(trees, 0)[:5] == [6, 7, 8, 1, 2]
-    assert trees.parents.tolist()[:5] == [-1, 0, 1, 2, 3]
-
-
-def test_matches_that_are_never_right_beside_the_tree_are_left_out() -> None:
-    drafter, _ = hybrid()
-    budget = Budget(12, 6, 4, tuple(1.0 + 0.05 * n for n in range(13)), 0.2, "costly")
-    seq = FakeSeq(0, [*COPY])
-    assert len(drafter.propose([seq], [budget]).tokens) > 4
-    for _ in range(40):  # the target goes with the second, whatever n-gram has
-        trees = drafter.propose([seq], [budget])
-        drafter.observe([seq], trees, Scores(None), Verdict.of([[1, 2, 3]], [0], "cpu"))
-    assert len(drafter.propose([seq], [budget]).tokens) == 4
-
-
 def test_everybody_is_shown_everything_and_forgets() -> None:
     drafter, second = hybrid()
     seqs = [FakeSeq(0, [*FRESH]), FakeSeq(1, [*COPY])]
@@ -212,33 +177,6 @@ def test_the_text_is_the_plain_loops_at_every_temperature() -> None:
     with torch.no_grad():
         for temperature in (0.0, 0.8):
             assert write("ngram+draft_model", temperature) == write("none", temperature)
-
-
-def test_what_stands_beside_a_tree_is_priced_behind_it() -> None:
-    """Three nodes are cheap and the next are dear: the tree has taken the cheap places."""
-    drafter, _ = hybrid()
-    seq = FakeSeq(0, [*COPY])
-    drafter.propose([seq], [CHAIN])
-    tree = ([6, 9, 9, 9], [-1, 0, 1, 2])
-    dear = (1.0, 1.01, 1.02, 1.03, 3.0, 4.0, 5.0)
-    assert drafter._merged(seq, Budget(6, 3, price=dear), tree) == tree
-    cheap = tuple(1.0 + 0.01 * n for n in range(7))
-    tokens, parents = drafter._merged(seq, Budget(6, 3, price=cheap), tree)
-    assert tokens == [6, 9, 9, 9, 7, 8, 1]
-    assert parents == [-1, 0, 1, 2, 0, 4, 5]
-
-
-def test_a_lookup_that_contradicts_the_tree_is_worth_what_such_lookups_were() -> None:
-    """Where they part, one of them is wrong; how often it was the lookup is counted."""
-    drafter, _ = hybrid()
-    seq = FakeSeq(0, [*COPY])
-    drafter.propose([seq], [CHAIN])
-    tree, price = ([6, 9, 9, 9], [-1, 0, 1, 2]), tuple(1.0 + 0.2 * n for n in range(7))
-    text = drafter._sequences[seq.id]
-    text.beside_hits, text.beside_tries = 9.0, 10.0
-    assert len(drafter._merged(seq, Budget(6, 3, price=price), tree)[0]) > 4
-    text.beside_hits, text.beside_tries = 0.1, 10.0
-    assert drafter._merged(seq, Budget(6, 3, price=price), tree) == tree
 
 
 def test_beside_a_device_a_few_are_looked_up_every_round_and_a_crowd_never(monkeypatch: pytest.MonkeyPatch) -> None:

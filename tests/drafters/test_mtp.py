@@ -14,7 +14,7 @@ from forerun.build.engine import choose_drafter, load_target, make_engine
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
-from forerun.drafters.heads.eagle import MtpHead, load_mtp, read_mtp, write_mtp
+from forerun.drafters.heads.eagle import MtpHead, load_head, read_mtp, write_mtp
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import read_config, write_config
 from forerun.engine.driver import Driver
@@ -91,7 +91,7 @@ def test_both_styles_of_names_are_the_same_layer(style: str, tmp_path: Path) -> 
 
 def test_the_layer_computes_what_its_definition_says(tmp_path: Path) -> None:
     target = _decoder(carrying(tmp_path))
-    head, weights = load_mtp(tmp_path, target), read_mtp(tmp_path)[1]
+    head, weights = load_head(tmp_path, target, "mtp"), read_mtp(tmp_path)[1]
     token, hidden = (torch.tensor([5]), torch.randn(1, head.config.width, generator=torch.Generator().manual_seed(1)))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -165,7 +165,7 @@ def seen_before(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
 @pytest.mark.parametrize("name", FAMILY_LAYERS)
 def test_layers_of_the_family_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
     model, layer = with_own_layer(name, tmp_path)
-    head = load_mtp(tmp_path, _decoder(tmp_path))
+    head = load_head(tmp_path, _decoder(tmp_path), "mtp")
     draws, count = torch.Generator().manual_seed(1), 9
     tokens = torch.randint(0, VOCAB, (count,), generator=draws)
     hidden = torch.randn(count, head.config.width, generator=draws)

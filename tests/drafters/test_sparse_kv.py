@@ -21,7 +21,7 @@ from forerun.core.offer import NEVER
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch, Verdict
 from forerun.drafters.model.draft_model import UNMEASURED
-from forerun.drafters.model.sparse_kv import SparseKvDrafter
+from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine
 from forerun.models.attention import Span, SparseContext
 from forerun.models.base import LayerSubset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from forerun.drafters.heads.base import Calibration
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.growth import (
     LogitRanks,
+    Steps,
+    Tree,
     best_count,
     best_shape,
     grow_ranked,
-    grow_trees,
     lay_out,
     sample_trees,
     worth_deepening,
@@ -30,6 +32,13 @@ from forerun.testing.conformance import check_trees
 VOCAB = 12
 WHOLE = DraftVocabulary.whole(VOCAB)
 FLAT = tuple(1.0 + 0.001 * n for n in range(20))
+
+
+def grow_trees(
+    steps: Steps, seqs: Any, budgets: Any, vocabulary: Any, calibration: Any, rates: Any = None
+) -> list[Tree]:
+    """From a head's logits."""
+    return grow_ranked(LogitRanks(steps, seqs, vocabulary), seqs, budgets, calibration, rates)[0]
 
 
 class Told:

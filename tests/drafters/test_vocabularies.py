@@ -14,8 +14,7 @@ from forerun.core.errors import VocabularyMismatch
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.drafters.model.cascade import CascadeDrafter
-from forerun.drafters.model.draft_model import ModelDrafter, TextDrafter
+from forerun.drafters.model.draft_model import CascadeDrafter, ModelDrafter, TextDrafter
 from forerun.drafters.model.translated import Spelling, TokenMap, TranslatedTarget
 from forerun.testing import FakeSeq, TableLM, check_drafter, check_target
 from tests.exactness.harness import chi_square_p, joint_law, run, sample_texts, table

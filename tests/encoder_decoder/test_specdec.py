@@ -23,7 +23,7 @@ from forerun.testing import TableLM
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.data.make import make_data
 from forerun.train.options import DataOptions, TrainOptions
-from forerun.train.recipes.specdec import SpecDecRecipe, source_lengths
+from forerun.train.recipes.block import SpecDecRecipe, source_lengths
 from forerun.train.run import train
 from forerun.train.teacher import load_source_teacher
 from tests.encoder_decoder.marian_folder import WORDS, make_folder

@@ -13,9 +13,8 @@ import torch
 from forerun.core.types import Draws, Laws, TreeBatch
 from forerun.verify import exact, walk
 from forerun.verify.base import Verifier
-from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
-from forerun.verify.exact import ExactVerifier
+from forerun.verify.exact import BlockVerifier, ExactVerifier
 from forerun.verify.typical import TypicalVerifier
 from tests.exactness.enumeration import (
     Branches,

@@ -37,7 +37,7 @@ from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.drafters.heads.medusa import HeadSet, HydraDrafter, MedusaDrafter
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.draft_model import ModelDrafter
-from forerun.drafters.model.sparse_kv import SparseKvDrafter
+from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows
 from forerun.models.attention import SparseContext

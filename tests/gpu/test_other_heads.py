@@ -10,7 +10,7 @@ from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Request, Verdict
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import on_device as draft_on_device
-from forerun.drafters.heads.base import LastRowDrafter
+from forerun.drafters.heads.drafter import LastRowDrafter
 from forerun.drafters.heads.eagle import MtpDrafter, read_mtp, write_mtp
 from forerun.drafters.heads.medusa import HydraDrafter, MedusaDrafter, load_heads, write_heads
 from forerun.engine.driver import Driver

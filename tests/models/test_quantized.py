@@ -276,6 +276,12 @@ def test_settings_that_cannot_be_are_one_line(config: Any, tmp_path: Path) -> No
     assert "\n" not in str(error.value)
 
 
+def test_a_setting_that_is_missing_is_named(tmp_path: Path) -> None:
+    made.write(tmp_path, Format({key: W4[key] for key in W4 if key != "config_groups"}, made.block_fp8, ""))
+    with pytest.raises(DamagedFile, match=r"it has no 'config_groups'"):
+        open_checkpoint(str(tmp_path))
+
+
 def test_blocks_and_groups_larger_than_a_weight_are_one(tmp_path: Path) -> None:
     """A damaged config may say any size: nothing is allocated by it."""
     model = made.write(tmp_path, Format(AWQ | {"group_size": 1 << 80}, made.awq(-1), ""))

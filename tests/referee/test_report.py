@@ -79,7 +79,7 @@ def test_the_page_is_well_formed_and_has_plots(report: Report) -> None:
 
 def test_a_url_is_checked_without_torch(pair: Pair, tmp_path: Path) -> None:
     """In a fresh interpreter in which importing torch raises."""
-    folder = make_model(tmp_path / "table", pair).folder
+    folder = make_model(tmp_path / "table", pair).table.parent
     program = f"""
 import sys
 for name in ("torch", "transformers", "tokenizers", "httpx"):
@@ -102,7 +102,7 @@ main()
 
 
 def test_a_failure_exits_with_one(pair: Pair, tmp_path: Path, forerun: Callable[..., int], capsys: Any) -> None:
-    folder = make_model(tmp_path, pair).folder
+    folder = make_model(tmp_path, pair).table.parent
     with served(Planted(pair, frozenset(["rejected_kv_kept"]))) as target:
         assert forerun("verify", target.url, "--table", str(folder), "--only", "greedy.alone") == 1
     said = capsys.readouterr().out

@@ -79,7 +79,7 @@ def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(caplo
         engine = EngineProcess(Loader(LOAD_LLM, MODEL))
         facts = engine.wait_until_ready()
         backend = ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
-        os.kill(backend.process_id, signal.SIGKILL)
+        os.kill(backend._engine.process.pid, signal.SIGKILL)
         found = [await depth_of_failure(backend) for _ in range(4)]
         restart = asyncio.create_task(backend.restart())
         await asyncio.sleep(0.2)

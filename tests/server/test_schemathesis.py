@@ -55,7 +55,8 @@ def ask(served: Running, method: str, path: str, mode: GenerationMode, count: in
         def check(case: Any) -> None:
             if isinstance(case.body, dict):
                 case.body = served_here(short(case.body, TEXTS[path]) if path in TEXTS else case.body)
-            answer = case.call(base_url=served.url, session=session)
+            # its own limit, 10 s, is for a machine that does nothing else
+            answer = case.call(base_url=served.url, session=session, timeout=120)
             statuses[answer.status_code] += 1
             case.validate_response(answer, checks=CHECKS)
             if answer.status_code >= 400:

@@ -12,8 +12,7 @@ import torch
 from forerun.core.params import Prefix, SamplingParams
 from forerun.core.request import Request
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.verify.grammar.compiled import Grammars
-from forerun.verify.grammar.law import GrammarLaw
+from forerun.verify.grammar.compiled import GrammarLaw, Grammars
 
 pytest.importorskip("llguidance")
 

@@ -18,10 +18,9 @@ from forerun.core.noise import Noise
 from forerun.core.params import Forces, Prefix, SamplingParams
 from forerun.core.request import Request
 from forerun.core.types import PlainSeq, Scores, TreeBatch
-from forerun.verify.choices import choosers_of, chosen
+from forerun.verify.decide import choosers_of, chosen
 from forerun.verify.exact import ExactVerifier
-from forerun.verify.grammar.compiled import Grammars
-from forerun.verify.grammar.law import GrammarLaw
+from forerun.verify.grammar.compiled import GrammarLaw, Grammars
 from forerun.verify.grammar.thinking import ThinkingLaw, _State
 from forerun.verify.processors import IMPOSSIBLE
 from forerun.verify.warp import argmax_rows, chooser_of, warp

@@ -8,8 +8,7 @@ import pytest
 
 from forerun import LLM
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.verify.grammar.compiled import Grammars
-from forerun.verify.grammar.law import GrammarLaw
+from forerun.verify.grammar.compiled import GrammarLaw, Grammars
 from tests.structure.conftest import law_of
 from tests.structure.generated import check, read, schema_of, settings_of, small_model
 

@@ -18,8 +18,7 @@ from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.reading import schema_of_calls
 from forerun.server.schemas import FunctionSpec
 from forerun.verify.grammar import compiled
-from forerun.verify.grammar.compiled import Grammars
-from forerun.verify.grammar.law import GrammarLaw
+from forerun.verify.grammar.compiled import GrammarLaw, Grammars
 from tests.structure.answers import SCHEMAS
 from tests.structure.conftest import allowed, law_of
 

@@ -112,7 +112,7 @@ def test_the_offer_of_one_pass(tiny: Checkpoint, texts: Path, tmp_path: Path) ->
     """The first level costs the pass, further ones only their part in growing the tree; a prompt is read first."""
     target = lending(tiny)
     drafter = drafting("dspark", written(recipe_for("dspark", tiny, texts, tmp_path), tmp_path), target)
-    drafter._pass.seconds, drafter._growth.seconds, drafter._reading = 0.5, 0.01, 0.002
+    drafter._first.seconds, drafter._growth.seconds, drafter._reading = 0.5, 0.01, 0.002
     seq = show(drafter, target, [1 + i % 50 for i in range(41)])
     offer = drafter.offer(seq)
     assert offer.until(1) == pytest.approx(0.51)

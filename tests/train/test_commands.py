@@ -20,7 +20,7 @@ from forerun.core.errors import InvalidInput, VocabularyMismatch
 from forerun.core.params import EngineConfig
 from forerun.drafters.heads.eagle_head import write_head
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
+from forerun.train.export import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.options import DataOptions
 from forerun.train.run import train
 from tests.drafters.tiny_heads import eagle_config, eagle_weights

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from forerun.train import curves
-from forerun.train.curves import SMOOTH, draw, main, minutes_at, read_curve, smoothed
+from forerun.train.curves import SMOOTH, draw, main, read_curve, smoothed
+from tools import runs
 from tools.docs_figures import documents, figures
 
 
@@ -90,7 +91,7 @@ def test_a_race_has_minutes_and_tokens_of_every_run(tmp_path: Path) -> None:
         (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         made = {"made": "2026-11-19T05:00:00", "commit": "abcdefghij", "parameters": 7, "device": "a card"}
         (folder / "provenance.json").write_text(json.dumps(made | {"versions": {"torch": "2.11.0"}}))
-    main([str(tmp_path / "quick"), str(tmp_path / "slow"), "--race", str(tmp_path / "methods.json")])
+    runs.main(["race", str(tmp_path / "quick"), str(tmp_path / "slow"), "--out", str(tmp_path / "methods.json")])
     found = json.loads((tmp_path / "methods.json").read_text())
     assert [set(documents()["acceptance-heads"]) - set(found), found["commit"]] == [set(), "abcdefg"]
     quick, slow = found["tables"]["curve"]["rows"]
@@ -102,5 +103,5 @@ def test_a_race_has_minutes_and_tokens_of_every_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_begun_has_learnt_for_no_time() -> None:
-    assert minutes_at([{"step": 0, "seconds": 9.0}]) == {0: 0.0}
-    assert minutes_at([{"step": 0, "seconds": 9.0}, {"step": 1, "seconds": 60.0}]) == {0: 0.0, 1: 1.0}
+    assert runs.minutes_at([{"step": 0, "seconds": 9.0}]) == {0: 0.0}
+    assert runs.minutes_at([{"step": 0, "seconds": 9.0}, {"step": 1, "seconds": 60.0}]) == {0: 0.0, 1: 1.0}

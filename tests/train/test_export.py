@@ -19,8 +19,7 @@ from forerun.drafters.heads.eagle_head import read_head, write_head
 from forerun.drafters.heads.formats import write_config
 from forerun.heads import heads_in_the_box
 from forerun.train import export
-from forerun.train.check import kind_of_head
-from forerun.train.export import READERS, export_head, import_head
+from forerun.train.export import READERS, export_head, import_head, kind_of_head
 from tests.drafters.tiny_heads import eagle_config, eagle_weights, heads_config, heads_weights, save_head
 from tests.models.tiny_checkpoints import VOCAB
 

@@ -10,11 +10,11 @@ import torch
 
 from forerun.core.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.train.checkpoint import main as pack
 from forerun.train.checkpoint import read_checkpoint
 from forerun.train.loop import MOMENT, Muon, Progress, orthogonal
 from forerun.train.run import train
 from tests.train.test_recipes import options_for
+from tools.runs import main as pack
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (2, 40, 24), (1, 16, 16)])
@@ -78,7 +78,7 @@ def test_a_packed_run_is_small_and_goes_on_from_its_step(tiny: Checkpoint, texts
     seen: list[Progress] = []
     options = options_for("mtp", tiny, texts, tmp_path / "run", steps=12, save_every=12)
     train(options, seen.append)
-    assert pack([str(tmp_path / "run"), "--out", str(tmp_path / "packed")]) == 0
+    assert pack(["pack", str(tmp_path / "run"), "--out", str(tmp_path / "packed")]) == 0
     packed = tmp_path / "packed" / "run"
 
     def size(folder: Path) -> int:
@@ -92,7 +92,7 @@ def test_a_packed_run_is_small_and_goes_on_from_its_step(tiny: Checkpoint, texts
     train(further, seen.append)
     assert [progress.step for progress in seen] == [*range(1, 15)]
     assert seen[12].loss < seen[0].loss - 0.5 * (seen[0].loss - seen[11].loss)  # it did not begin again
-    assert pack([str(tmp_path / "run"), "--heads-only", "--out", str(tmp_path / "heads")]) == 0
+    assert pack(["pack", str(tmp_path / "run"), "--heads-only", "--out", str(tmp_path / "heads")]) == 0
     assert (tmp_path / "heads" / "run" / "config.json").is_file()
     assert not (tmp_path / "heads" / "run" / "checkpoint").exists()
-    assert pack([str(tmp_path / "nothing"), "--out", str(tmp_path / "packed")]) == 2
+    assert pack(["pack", str(tmp_path / "nothing"), "--out", str(tmp_path / "packed")]) == 2

@@ -15,9 +15,8 @@ from forerun.core.noise import BLOCK, DRAW
 from forerun.core.types import Draws, Laws, TreeBatch, Verdict
 from forerun.testing import TableLM, tree_of
 from forerun.verify.base import Verifier
-from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
-from forerun.verify.exact import ExactVerifier, residual
+from forerun.verify.exact import BlockVerifier, ExactVerifier, residual
 from forerun.verify.typical import TypicalVerifier
 
 ALL: list[Verifier] = [ExactVerifier(), BlockVerifier(), CoupledVerifier(), TypicalVerifier()]

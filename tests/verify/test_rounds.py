@@ -19,9 +19,8 @@ from forerun.core.types import Budget, Needs
 from forerun.drafters.base import Drafter
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, extend
 from forerun.verify.base import Verifier
-from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
-from forerun.verify.exact import ExactVerifier
+from forerun.verify.exact import BlockVerifier, ExactVerifier
 from forerun.verify.typical import TypicalVerifier
 from forerun.verify.warp import warp
 

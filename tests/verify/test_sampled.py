@@ -30,9 +30,8 @@ from forerun.core.types import Laws, PlainSeq, TreeBatch, Verdict
 from forerun.testing import path_to
 from forerun.verify import sampled
 from forerun.verify.base import Verifier
-from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
-from forerun.verify.exact import ExactVerifier
+from forerun.verify.exact import BlockVerifier, ExactVerifier
 from forerun.verify.greedy import walk_by_torch
 from forerun.verify.sampled import CHUNK_ENTRIES, Kinds, SampledTokens, decides_alike, kinds_of
 from forerun.verify.typical import TypicalVerifier

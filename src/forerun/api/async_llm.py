@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from os import PathLike
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 from forerun.api.calls import Call, Calls
 from forerun.api.completion import AsyncStream, Completion, Item
@@ -25,12 +25,9 @@ from forerun.core.errors import ForerunError, InvalidInput, Overloaded
 from forerun.core.types import Request
 from forerun.engine.driver import Handle, Waiter
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import SequenceState
 from forerun.engine.stats import seconds_of
-
-if TYPE_CHECKING:
-    from forerun.engine.sequence import SequenceState
-    from forerun.models.load.tokenizer import Tokenizer
-
+from forerun.models.load.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _One = Coroutine[Any, Any, Completion]

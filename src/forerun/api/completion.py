@@ -78,6 +78,10 @@ class Completion:
         return f"Completion({text!r}, {self.tokens} tokens, {self.finish_reason!r}, {rate}{exact})"
 
 
+# what a Completion has of the counts of its rounds
+_COUNTED = ("rounds", "tokens_per_round", "accepted_per_position", "drafted", "accepted", "seconds", "reached", "kept")
+
+
 class Ended(NamedTuple):
     """A sequence that has ended, in plain values: its rounds are added up by whoever wants the Completion."""
 
@@ -100,33 +104,11 @@ class Ended(NamedTuple):
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def completion(self) -> Completion:
-        stats = SequenceStats.of(self.rounds, self.prompt_seconds)
-        return Completion(
-            text=self.text,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason,
-            prompt_tokens=self.prompt_tokens,
-            rounds=stats.rounds,
-            tokens_per_round=stats.tokens_per_round,
-            accepted_per_position=stats.accepted_per_position,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            drafter=self.drafter,
-            verifier=self.verifier,
-            exact=self.exact,
-            seed=self.seed,
-            seconds=stats.seconds,
-            logprobs=self.logprobs,
-            queue_seconds=self.queue_seconds,
-            reached=stats.reached,
-            kept=stats.kept,
-            cached_tokens=self.cached_tokens,
-            error=self.error,
-            accepted_prediction_tokens=self.prediction[0],
-            rejected_prediction_tokens=self.prediction[1],
-            embedding=self.embedding,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+        stats, own = SequenceStats.of(self.rounds, self.prompt_seconds), self._asdict()
+        own |= {name: getattr(stats, name) for name in _COUNTED}
+        accepted, rejected = own.pop("prediction")
+        del own["prompt_seconds"]
+        return Completion(**own, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
 
 
 def ended_of(seq: SequenceState, exact: bool) -> Ended:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from os import PathLike
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import Self, Unpack
 
 from forerun.api.calls import Call, Calls
 from forerun.api.completion import Completion as Completion
@@ -19,9 +19,7 @@ from forerun.core.types import Request
 from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.models.base import ServedByProcesses
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
+from forerun.models.load.tokenizer import Tokenizer
 
 
 class LLM(Calls[Completion, list[Completion], list[list[Completion]], Stream]):

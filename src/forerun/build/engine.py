@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache, partial
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,15 +37,12 @@ from forerun.engine.sequence import SequenceState
 from forerun.heads import carries_mtp, open_head, with_head
 from forerun.models.adapters import AdapterPool, own_head
 from forerun.models.base import Target
+from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import KV_DTYPES, allowed_bytes, reason_against, usual_batch
+from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import opening_of
 from forerun.verify.decide import VerifierPool
 from forerun.verify.grammar.compiled import Grammars
-
-if TYPE_CHECKING:
-    from forerun.models.config import DecoderConfig
-    from forerun.models.load.checkpoint import Checkpoint
-
 
 log = logging.getLogger(__name__)
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
@@ -68,8 +64,8 @@ def make_engine(
     """An engine around a target that is already in memory; `costs` are measured by the first who asks."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
-    max_batch, why = (config.max_batch, "") if config.max_batch is not None else default_batch(target)
-    if why:
+    if (max_batch := config.max_batch) is None:
+        max_batch, why = default_batch(target)
         log.info("up to %d sequences are written together (max_batch): %s", max_batch, why)
     adapters = make_adapters(target, config, loaded_from)  # first: passes with them are captured beside the others
     costs = costs or cache(partial(CostModel.measure_or_load, target, cost_file))
@@ -82,8 +78,7 @@ def make_engine(
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         kind, at, adapter = name.partition("@")
-        spec = registry.drafters.spec(kind)  # an old name is the same drafter, not a second one
-        if spec.name != kind:
+        if (spec := registry.drafters.spec(kind)).name != kind:  # an old name is the same drafter, not a second one
             return drafters.get(spec.name + at + adapter)
         if spec.name.startswith(BESIDE):
             first, second = (member.name for member in spec.members)  # of other requests too
@@ -97,7 +92,8 @@ def make_engine(
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head, target.can.captures)
     if head is not None:
         drafters.add(speculative.drafter, head)
-    add_own_heads(drafters, config.adapters)
+    for adapter, folder in config.adapters.items():
+        add_own_head(drafters, adapter, folder)
     return Engine(
         target,
         drafters,
@@ -122,11 +118,6 @@ def make_adapters(target: Target, config: EngineConfig, loaded_from: str = "") -
     for name, folder in config.adapters.items():
         pool.add(name, folder)
     return pool
-
-
-def add_own_heads(drafters: DrafterPool, adapters: Mapping[str, str]) -> None:
-    for name, given in adapters.items():
-        add_own_head(drafters, name, given)
 
 
 def add_own_head(drafters: DrafterPool, adapter: str, given: str) -> None:

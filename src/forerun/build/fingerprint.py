@@ -12,16 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ForerunError
 from forerun.heads import BOX, HeadFolder, fitting_heads
-
-if TYPE_CHECKING:
-    from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.checkpoint import Checkpoint
 
 FILE = "fingerprint.json"
 Likeness = Literal["same", "tuned", "other"]

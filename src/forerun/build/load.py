@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -54,12 +54,8 @@ from forerun.drafters.model.translated import TokenMap, TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.heads import open_head
 from forerun.models.base import CapturesLater, CompilesAhead, Target
-from forerun.models.load.tokenizer import opening_of
-
-if TYPE_CHECKING:
-    from forerun.models.load.checkpoint import Checkpoint
-    from forerun.models.load.tokenizer import Tokenizer
-
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.tokenizer import Tokenizer, opening_of
 
 log = logging.getLogger(__name__)
 

@@ -12,24 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.bench import (
-    Device,
-    DraftModel,
-    DtypeName,
-    MaxTokens,
-    Model,
-    Prompts,
-    Tasks,
-    Temperature,
-    Threads,
-    words,
-)
-from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, write_document, write_file
+from forerun.cli.bench import SHARED, Model, Prompts, Tasks, Temperature, words
+from forerun.cli.flags import DEFAULT_MODEL, HELP, JsonFile, with_fields, write_document, write_file
 from forerun.cli.loading import check_model, progress_shown, short_name
 from forerun.cli.show import counted, table_console
 from forerun.core.checks import as_real
 from forerun.core.errors import InvalidInput
 from forerun.core.params import KvDtype
+from forerun.measure.bench.settings import DrafterSetup, Settings, parse_setups
 from forerun.measure.plan.advice import PLAIN, Choice, Load, Profile, Range, built_in, read_profile
 from forerun.measure.plan.advice import plan as make_plan
 from forerun.measure.report.tables import figure_table, print_table
@@ -40,9 +30,10 @@ Drafters = Annotated[
 OURS, YOURS = 2, 24  # prompts per task: ours are of eleven tasks, a user's mostly of one
 
 
+@with_fields(Settings, SHARED)
 def advise(
+    given: Mapping[str, Any],
     model: Model = DEFAULT_MODEL,
-    draft_model: DraftModel = None,
     drafters: Drafters = "",
     prompts: Prompts = "builtin",
     tasks: Tasks = "",
@@ -53,12 +44,8 @@ def advise(
             show_default=False,
         ),
     ] = None,
-    max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     max_budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
-    dtype: DtypeName = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     check: Annotated[
         bool, typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them.")
     ] = False,
@@ -68,15 +55,12 @@ def advise(
     json_file: JsonFile = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.measure.bench.settings import Settings, parse_setups
-
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
-        model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), limit=limit or None,
-        max_tokens=max_tokens, temperatures=(temperature,), budget=max_budget, dtype=dtype, device=device,
-        threads=threads, setups=parse_setups(words(drafters) or ["auto"]),
-        batches=_batches(check, check_batches),
+        model=model, suite=prompts, tasks=words(tasks), limit=limit or None, temperatures=(temperature,),
+        budget=max_budget, setups=parse_setups(words(drafters) or ["auto"]),
+        batches=_batches(check, check_batches), **given,
     )  # fmt: skip
     from forerun.measure.advise.answer import in_words, run_advisor
     from forerun.measure.report.tables import print_line, print_table
@@ -117,33 +101,27 @@ def _cell(found: Mapping[str, Any]) -> str:
     return str(Spread(found["value"], found["low"], found["high"]))
 
 
+@with_fields(Settings, SHARED)
 def diagnose(
+    given: Mapping[str, Any],
     model: Model = DEFAULT_MODEL,
-    draft_model: DraftModel = None,
     drafter: Annotated[str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")] = "auto",
     against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
     prompts: Prompts = "builtin",
     limit: Annotated[
         int | None, typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours.")
     ] = None,
-    max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
-    dtype: DtypeName = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     json_file: JsonFile = None,
 ) -> None:
     """Find out why acceptance is low or the output different."""
-    from forerun.measure.bench.settings import DrafterSetup, Settings
-
     setup = DrafterSetup.parse(drafter)
     if limit is None:
         limit = 1 if prompts == "builtin" else 0
     settings = Settings(
-        model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
-        temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
-        setups=(setup,),
+        model=model, suite=prompts, limit=limit or None, temperatures=(temperature,), verifiers=(verifier,),
+        setups=(setup,), **given,
     )  # fmt: skip
     from forerun.measure.diagnose import run_diagnosis
 
@@ -159,7 +137,6 @@ def diagnose(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
-Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
 Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
 PlanModel = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
@@ -168,7 +145,7 @@ File = Annotated[Path | None, typer.Option(help="A profile of --save, or the JSO
 
 
 def plan(
-    rate: Rate,
+    rate: Annotated[float, typer.Option(help="Requests a second, in all.")],
     prompt: Prompt,
     answer: Answer,
     gpu: Annotated[str | None, typer.Option(help="A GPU that was measured before: h200.")] = None,

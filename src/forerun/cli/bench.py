@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP, STDOUT, JsonFile, TraceFile, interruption, write_document
+from forerun.cli.flags import (
+    DEFAULT_MODEL,
+    HELP,
+    STDOUT,
+    JsonFile,
+    TraceFile,
+    interruption,
+    with_fields,
+    write_document,
+    write_file,
+)
 from forerun.cli.show import table_console
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.core.params import KvDtype
+from forerun.core.params import Dtype, KvDtype
+from forerun.measure.bench.settings import Settings, parse_setups
 from forerun.measure.report.tables import figure_table, print_table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from forerun.core.params import Dtype
-    from forerun.measure.bench.settings import Settings
-
 
 Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
 Prompts = Annotated[
@@ -37,17 +42,28 @@ Prompts = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens per text at most.")]
 DtypeName = Annotated[str, typer.Option(help=HELP["dtype"])]
-KvDtypeName = Annotated[str, typer.Option(help=HELP["kv_dtype"])]
-Device = Annotated[str, typer.Option(help=HELP["device"])]
 Threads = Annotated[int | None, typer.Option(help=HELP["threads"])]
 Temperature = Annotated[float, typer.Option(help=HELP["temperature"])]
 Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
-DraftModel = Annotated[str | None, typer.Option(help="A second model, or a trained head, to draft with.")]
+SHARED = {  # fields of Settings that are flags of several commands
+    "draft_model": "A second model, or a trained head, to draft with.",
+    "max_tokens": "New tokens per text at most.",
+    **{name: HELP[name] for name in ("dtype", "device", "threads")},
+}
+_OWN = {
+    "repeats": "How often each prompt is measured.",
+    "budget": "Drafted nodes per round at most; default: what may pay.",
+    "seed": "Of the texts, where the temperature is not 0.",
+    "url": "An OpenAI-compatible server to measure beside: http://HOST:PORT.",
+    "all_turns": "Answer the later turns of chats.",
+    **{name: HELP[name] for name in ("ignore_eos", "kv_dtype")},
+}
 
 
+@with_fields(Settings, SHARED | _OWN)
 def bench(
+    given: Mapping[str, Any],
     model: Model = DEFAULT_MODEL,
-    draft_model: DraftModel = None,
     prompts: Prompts = "builtin",
     tasks: Tasks = "",
     drafters: Annotated[
@@ -57,24 +73,9 @@ def bench(
     temperatures: Annotated[str, typer.Option(help="By comma.")] = "0",
     batches: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
-    max_tokens: MaxTokens = 64,
-    repeats: Annotated[int, typer.Option(help="How often each prompt is measured.")] = 2,
-    max_budget: Annotated[
-        int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the texts, where the temperature is not 0.")] = 0,
     peers: Annotated[
         str, typer.Option(help="By comma: transformers[_lookup|_assisted], llama_cpp[_lookup_3|_lookup_10].")
     ] = "",
-    url: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server to measure beside: http://HOST:PORT.")
-    ] = None,
-    all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer the later turns of chats.")] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP["ignore_eos"])] = False,
-    dtype: DtypeName = "auto",
-    kv_dtype: KvDtypeName = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep raw rounds in this folder; the same command resumes from there.")
     ] = None,
@@ -84,22 +85,12 @@ def bench(
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
     from forerun.measure.bench.batches import parse_batches
-    from forerun.measure.bench.settings import Settings, parse_setups
 
     settings = Settings(
-        model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), setups=parse_setups(words(drafters)),
+        model=model, suite=prompts, tasks=words(tasks), setups=parse_setups(words(drafters)), peers=words(peers),
         verifiers=words(verifiers), temperatures=numbers(temperatures, "temperatures"),
-        batches=tuple(parse_batches(batches, "--batches")), limit=limit or None, max_tokens=max_tokens,
-        repeats=repeats, budget=max_budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
-        ignore_eos=ignore_eos, dtype=dtype, kv_dtype=kv_dtype, device=device, threads=threads,
+        batches=tuple(parse_batches(batches, "--batches")), limit=limit or None, **given,
     )  # fmt: skip
-    measure(settings, out, html, json_file, trace)
-
-
-def measure(
-    settings: Settings, out: Path | None, html: Path | None, json_file: Path | None, trace: Path | None = None
-) -> None:
-    """Run, show, and end with the exit code that says whether the texts were equal."""
     from forerun.measure.bench.run import run
     from forerun.measure.report.terminal import show
 
@@ -108,9 +99,9 @@ def measure(
     if json_file != STDOUT:
         show(result)
     if html is not None:
-        from forerun.measure.report.html import write_report
+        from forerun.measure.report.html import render
 
-        write_report(result, html)
+        write_file("--html", html, render(result))
     print_document(result, json_file)
     raise typer.Exit(0 if result["equal"] else 1)
 
@@ -186,28 +177,14 @@ def quality(
     json_file: JsonFile = None,
 ) -> None:
     """Measure each number format against float32 on a text, and what it takes in memory."""
-    names = [_known(name) for name in words(dtypes)]
+    names = cast("tuple[Dtype, ...]", words(dtypes))
     if not names:
         raise UnknownName(f"--dtypes is empty; known: {', '.join(_FORMATS)}")
+    if strange := [name for name in names if name not in _FORMATS]:
+        raise UnknownName(f"unknown number format {strange[0]!r}; known: {', '.join(_FORMATS)}")
     unknown = [name for name in words(kv_dtypes) if name not in get_args(KvDtype)]
     if unknown:
         raise UnknownName(f"unknown KV cache format {unknown[0]!r}; known: {', '.join(get_args(KvDtype))}")
-    document = measure_formats(model, names, text, window, threads, skip_memory, words(kv_dtypes), kv_device)
-    if json_file != STDOUT:
-        _show(document)
-    print_document(document, json_file)
-
-
-def measure_formats(
-    model: str,
-    names: Sequence[Dtype],
-    text: Path | None,
-    window: int,
-    threads: int | None,
-    skip_memory: bool,
-    kv_dtypes: Sequence[str] = (),
-    kv_device: str = "cpu",
-) -> dict[str, Any]:
     import torch
 
     from forerun.measure.machine import cores, machine_facts
@@ -220,20 +197,16 @@ def measure_formats(
             model, names, read_text(text), window, lambda name: status.update(f"{name}: reading the text")
         )
         status.update("the KV cache: reading the text")
-        found["kv"] = measure_kv(model, kv_dtypes, read_text(text), window, kv_device)
+        found["kv"] = measure_kv(model, words(kv_dtypes), read_text(text), window, kv_device)
         for name, figures in found["modes"].items():
             if not skip_memory and "why_not" not in figures:
                 status.update(f"{name}: memory of a fresh process")
                 figures["memory"] = resident(model, name, threads)
     about = {"model": model, "text": "ours" if text is None else str(text), **machine_facts()}
-    return {"benchmark": "quality", **found, "conditions": about}
-
-
-def _known(name: str) -> Dtype:
-    for known in _FORMATS:
-        if name == known:
-            return known
-    raise UnknownName(f"unknown number format {name!r}; known: {', '.join(_FORMATS)}")
+    document = {"benchmark": "quality", **found, "conditions": about}
+    if json_file != STDOUT:
+        _show(document)
+    print_document(document, json_file)
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -81,10 +81,10 @@ def as_command(message: str) -> tuple[str, str] | None:
 
 def obey(conversation: Conversation, name: str, rest: str) -> bool:
     """Run a command; False where it ends the chat."""
-    if name == "exit":
-        return False
     command = _COMMANDS.get(name)
-    if command is None:
+    if command is not None and command.run is None:
+        return False
+    if command is None or command.run is None:
         known = " ".join(f"/{known}" for known in _COMMANDS)
         conversation.screen.say(f"unknown command '/{name}'; known: {known}; a space in front sends it as text")
     else:
@@ -155,10 +155,6 @@ def _temperature(conversation: Conversation, rest: str) -> None:
     conversation.screen.say(f"temperature {value:g}{'' if value else ', which is greedy'}")
 
 
-def _stats(conversation: Conversation, rest: str) -> None:
-    conversation.screen.say(conversation.statistics())
-
-
 def _file(rest: str, command: str) -> Path:
     if not rest:
         raise InvalidInput(f"/{command} needs a file: /{command} chat.json")
@@ -173,11 +169,7 @@ def _length(conversation: Conversation) -> str:
 class _Command:
     takes: str
     about: str
-    run: Callable[[Conversation, str], None]
-
-
-def _never(conversation: Conversation, rest: str) -> None:
-    raise AssertionError("/exit ends the chat before this")
+    run: Callable[[Conversation, str], None] | None  # None = it ends the chat
 
 
 _COMMANDS: Mapping[str, _Command] = {
@@ -189,8 +181,8 @@ _COMMANDS: Mapping[str, _Command] = {
     "undo": _Command("", "Take back the last message and its answer.", _undo),
     "drafter": _Command("NAME", "Draft with this one from now on; /drafter alone lists them.", _drafter),
     "temperature": _Command("NUMBER", "Vary the answers: 0 is greedy; /temperature alone shows it.", _temperature),
-    "stats": _Command("", "Count what was answered, and how fast.", _stats),
-    "exit": _Command("", "Leave.", _never),
+    "stats": _Command("", "Count what was answered, and how fast.", lambda chat, _: chat.screen.say(chat.statistics())),
+    "exit": _Command("", "Leave.", None),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,10 +21,7 @@ from forerun.cli.show import counted, table_console
 from forerun.core import registry
 from forerun.core.registry import DrafterSpec
 from forerun.heads import heads_in_the_box
-
-if TYPE_CHECKING:
-    from forerun.measure.bench.settings import Settings
-
+from forerun.measure.bench.settings import Settings, parse_setups
 
 drafters = typer.Typer(invoke_without_command=True)
 Head = Annotated[
@@ -86,7 +83,7 @@ def check(
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
     with Console(stderr=True).status(f"checking {folder}"):
-        from forerun.train.check import check_head
+        from forerun.train.export import check_head
 
         report = check_head(head_folder(folder), target)
     if not write_document(json_file, {**asdict(report), "verdict": report.verdict}):
@@ -175,10 +172,10 @@ def search(
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
     with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
         from forerun.drafters.model.layer_skip import write_plan
-        from forerun.measure.advise.layers import count_layers, run_search
+        from forerun.measure.advise.layers import run_search
 
-        plan = run_search(settings, seconds)
-        write_plan(out, plan, count_layers(model))
+        plan, count = run_search(settings, seconds)
+        write_plan(out, plan, count)
     left_out = f"{len(plan.layers.without_attention)} attentions and {len(plan.layers.without_mlp)} MLPs left out"
     what = left_out if plan.layers.skips else "whole"
     print(f"{out}: the first {plan.layers.end} layers, {what}; {plan.notes['candidates']} candidates")
@@ -210,8 +207,6 @@ def measure(
 def _settings(
     model: str, prompts: str, limit: int, max_tokens: int, dtype: str, threads: int | None, seed: int
 ) -> Settings:
-    from forerun.measure.bench.settings import Settings, parse_setups
-
     return Settings(
         model=model, suite=prompts, limit=limit or None, max_tokens=max_tokens, dtype=dtype, threads=threads,
         device="cpu", setups=parse_setups(["none"]), seed=seed,

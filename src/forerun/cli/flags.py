@@ -196,12 +196,25 @@ def with_flags(
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @wraps(command)
-    def run(**values: Any) -> None:
-        command(made({flag.name: values.pop(flag.name) for flag in flags}), **values)
+    def run(*others: Any, **values: Any) -> None:  # what flags of another class have become
+        command(made({flag.name: values.pop(flag.name) for flag in flags}), *others, **values)
 
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
     return run
+
+
+def with_fields(owner: type[Any], helps: Mapping[str, str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command flags for fields of a class, with their types and defaults; they reach it as one mapping."""
+    hints, known = get_type_hints(owner), {field.name: field for field in fields(owner)}
+    flags = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default,
+            annotation=Annotated[hints[name], typer.Option(_CALLED.get(name, spelt(name)), help=words)],
+        )
+        for name, words in helps.items()
+    ]  # fmt: skip
+    return lambda command: with_flags(command, flags, dict)
 
 
 def spelt(name: str) -> str:

@@ -13,43 +13,53 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
+from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile, with_fields
 from forerun.core.errors import InvalidInput
+from forerun.core.params import EngineConfig
 from forerun.heads import HeadVersions
-from forerun.server.settings import LOG_FORMAT, LOOPBACK, ClusterSettings, Front, ServerSettings, read_keys
+from forerun.server.settings import LOG_FORMAT, ClusterSettings, Front, ServerSettings, read_keys
 
 if TYPE_CHECKING:
     from forerun.server.backends.base import Backend
 
 
-ClientSeconds = Annotated[float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")]
-HangSeconds = Annotated[float, typer.Option(help="Seconds without progress after which requests are given up.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Start the engine again if an error ends it or it hangs.")]
-LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
+_SERVER = {  # fields of ServerSettings
+    "host": "Address to listen on.",
+    "port": "Port to listen on.",
+    "max_queue": "Texts that may wait; more get status 429.",
+    "rate_limit": "Requests a minute per key or address.",
+    "deadline": "Seconds that one request may take.",
+    "drain_seconds": "Seconds to end running texts after SIGTERM.",
+    "client_seconds": "Seconds to send a request, or to read nothing of an answer.",
+    "hang_seconds": "Seconds without progress after which requests are given up.",
+    "restart": "Start the engine again if an error ends it or it hangs.",
+    "log_prompts": "Write prompts and answers to the log.",
+    "share_prefixes": "Let API keys share cached prompts.",
+    "record": 'Keep texts of requests that say "record": true there, for training.',
+    "heads": "Versions of a head; its link `current` is followed.",
+    "admin_key": "A key for the routes that change adapters, and for sleep.",
+}
+_ENGINE = {  # and of EngineConfig
+    "max_length": "Prompt and answer together, in tokens.",
+    "max_batch": "Sequences written together; default: by device, cores and KV memory.",
+    "kv_slots": "Tokens that the KV cache holds in all.",
+    "device": "auto, cpu or cuda.",
+    "threads": "CPU threads.",
+    "tensor_parallel_size": "Processes that the model is split over.",
+}
 Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
 Memory = Annotated[str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")]
 FrontFlag = Annotated[
     Front, typer.Option(help="Answer HTTP beside a process that has the engine, or on a thread of it.")
 ]
-Record = Annotated[
-    Path | None, typer.Option(help='Keep texts of requests that say "record": true there, for training.')
-]
-Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
-SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
 Model = Annotated[str | None, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=DEFAULT_MODEL)]
-Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
-MaxSeqs = Annotated[
-    int | None, typer.Option(help="Sequences written together; default: by device, cores and KV memory.")
-]
 Lora = Annotated[
     list[str] | None,
     typer.Option(help="A LoRA adapter served beside the model: NAME=FOLDER[,head=FOLDER]; repeatable."),
 ]
 LoraMemory = Annotated[str | None, typer.Option(help="Memory of adapters: 2GB, or a share of what is free as 10%.")]
-AdminKey = Annotated[str | None, typer.Option(help="A key for the routes that change adapters, and for sleep.")]
-Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
 MaxReplicas = Annotated[
     int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
 ]
@@ -59,58 +69,38 @@ WriteConfig = Annotated[
 ]
 
 
+@with_fields(ServerSettings, _SERVER)
+@with_fields(EngineConfig, _ENGINE)
 def serve(
+    engine: Mapping[str, Any],
+    server: Mapping[str, Any],
     model: Model = None,
-    named: Named = None,
+    named: Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
     speculative_config: Drafting = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Keys = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
     served_model_name: Names = None,
-    max_length: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
-    max_num_seqs: MaxSeqs = None,
-    kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
     kv_memory: Memory = None,
     kv_dtype: Annotated[str, typer.Option(help=HELP["kv_dtype"])] = "auto",
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait; more get status 429.")] = 256,
-    rate_limit: Annotated[int | None, typer.Option(help="Requests a minute per key or address.")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds that one request may take.")] = None,
     dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(help="Processes that the model is split over.")] = 1,
-    drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
-    client_seconds: ClientSeconds = 60.0,
-    hang_seconds: HangSeconds = 120.0,
-    restart: Restart = False,
     front: FrontFlag = "process",
     trace: TraceFile = None,
-    log_prompts: LogPrompts = False,
-    share_prefixes: SharePrefixes = False,
-    record: Record = None,
-    heads: Heads = None,
     lora: Lora = None,
     lora_memory: LoraMemory = None,
-    admin_key: AdminKey = None,
-    replicas: Replicas = 1,
+    replicas: Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")] = 1,
     max_replicas: MaxReplicas = None,
     gpus_per_replica: PerReplica = None,
     write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     model, keys = _one_of(model, named), (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
-    settings = ServerSettings(
-        tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit, deadline=deadline,
-        drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds, restart=restart,
-        log_prompts=log_prompts, share_prefixes=share_prefixes, record=record, heads=heads, adapters=_adapters(lora),
-        admin_key=admin_key)  # fmt: skip
-    engine = {"dtype": dtype, "device": device, "max_length": max_length, "max_batch": max_num_seqs, "threads": threads,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "adapter_memory": lora_memory,
-              "tensor_parallel_size": tensor_parallel_size, "adapters": dict(settings.adapters) or None}  # fmt: skip
-    drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
+    names = tuple(served_model_name or [model])
+    settings = ServerSettings(names, api_keys=keys, adapters=_adapters(lora), **server)
+    engine = {**engine, "dtype": dtype, "kv_memory": kv_memory, "kv_dtype": kv_dtype, "adapter_memory": lora_memory,
+              "adapters": dict(settings.adapters) or None}  # fmt: skip
+    drafting = {"drafter": drafter, "draft_model": _head_of(settings.heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip
     many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:

@@ -43,56 +43,47 @@ verify = typer.Typer(
 )
 Tokens = Annotated[int, typer.Option(help="Generated tokens at most, over all checks.")]
 Seconds = Annotated[float, typer.Option(help="Seconds at most, over all checks.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page.")]
-JunitFile = Annotated[Path | None, typer.Option("--junit", help="Write the report as JUnit XML, for CI.")]
 TargetName = Annotated[
     str, typer.Argument(help="http://HOST:PORT, a model's folder, or package.module:function.", metavar="TARGET")
 ]
 TableFolder = Annotated[
     Path | None, typer.Option(help="Folder of `make-model`: the engine serves its target, and the law is known.")
 ]
-EngineName = Annotated[str, typer.Option(help="For a model's folder: forerun or transformers.")]
 Drafter = Annotated[str | None, typer.Option(help="For a model's folder: Forerun's drafter.")]
 DraftModel = Annotated[str | None, typer.Option(help="For a model's folder: a draft model, or the folder of a head.")]
 DraftSettings = Annotated[
     str, typer.Option(help="For a model's folder: Forerun's other speculative settings, as JSON.")
 ]
-Plain = Annotated[str | None, typer.Option(help="URL of the same model without speculation.")]
 Off = Annotated[
     str | None, typer.Option(help='Fields of a request that switch speculation off: \'{"speculative": "off"}\'.')
 ]
-ModelName = Annotated[str | None, typer.Option(help="The model's name on the server; default: its first.")]
-Extra = Annotated[str, typer.Option(help="JSON fields to send with every request.")]
 Rename = Annotated[
     str, typer.Option(help='Other names of fields: \'{"repetition_penalty": "repeat_penalty"}\' for llama.cpp.')
 ]
-Names = Annotated[list[str] | None, typer.Option(help="Only checks whose names begin so; repeatable.")]
 Modules = Annotated[list[str] | None, typer.Option("--with", help="A module that registers more checks.")]
-Slowest = Annotated[float, typer.Option(help="Drafting may take so many times plain decoding's time.")]
-Seed = Annotated[int, typer.Option(help="Of prompts and seeds.")]
 
 
 @verify.command("run")
 def run(
     target: TargetName,
     table: TableFolder = None,
-    engine: EngineName = "forerun",
+    engine: Annotated[str, typer.Option(help="For a model's folder: forerun or transformers.")] = "forerun",
     drafter: Drafter = None,
     draft_model: DraftModel = None,
     settings: DraftSettings = '{"controller": "fixed", "budget": 4}',
-    plain: Plain = None,
+    plain: Annotated[str | None, typer.Option(help="URL of the same model without speculation.")] = None,
     off: Off = None,
-    model: ModelName = None,
-    extra: Extra = "{}",
+    model: Annotated[str | None, typer.Option(help="The model's name on the server; default: its first.")] = None,
+    extra: Annotated[str, typer.Option(help="JSON fields to send with every request.")] = "{}",
     rename: Rename = "{}",
-    only: Names = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only checks whose names begin so; repeatable.")] = None,
     with_module: Modules = None,
     tokens: Tokens = 60_000,
     seconds: Seconds = 180.0,
-    slowest: Slowest = 2.0,
-    seed: Seed = 0,
-    html: HtmlFile = None,
-    junit: JunitFile = None,
+    slowest: Annotated[float, typer.Option(help="Drafting may take so many times plain decoding's time.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and seeds.")] = 0,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page.")] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Write the report as JUnit XML, for CI.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check an engine's speculative decoding; each failure has a p-value or a counterexample, and a command."""

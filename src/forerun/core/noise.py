@@ -52,14 +52,9 @@ def uniforms(seed: int, position: int, size: int, device: torch.device | str = "
         h: Any = _hash32(_hash32(np.arange(size, dtype=np.uint32) ^ low) ^ high) & 0x7FFFFFFF
         numbers = torch.from_numpy(h.astype(np.float32))
         return numbers.add_(0.5).mul_(2.0**-31)
-    return keyed_uniforms(low, high, size, device)
-
-
-def keyed_uniforms(low: Tensor | int, high: Tensor | int, size: int, device: torch.device | str) -> Tensor:
-    """The same from their key; from keys [..., 1] on the device, those of several sequences at once: [..., V]."""
     h = torch.arange(size, dtype=torch.int32, device=device)
-    numbers: Tensor = (_hash32(_hash32(h ^ low) ^ high) & 0x7FFFFFFF).to(torch.float32)
-    return numbers.add_(0.5).mul_(2.0**-31)
+    found: Tensor = (_hash32(_hash32(h ^ low) ^ high) & 0x7FFFFFFF).to(torch.float32)
+    return found.add_(0.5).mul_(2.0**-31)
 
 
 def mixed_seed(seed: int) -> int:

@@ -223,7 +223,7 @@ drafters = DrafterRegistry(
             by_request=True,
         ),
         DrafterSpec(
-            "forced", "forerun.drafters.lookup.forced:ForcedDrafter",
+            "forced", "forerun.drafters.lookup.prediction:ForcedDrafter",
             says="Forced tokens: what a grammar or a thinking budget leaves no choice about.",
             by_request=True,
         ),
@@ -232,7 +232,7 @@ drafters = DrafterRegistry(
             says="Self-speculation: some of the target's own layers, on the target's own KV cache.",
         ),
         DrafterSpec(
-            "sparse_kv", "forerun.drafters.model.sparse_kv:SparseKvDrafter",
+            "sparse_kv", "forerun.drafters.model.layer_skip:SparseKvDrafter",
             says="Self-speculation: the target itself, over a few pages of its own KV cache; for long contexts.",
         ),
         DrafterSpec(
@@ -296,14 +296,14 @@ drafters = DrafterRegistry(
     },
     operators={
         "+": ("forerun.drafters.compose:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more."),
-        ">": ("forerun.drafters.model.cascade:CascadeDrafter", "{1}, which decodes with {0} as its own drafter."),
+        ">": ("forerun.drafters.model.draft_model:CascadeDrafter", "{1}, which decodes with {0} as its own drafter."),
     },
 )  # fmt: skip
 verifiers = Registry(
     "verifier",
     {
         "exact": "forerun.verify.exact:ExactVerifier",
-        "block": "forerun.verify.block:BlockVerifier",
+        "block": "forerun.verify.exact:BlockVerifier",
         "coupled": "forerun.verify.coupled:CoupledVerifier",
         "typical": "forerun.verify.typical:TypicalVerifier",
     },

@@ -10,7 +10,7 @@ own. The tokens of such a sequence are the decoder's alone, so penalties, limits
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from forerun.core.checks import as_token_ids, as_whole, refuse
@@ -46,6 +46,10 @@ class Budget:
     def runs(self) -> bool:
         """May a drafter that costs something draft?"""
         return self.nodes > 0 and self.depth > 0 and self.source != "free"
+
+    def cut(self, depth: int) -> Budget:
+        """The same, at most so deep."""
+        return self if self.depth <= depth else replace(self, depth=depth)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 0), ("depth", 0), ("width", 1)):
@@ -84,23 +88,16 @@ class Request:
         object.__setattr__(self, "priority", as_whole("priority", self.priority, -MOST_URGENT, MOST_URGENT))
         if self.pooling not in (None, *get_args(Pooling)):
             raise refuse("Request.pooling", self.pooling, "'mean', 'last' or None")
-        for name, kind in (
-            ("params", SamplingParams),
-            ("drafter", str),
-            ("verifier", str),
-            ("budget", Budget),
-            ("shows_rejected", bool),
-            ("cache_salt", str),
-            ("request_id", str),
-            ("adapter", str),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):
-                raise refuse(
-                    f"Request.{name}",
-                    value,
-                    f"{kind.__name__}{'' if name in ('params', 'shows_rejected') else ' or None'}",
-                )
+        for name, kind in _KINDS.items():
+            value, may_lack = getattr(self, name), name not in ("params", "shows_rejected")
+            if not (isinstance(value, kind) or (may_lack and value is None)):
+                raise refuse(f"Request.{name}", value, kind.__name__ + " or None" * may_lack)
+
+
+_KINDS = {
+    "params": SamplingParams, "drafter": str, "verifier": str, "budget": Budget, "shows_rejected": bool,
+    "cache_salt": str, "request_id": str, "adapter": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

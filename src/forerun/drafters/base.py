@@ -6,8 +6,10 @@ A drafter cannot affect exactness: the verifier decides what is accepted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from operator import mul
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -207,10 +209,7 @@ class PoolingDrafter(NoDrafter):
 
 
 class LookupDrafter(BaseDrafter):
-    """A drafter that looks continuations up at no cost, and knows how far to trust them.
-
-    In a composition `lookup+other` its chain is also added to the other drafter's tree.
-    """
+    """A drafter that looks continuations up at no cost, and knows how far to trust them."""
 
     looks_up = True
 
@@ -224,13 +223,12 @@ class LookupDrafter(BaseDrafter):
 
     def offer(self, seq: Seq) -> Offer:
         """A free chain: how likely each depth of it is to be accepted."""
-        survivals, survival = [], 1.0
-        for _, rate in self.chain(seq, AT_HAND):
-            survival *= rate
-            if survival < NEGLIGIBLE:
-                break
-            survivals.append(survival)
-        return Offer(free=tuple(survivals))
+        return Offer(free=chances(rate for _, rate in self.chain(seq, AT_HAND)))
+
+
+def chances(rates: Iterable[float]) -> tuple[float, ...]:
+    """How likely the first 1, 2, ... tokens of a chain are all accepted, as far as that is not negligible."""
+    return tuple(takewhile(NEGLIGIBLE.__le__, accumulate(rates, mul)))
 
 
 def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:

@@ -2,9 +2,8 @@
 
 A lookup costs nothing and is right for long stretches of copied text; a model is right more often between them. Which
 one drafts is decided per sequence and round from the committed tokens and from how often each was right, before
-anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here. Where nodes are
-cheap, the n-gram chain is added to the other's tree. Both observe every round. EitherDrafter decides from acceptance
-alone; the counts of the other one decay, so that it is tried again.
+anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here. Both observe every
+round. EitherDrafter decides from acceptance alone; the counts of the other one decay, so that it is tried again.
 
 A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
 has a menu of captured drafts, look-ups are made while there are few sequences, and mostly while the device is at work.
@@ -14,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens, device_of
+from forerun.drafters.base import Drafter, LookupDrafter, device_of
 from forerun.drafters.device.protocol import DeviceDrafter
-from forerun.drafters.heads.growth import best_count
 
 PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
-LOOKUP_MEMORY = 0.95  # per position tested
+MEMORY = 0.95  # per position tested
 RETURN = 0.99  # per round: decay of the counts of the drafter that does not draft
 
 
@@ -41,7 +37,7 @@ class _Record:
 
     def count(self, depth: int, accepted: int) -> None:
         tried = min(accepted + 1, depth)
-        memory = LOOKUP_MEMORY**tried
+        memory = MEMORY**tried
         self.hits = self.hits * memory + accepted
         self.tries = self.tries * memory + tried
 
@@ -50,7 +46,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _LookupSequence:
+class _EitherSequence:
     records: tuple[_Record, _Record] = field(default_factory=lambda: (_Record(), _Record()))
     drafted: int | None = None  # which one made the tree that is being verified
 
@@ -60,7 +56,7 @@ class EitherDrafter:
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.members = first, second
-        self._sequences: dict[int, _LookupSequence] = {}
+        self._sequences: dict[int, _EitherSequence] = {}
 
     @property
     def needs(self) -> Needs:
@@ -81,7 +77,7 @@ class EitherDrafter:
                 parts.append(member.propose([seqs[b] for b in which], [budgets[b] for b in which]))
                 order += which
         for seq, member_index in zip(seqs, choices, strict=True):
-            self._sequences.setdefault(seq.id, _LookupSequence()).drafted = member_index
+            self._sequences.setdefault(seq.id, _EitherSequence()).drafted = member_index
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -113,26 +109,16 @@ class EitherDrafter:
 
 
 HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, where no controller weighs costs
-MEMORY = 0.95  # per position tested
-BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
-LONGEST_BESIDE = 8
 FEW = 2  # sequences for which look-ups are made beside a drafter on a device
 
 ANY, NOTHING = Budget(1, 1), Budget(0, 0)
 
-Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
-
 
 @dataclass(slots=True)
 class _Sequence:
-    hits: float = 2.1  # of the second drafter: a prior acceptance of 0.7 that counts for three tries
-    tries: float = 3.0
-    silenced: bool = False  # the second drafter's last budget was empty
-    drafted: bool = False  # the second drafter made the tree that is being verified
-    beside_hits: float = 4.0 * BESIDE  # of n-gram, where it differs from the other's tree
-    beside_tries: float = 4.0
-    parting: tuple[int, int] | None = None  # the node after which it differs, and its token there
-    merged: bool = False
+    record: _Record = field(default_factory=_Record)  # of the second drafter
+    silenced: bool = False  # its last budget was empty
+    drafted: bool = False  # it made the tree that is being verified
 
 
 _FRESH = _Sequence()
@@ -172,12 +158,12 @@ class HybridDrafter:
         return None if reads else device_of(self.second, seqs)
 
     def offer(self, seq: Seq) -> Offer:
-        """What the second costs, what is free, and what the second expected of a tree that is all its own."""
+        """What the second costs, what is free, and what the second expected of its tree."""
         second, state = self.second.offer(seq), self._sequences.get(seq.id)
         if second.menu is not None and len(self._sequences) > FEW:
             return second
         first = self.first.offer(seq)
-        own = state is not None and state.drafted and not state.merged
+        own = state is not None and state.drafted
         if not (first.free or own):
             return self._without_match(second)
         return replace(
@@ -197,8 +183,7 @@ class HybridDrafter:
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         self._decides = False
         if len(seqs) == 1 and not budgets[0].nodes and budgets[0].source == "free":
-            state = self._sequences.setdefault(seqs[0].id, _Sequence())
-            state.drafted, state.parting, state.merged, self._is_crowded = False, None, False, False
+            self._sequences.setdefault(seqs[0].id, _Sequence()).drafted = self._is_crowded = False
             return self.first.propose(seqs, budgets)
         self._is_crowded = len(seqs) > FEW and self.second.offer(seqs[0]).menu is not None
         if self._is_crowded:
@@ -214,14 +199,13 @@ class HybridDrafter:
             theirs = []
         for b, seq in enumerate(seqs):
             state = self._sequences.setdefault(seq.id, _Sequence())
-            drafted = b in theirs and budgets[b].nodes > 0
-            state.drafted, state.parting, state.merged = drafted, None, False
+            state.drafted = b in theirs and budgets[b].nodes > 0
             if not ours[b]:
                 state.silenced = budgets[b].nodes == 0
         if not theirs:
             return trees
         some, limits = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
-        second = self._with_matches(self.second.propose(some, limits), some, limits)
+        second = self.second.propose(some, limits)
         self._decides = any([limit.source == "any" for limit in limits])  # noqa: C419
         mine = [b for b in range(len(seqs)) if b not in theirs]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
@@ -233,11 +217,7 @@ class HybridDrafter:
             return
         verified = [b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted]
         for b in verified:
-            state, path = self._sequences[seqs[b].id], verdict.path(b)
-            _count(state, trees.topology()[b].deepest, len(path))
-            if state.parting is not None:
-                committed = committed_tokens(trees, verdict)[b]
-                _count_parting(state, dict(zip([0, *path], committed, strict=True)))
+            self._sequences[seqs[b].id].record.count(trees.topology()[b].deepest, len(verdict.path(b)))
         self.first.observe(seqs, trees, scores, verdict)
         self.second.observe(seqs, trees, scores, verdict)
 
@@ -257,69 +237,6 @@ class HybridDrafter:
                 return sum(self.first.offer(seq).free) >= sum(second.free)
             if second.costs:
                 return True
-        rival = 0.0 if state.silenced else state.hits / state.tries - HANDICAP
+        rival = 0.0 if state.silenced else state.record.rate - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival
-
-    def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """The second's trees, with n-gram chains added where that pays."""
-        if trees.device.type != "cpu":
-            return trees  # reading them would make the host wait, which costs more than a match gains
-        if trees.drawn_from is not None or trees.is_plain() or not any(budget.price for budget in budgets):
-            return trees
-        tokens, parents = trees.to_host()
-        made: list[Tree] = []
-        for b, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
-            span = slice(trees.starts[b], trees.starts[b + 1])
-            made.append(self._merged(seq, budget, (tokens[span], parents[span])))
-        if not any(self._sequences[seq.id].merged for seq in seqs):
-            return trees
-        return TreeBatch.trees(made, device=trees.device)
-
-    def _merged(self, seq: Seq, budget: Budget, tree: Tree) -> Tree:
-        tokens, parents = tree
-        room = budget.nodes - len(tokens) + 1
-        if budget.price is None or room <= 0 or len(tokens) == 1:
-            return tree
-        chain = list(self.first.chain(seq, min(LONGEST_BESIDE, budget.depth)))
-        known = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
-        node, shared = 0, 0
-        while shared < len(chain) and (node, chain[shared][0]) in known:
-            node = known[node, chain[shared][0]]
-            shared += 1
-        if shared == len(chain):
-            return tree
-        state = self._sequences[seq.id]
-        survivals = list(accumulate((rate for _, rate in chain), mul))
-        if node in parents:  # they differ here
-            state.parting = node, chain[shared][0]
-            doubt = state.beside_hits / state.beside_tries / chain[shared][1]
-            survivals = [survival * min(1.0, doubt) for survival in survivals]
-        price = budget.price[len(tokens) - 1 :]
-        more = best_count(survivals[shared : shared + room], price) if price else 0
-        state.merged = more > 0
-        for token, _ in chain[shared : shared + more]:
-            tokens, parents = [*tokens, token], [*parents, node]
-            node = len(tokens) - 1
-        return tokens, parents
-
-
-def _count(state: _Sequence, depth: int, accepted: int) -> None:
-    tried = min(accepted + 1, depth)
-    memory = MEMORY**tried
-    state.hits = state.hits * memory + accepted
-    state.tries = state.tries * memory + tried
-
-
-def _count_parting(state: _Sequence, committed: dict[int, int]) -> None:
-    """Where n-gram differs from the tree at a node on the path: was it right?"""
-    assert state.parting is not None
-    node, token = state.parting
-    if node in committed:
-        state.beside_hits = state.beside_hits * MEMORY + (committed[node] == token)
-        state.beside_tries = state.beside_tries * MEMORY + 1.0
-
-
-def tenant_of(seq: Seq) -> str | None:
-    """Requests of one salt may learn from each other; None = from no other and for no other."""
-    return seq.cache_salt

@@ -1,4 +1,4 @@
-"""Resident memory of a model, measured in a process of its own (python -m forerun.measure.memory MODEL DTYPE).
+"""Resident memory of a model, measured in a process of its own.
 
 The process notes what it holds when torch is imported, when our own modules are, when the model is loaded as a
 user loads it, and when a text has been written. Only such differences say what the model costs: in the process of
@@ -7,15 +7,13 @@ a benchmark the weights of all contenders are resident too.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from forerun.core.errors import ForerunError, InvalidInput
+from forerun.core.errors import InvalidInput
+from forerun.measure.bench.alternate import ContenderLost
+from forerun.measure.peers.process import PeerProcess
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what it says."
 TOKENS = 64  # written before the last reading
@@ -23,12 +21,12 @@ TOKENS = 64  # written before the last reading
 
 def resident(model: str, dtype: str, threads: int | None = None) -> dict[str, float]:
     """Megabytes of a fresh process that loads a model and writes a text; see `read_stages`."""
-    command = [sys.executable, "-m", "forerun.measure.memory", model, dtype, *([str(threads)] if threads else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("forerun: ")
-        raise InvalidInput(f"memory of {model!r} as {dtype} could not be measured: {said}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    asked = {"model": model, "dtype": dtype, "threads": threads}
+    try:
+        with PeerProcess() as process:
+            found: dict[str, float] = process.call("forerun.measure.memory:read_stages", **asked)
+    except (InvalidInput, ContenderLost) as error:
+        raise InvalidInput(f"memory of {model!r} as {dtype} could not be measured: {error}") from None
     return found
 
 
@@ -81,18 +79,3 @@ def peak() -> float:
 
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most * (1 if platform.system() == "Darwin" else 1024) / 1e6
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the stages as one line of JSON; 2 for a user's error."""
-    model, dtype, *threads = sys.argv[1:] if words is None else words
-    try:
-        print(json.dumps(read_stages(model, dtype, int(threads[0]) if threads else None)))
-    except ForerunError as error:
-        print(f"forerun: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

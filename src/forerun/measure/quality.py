@@ -12,23 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from forerun.build.engine import load_target
 from forerun.core.errors import ForerunError, InvalidInput
-from forerun.core.params import EngineConfig
+from forerun.core.params import Dtype, EngineConfig, KvDtype
 from forerun.core.types import Needs, PlainSeq, TreeBatch
+from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
+from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.slots import SlotTarget
-
-if TYPE_CHECKING:
-    from forerun.core.params import Dtype, KvDtype
-    from forerun.models.base import Target
-    from forerun.models.load.checkpoint import Checkpoint
-
 
 MODES: tuple[Dtype, ...] = ("gguf", "q8", "bfloat16", "float32")
 REFERENCE: Dtype = "float32"
@@ -80,8 +76,8 @@ def measure_quality(
     found: dict[str, Any] = {}
     for name in names:
         report(name)
-        mode = Mode(name, reference) if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
-        found[name] = {"why_not": mode.why_not} if mode.target is None else _figures(mode.target, reference, windows)
+        target = reference if name == REFERENCE else load_mode(loading.open_checkpoint(model), name)
+        found[name] = {"why_not": target} if isinstance(target, str) else _figures(target, reference, windows)
     return {"modes": found, "tokens": sum(len(piece) - 1 for piece in windows), "window": window}
 
 
@@ -101,12 +97,9 @@ def measure_kv(
         except ForerunError as error:
             found[name] = {"why_not": str(error)}
             continue
-        found[name] = {**_figures(target, reference, windows), "bytes_per_token": _bytes_per_token(target)}
+        size = target.kv.nbytes // target.kv.capacity if isinstance(target, SlotTarget) else None
+        found[name] = {**_figures(target, reference, windows), "bytes_per_token": size}
     return found
-
-
-def _bytes_per_token(target: Target) -> int | None:
-    return target.kv.nbytes // target.kv.capacity if isinstance(target, SlotTarget) else None
 
 
 def measure_rounded(original: str, rounded: str, texts: Sequence[str], window: int = WINDOW) -> dict[str, Any]:
@@ -133,10 +126,10 @@ def windows_of(checkpoint: Checkpoint, texts: Sequence[str], window: int) -> lis
 
 
 def _reference(checkpoint: Checkpoint) -> Target:
-    mode = load_mode(checkpoint, REFERENCE)
-    if mode.target is None:
-        raise InvalidInput(mode.why_not)
-    return mode.target
+    target = load_mode(checkpoint, REFERENCE)
+    if isinstance(target, str):
+        raise InvalidInput(target)
+    return target
 
 
 def _figures(target: Target, reference: Target, windows: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -172,18 +165,9 @@ def laws_of(target: Target, piece: Sequence[int]) -> Tensor:
         target.release(probe)
 
 
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """A checkpoint in one number format; `target` is None where it cannot be loaded, and `why_not` says why."""
-
-    name: Dtype
-    target: Target | None
-    why_not: str = ""
-
-
-def load_mode(checkpoint: Checkpoint, name: Dtype) -> Mode:
-    """The checkpoint's weights on the CPU in one format."""
+def load_mode(checkpoint: Checkpoint, name: Dtype) -> Target | str:
+    """The checkpoint's weights on the CPU in one format, or why they cannot be loaded in it."""
     try:
-        return Mode(name, load_target(checkpoint, EngineConfig(dtype=name, device="cpu")))
+        return load_target(checkpoint, EngineConfig(dtype=name, device="cpu"))
     except ForerunError as error:
-        return Mode(name, None, str(error))
+        return str(error)

@@ -43,28 +43,15 @@ _SPECIAL = {_END: "<|end|>", _BEGIN: "<|begin|>"}
 class Made:
     """Where the parts of a made model lie."""
 
-    folder: Path
-
-    @property
-    def target(self) -> Path:
-        return self.folder / "target"
-
-    @property
-    def draft(self) -> Path:
-        return self.folder / "draft"
-
-    @property
-    def head(self) -> Path:
-        return self.folder / "eagle3"
-
-    @property
-    def table(self) -> Path:
-        return self.folder / "table.json"
+    target: Path
+    draft: Path
+    head: Path
+    table: Path
 
 
 def make_model(folder: Path, pair: Pair, dtype: str = "float32", gguf: bool = False) -> Made:
     """Write target/, draft/, eagle3/ and table.json; with `gguf` also target.gguf and draft.gguf."""
-    made = Made(folder)
+    made = Made(*(folder / name for name in ("target", "draft", "eagle3", "table.json")))
     for part, table, layers in ((made.target, pair.target, LAYERS), (made.draft, pair.draft, 1)):
         part.mkdir(parents=True, exist_ok=True)
         weights = target_weights(table, layers)
@@ -83,7 +70,8 @@ def make_model(folder: Path, pair: Pair, dtype: str = "float32", gguf: bool = Fa
 
 def token_ids(table: Table) -> list[int]:
     """The token id of each symbol."""
-    return [*(_byte_ids()[ord(letter)] for letter in table.alphabet), _END]
+    letters = {byte: i for i, byte in enumerate(_byte_letters())}
+    return [*(letters[ord(letter)] for letter in table.alphabet), _END]
 
 
 def target_weights(table: Table, layers: int = LAYERS) -> Weights:
@@ -193,10 +181,6 @@ def _byte_letters() -> dict[int, str]:
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printed]
     return {b: chr(b) for b in printed} | {b: chr(256 + i) for i, b in enumerate(rest)}
-
-
-def _byte_ids() -> dict[int, int]:
-    return {byte: i for i, byte in enumerate(_byte_letters())}
 
 
 def _vocabulary() -> dict[str, int]:

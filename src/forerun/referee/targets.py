@@ -220,7 +220,6 @@ class ForerunTarget:
         self.name = self.name or f"forerun {Path(self.model).name} {self._llm.engine.default_drafter}"
 
     def answer(self, asks: Sequence[Ask], mode: Mode = "on") -> list[Answer]:
-        from forerun.core.errors import InvalidInput as Invalid
         from forerun.core.params import SamplingParams
 
         try:
@@ -231,7 +230,7 @@ class ForerunTarget:
             ]
             more: dict[str, Any] = {"drafter": "none"} if mode == "off" else {}
             done = self._llm.generate([ask.prompt for ask in asks], params, **more)
-        except Invalid as error:
+        except InvalidInput as error:
             raise Refused(str(error)) from None
         return [
             Answer(
@@ -240,7 +239,9 @@ class ForerunTarget:
                 each.prompt_tokens,
                 each.tokens,
                 each.prompt_tokens + each.tokens,
-                _as_logprobs(each.logprobs) if ask.logprobs is not None else None,
+                None
+                if ask.logprobs is None
+                else [TokenLogprob(e.text, e.logprob, {one.text: one.logprob for one in e.top}) for e in each.logprobs],
                 each.drafted,
                 each.accepted,
                 each.rounds,
@@ -255,10 +256,6 @@ class ForerunTarget:
         made = ", ".join([repr(self.model), *(f"{k}={v!r}" for k, v in self.options.items())])
         code = f"from forerun import LLM; print(LLM({made}).generate({ask.prompt!r}, {values!r}{off}).text)"
         return f"python -c {shlex.quote(code)}"
-
-
-def _as_logprobs(entries: Any) -> list[TokenLogprob]:
-    return [TokenLogprob(e.text, e.logprob, {one.text: one.logprob for one in e.top}) for e in entries]
 
 
 @dataclass

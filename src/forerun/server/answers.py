@@ -8,20 +8,18 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.api.completion import Completion, Spells, spelt
 from forerun.core.request import Branch, Event, TokenLogprob
 from forerun.drafters.lookup.alignment import Alignment
+from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.metrics import RequestSpan
 from forerun.server.parsers.tools import Found, Piece, ToolCall
-from forerun.server.schemas import Generation
+from forerun.server.schemas import Generation, StreamOptions
 from forerun.server.sse import PLACE, TextLine, as_line, encode
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
 
 Kind = Literal["chat.completion", "text_completion"]
 _REASONS = {"stop": "stop", "length": "length", "aborted": "stop", "error": "error"}
@@ -49,23 +47,15 @@ class Answer:
     _aligned: dict[int, Alignment] = field(default_factory=dict)  # with their prediction, by choice
     _thoughts: dict[int, list[str]] = field(default_factory=dict)  # pieces of what was thought, by choice
     _written: int = 0  # tokens so far, of all choices
+    asked: StreamOptions = field(init=False)  # what the messages of a stream say
     _only_text: bool = False  # does nothing but the text differ between the pieces of a choice?
     _lines: dict[int, TextLine] = field(default_factory=dict)  # then: by choice
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
         self.id = self.id or f"{prefix}-{secrets.token_hex(12)}"
-        self._only_text = not (self.has_logprobs or self.says_speculation or self.says_usage)
-
-    @property
-    def says_speculation(self) -> bool:
-        options = self.body.stream_options
-        return options is not None and options.include_speculative
-
-    @property
-    def says_rejected(self) -> bool:
-        options = self.body.stream_options
-        return options is not None and options.include_rejected
+        asked = self.asked = self.body.stream_options or StreamOptions.model_construct()
+        self._only_text = not (self.has_logprobs or asked.include_speculative or asked.continuous_usage_stats)
 
     @property
     def _place(self) -> str | None:
@@ -125,12 +115,6 @@ class Answer:
             return [as_line(self._piece(index, self.tokenizer.decode(self._echo(index))))] if self.echoed else []
         return [as_line(self._delta(index, {"role": "assistant", "content": ""}))]
 
-    @property
-    def says_usage(self) -> bool:
-        """In every chunk."""
-        options = self.body.stream_options
-        return options is not None and options.continuous_usage_stats is True
-
     def piece(self, index: int, event: Event) -> bytes:
         """The message of what one round added."""
         if self._only_text:
@@ -142,7 +126,7 @@ class Answer:
         at = self._lengths.get(index, 0)
         self._lengths[index] = at + len(event.text)
         chunk = self._piece(index, event.text, event.logprobs if self.has_logprobs else None, at)
-        if self.says_speculation:
+        if self.asked.include_speculative:
             chunk["speculative"] = self._round(index, event)
         return as_line(chunk)
 
@@ -153,7 +137,7 @@ class Answer:
             if index not in self._aligned:
                 self._aligned[index] = Alignment(self.predicted)
             said["predicted"] = [self._aligned[index].add(token) for token in event.tokens]
-        if self.says_rejected:
+        if self.asked.include_rejected:
             said["rejected"] = [self._branch(each) for each in event.rejected]
         return said
 
@@ -173,11 +157,11 @@ class Answer:
         self._thoughts.setdefault(index, []).extend(piece.text for piece in pieces if piece.kind == "reasoning")
         if event is not None:
             self._written += len(event.tokens)
-            if not chunks and (self.has_logprobs or self.says_speculation):
+            if not chunks and (self.has_logprobs or self.asked.include_speculative):
                 chunks = [self._delta(index, {})]
             if chunks and self.has_logprobs:
                 chunks[0]["choices"][0]["logprobs"] = for_chat(event.logprobs, self.tokenizer)
-            if chunks and self.says_speculation:
+            if chunks and self.asked.include_speculative:
                 chunks[0]["speculative"] = self._round(index, event)
         return [as_line(chunk) for chunk in chunks]
 
@@ -190,12 +174,11 @@ class Answer:
 
     def closing(self, done: Sequence[Completion]) -> list[bytes]:
         """The messages behind all choices: usage, and what drafting came to, where they were asked for."""
-        options = self.body.stream_options
-        if not (self.says_speculation or (options is not None and options.include_usage)):
+        if not (self.asked.include_speculative or self.asked.include_usage):
             return []
         thoughts = ["".join(pieces) for pieces in self._thoughts.values()]
         chunk = {**self._chunk([]), "usage": self._used(done, thoughts)}
-        if self.says_speculation:
+        if self.asked.include_speculative:
             chunk["metrics"] = {"speculative_decoding": speculation_of(done)}
         return [as_line(chunk)]
 
@@ -245,7 +228,7 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else "text_completion"
-        if choices and self.says_usage:
+        if choices and self.asked.continuous_usage_stats:
             read, own = self.prompt_tokens, self._written
             usage = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
             return {**self._head(kind), "choices": choices, "usage": usage}

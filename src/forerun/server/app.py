@@ -6,16 +6,15 @@ Whoever has the admin key loads and unloads LoRA adapters, and has the engine sl
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.requests import ClientDisconnect
 
@@ -23,6 +22,7 @@ from forerun import __version__
 from forerun.core.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
 from forerun.engine.stats import captures_awaited
 from forerun.server.answers import Answer, Kind
+from forerun.server.backends.base import Backend
 from forerun.server.doors.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from forerun.server.doors.messages import CountRequest, MessagesAnswer, MessagesRequest
 from forerun.server.doors.responses import ResponsesAnswer, ResponsesRequest
@@ -34,19 +34,15 @@ from forerun.server.errors import (
     ApiError,
     add_error_handlers,
     as_api_error,
-    from_validation,
 )  # fmt: skip
 from forerun.server.generation import salted
 from forerun.server.limits import Gate, Guard, must_be_admin
 from forerun.server.metrics import RequestSpan
-from forerun.server.reading import BODIES, What
+from forerun.server.reading import BODIES, What, as_body
 from forerun.server.schemas import Body, ChatRequest, CompletionRequest, DetokenizeRequest, Name, TokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import ClientLeft, EventStream, connection_of
-
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -386,12 +382,7 @@ async def _changed(work: Any, name: str, how: str) -> Response:
 async def _admins_body(request: Request, service: Service, kind: type[BaseModel]) -> Any:
     """What an admin has sent; nobody else is read."""
     must_be_admin(request.headers, service.settings.admin_key)
-    try:
-        return kind.model_validate(json.loads(await request.body()))
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False)) from None
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    return as_body(kind, await request.body())
 
 
 def add_sleep_routes(app: FastAPI, service: Service) -> None:

@@ -8,13 +8,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.api.completion import Completion
 from forerun.core.checks import as_whole
 from forerun.core.errors import InvalidInput, PromptTooLong
 from forerun.core.request import Budget, Event
 from forerun.core.seeds import derived_seed
+from forerun.server.backends.base import Backend
 from forerun.server.errors import ApiError
 from forerun.server.schemas import (
     MOST_LOGPROBS,
@@ -25,9 +26,6 @@ from forerun.server.schemas import (
     Speculative,
     TreeBudget,
 )
-
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed",
@@ -214,17 +212,13 @@ def usage_of(done: Sequence[Completion], prompts: int, thought: int | None = Non
     own, first = sum(each.tokens for each in done), done[:: max(1, len(done) // max(1, prompts))]
     read = sum(each.prompt_tokens for each in first)
     details = {"cached_tokens": sum(each.cached_tokens for each in first)}
-    tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
     known = {} if thought is None else {"reasoning_tokens": thought}
-    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": known | _details_of(done)}
-
-
-def _details_of(done: Sequence[Completion]) -> dict[str, int]:
-    """What the API says of the tokens that were written."""
-    return {
+    known |= {
         "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in done),
         "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in done),
     }
+    tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+    return {**tokens, "prompt_tokens_details": details, "completion_tokens_details": known}
 
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:

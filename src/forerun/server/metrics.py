@@ -28,38 +28,22 @@ class Metrics:
     def __init__(self, backend: Backend, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._read = self._counter("prompt_tokens", "Tokens of prompts that were answered")
-        self._ended = Counter(
-            "forerun:request_success", "Texts that ended, by reason", ["model_name", "finished_reason"],
-            registry=self.registry,
-        )  # fmt: skip
-        self._refused = Counter(
-            "forerun:requests_refused", "Requests turned away, by status", ["model_name", "status"],
-            registry=self.registry,
-        )  # fmt: skip
-        self._answered = Counter(
-            "forerun:http_requests", "Answers, by route and status", ["model_name", "route", "status"],
-            registry=self.registry,
-        )  # fmt: skip
+        self._read = self._counter("prompt_tokens", "Tokens of prompts that were answered").labels(model)
+        self._ended = self._counter("request_success", "Texts that ended, by reason", "finished_reason")
+        self._refused = self._counter("requests_refused", "Requests turned away, by status", "status")
+        self._answered = self._counter("http_requests", "Answers, by route and status", "route", "status")
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _SECONDS)
         self._per_token = self._histogram("time_per_output_token_seconds", "Per token after the first", _PER_TOKEN)
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to its end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Until its prompt was read", _SECONDS)
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._lengths = self._histogram("request_generation_tokens", "Tokens written per text", _TOKENS)
-        self._predicted = Counter(
-            "forerun:prediction_tokens", "Predicted tokens, and whether texts have them", ["model_name", "in_text"],
-            registry=self.registry,
-        )  # fmt: skip
-        self._urgent = Counter(
-            "forerun:prioritised_texts", "Texts that ended and had a priority other than 0", ["model_name", "priority"],
-            registry=self.registry,
-        )  # fmt: skip
-        asleep = Gauge(
-            "forerun:engine_sleep_state", "1 while the engine sleeps", ["model_name"], registry=self.registry
+        self._predicted = self._counter("prediction_tokens", "Predicted tokens, and whether texts have them", "in_text")
+        self._urgent = self._counter(
+            "prioritised_texts", "Texts that ended and had a priority other than 0", "priority"
         )
-        self.asleep = asleep.labels(model)
-        Gauge("forerun:info", "The model served", ["model_name"], registry=self.registry).labels(model).set(1)
+        self.asleep = self._gauge("engine_sleep_state", "1 while the engine sleeps")
+        self._gauge("info", "The model served").set(1)
         self.registry.register(_EngineGauges(backend, model))
 
     def render(self) -> bytes:
@@ -94,10 +78,11 @@ class Metrics:
             if done.tokens > 1:
                 self._per_token.observe((timing.ended - timing.first) / (done.tokens - 1))
 
-    def _counter(self, name: str, says: str) -> Counter:
-        """Labelled once, and there from the start, at 0."""
-        made = Counter(f"forerun:{name}", says, ["model_name"], registry=self.registry)
-        return made.labels(self._model)
+    def _counter(self, name: str, says: str, *labels: str) -> Counter:
+        return Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
+
+    def _gauge(self, name: str, says: str) -> Gauge:
+        return Gauge(f"forerun:{name}", says, ["model_name"], registry=self.registry).labels(self._model)
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
         made = Histogram(f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry)

@@ -86,7 +86,7 @@ class RequestReader:
 
         `context` is the model's; `adapters` are served beside it, each as a model of its own name.
         """
-        body: Any = as_body(what, raw)
+        body: Any = as_body(BODIES[what], raw)
         model = body.model
         self.check_model(model, adapters)
         match what:
@@ -251,9 +251,9 @@ class RequestReader:
         return body.model_copy(update={k: v for k, v in empty.items() if k in type(body).model_fields})
 
 
-def as_body(what: What, raw: bytes) -> Any:
+def as_body(kind: type[BaseModel], raw: bytes) -> Any:
     try:
-        body = BODIES[what].model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
+        body = kind.model_validate(from_json(raw.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False))
         return body.as_chat() if isinstance(body, Door) else body
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None

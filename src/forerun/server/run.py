@@ -21,18 +21,16 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.build.memory_limit import without_collector
 from forerun.core.errors import InvalidInput, MissingDependency
+from forerun.server.backends.base import Backend
+from forerun.server.backends.start import Loader
 from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
-    from forerun.server.backends.start import Loader
-
-    MakeBackend = Callable[[], Backend]
-    Answer = Callable[[MakeBackend], int | None]
+MakeBackend = Callable[[], Backend]
+Answer = Callable[[MakeBackend], int | None]
 
 log = logging.getLogger(__name__)
 REPLACE = -1  # instead of a signal: the process is to start anew

@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, Any] = {
 MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
 MOST_PROMPT_LOGPROBS = 20  # and of the tokens of a prompt
 MOST_STOP = 8192  # characters of all stop strings: each new token is compared with all of them
-MOST_TOOLS = 1024
 LONGEST_NAME = 1024  # characters of a name that is neither read nor written, but kept and compared
 
 
@@ -68,11 +67,14 @@ _MESSAGES = {"type": "array", "minItems": 1, "items": {
     ]}},
 }}  # fmt: skip
 _BIAS = {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS}
+_BIASES: Any = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,19}$"}})
 TokenId = Annotated[int, Field(strict=True), WithJsonSchema({"type": "integer", "minimum": 0})]
 Whole = Annotated[int, BeforeValidator(_refuse_flag)]
 Real = Annotated[float, BeforeValidator(_refuse_flag)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True), WithJsonSchema(_MESSAGES)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+TOOLS: Any = Field(max_length=1024, fail_fast=True)
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Stop = Annotated[str | Annotated[list[str], Field(max_length=128)], AfterValidator(_check_stop)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -214,13 +216,7 @@ class Sampling(Body):
     presence_penalty: Real | None = between(-LARGEST_PENALTY, LARGEST_PENALTY)
     frequency_penalty: Real | None = between(-LARGEST_PENALTY, LARGEST_PENALTY)
     repetition_penalty: Real | None = between(1 / LARGEST_PENALTY, LARGEST_PENALTY)
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[Real, WithJsonSchema(_BIAS)]],
-            Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,19}$"}}),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[dict[str, Annotated[Real, WithJsonSchema(_BIAS)]], _BIASES] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Whole | None = between(0)
     max_thinking_tokens: Whole | None = between(0, description="of a model that thinks before it answers")
@@ -255,9 +251,7 @@ class Generation(Sampling):
 
 
 class CompletionRequest(Generation):
-    prompt: (
-        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+    prompt: Texts
     echo: bool | None = False
     suffix: str | None = None
     logprobs: Whole | None = between(0, MOST_LOGPROBS)
@@ -268,7 +262,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = False
     top_logprobs: Whole | None = between(0, MOST_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], TOOLS] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="false = one call at most")
     reasoning_effort: Effort | None = None

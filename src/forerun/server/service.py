@@ -18,13 +18,14 @@ from contextlib import aclosing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, perf_counter, time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.api.completion import Completion
 from forerun.core.errors import ForerunError, InvalidInput, UnknownName
 from forerun.core.request import Event
 from forerun.heads import HeadVersions
 from forerun.server.answers import Answer
+from forerun.server.backends.base import Backend
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, write_all
 from forerun.server.metrics import Metrics
@@ -34,9 +35,6 @@ from forerun.server.reading import ReaderFacts, ReaderProcess, RequestReader, Wh
 from forerun.server.schemas import Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import encoded
-
-if TYPE_CHECKING:
-    from forerun.server.backends.base import Backend
 
 log = logging.getLogger(__name__)
 QUICK = 8192  # bytes of a body that is read in a few milliseconds

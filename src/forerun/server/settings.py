@@ -70,6 +70,12 @@ def read_keys(file: Path) -> tuple[str, ...]:
     return keys
 
 
+def _refuse_unknown(given: Mapping[str, Any], owner: type[Any], what: str) -> None:
+    known = [each.name for each in fields(owner)]
+    if strange := [name for name in given if name not in known]:
+        raise InvalidInput(unknown(f"setting of a {what}", str(strange[0]), known))
+
+
 REPLICA, FRONT, APPLICATION = "Replica", "Front", "forerun"  # what Ray Serve calls them
 
 
@@ -110,10 +116,7 @@ class ClusterSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ClusterSettings:
         """Those of a config file; a name that is unknown is refused."""
-        known = [each.name for each in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise InvalidInput(unknown("setting of a cluster", str(name), known))
+        _refuse_unknown(values, cls, "cluster")
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,10 +128,7 @@ class ClusterSettings:
         """The settings of the front's server, with the keys of the file."""
         keys = read_keys(Path(self.api_key_file)) if with_keys and self.api_key_file else ()
         given = {"model_names": [self.model], **self.server}
-        known = [each.name for each in fields(ServerSettings)]
-        for name in given:
-            if name not in known:
-                raise InvalidInput(unknown("setting of a server", str(name), known))
+        _refuse_unknown(given, ServerSettings, "server")
         return ServerSettings(**{**given, "model_names": tuple(given["model_names"]), "api_keys": keys})
 
     @property

@@ -1,27 +1,18 @@
 """Checkpoints of a training run: weights, the optimiser's moments, the step and the run's options.
 
 A checkpoint is written whole or not at all. Reading one checks all of it: a file that is damaged, or of another run, is
-reported in one line before any of it reaches the module in training. To use trained heads on another machine, or to
-train them further there, collect what is needed:
-
-    python -m forerun.train.checkpoint --out packed runs/dspark runs/eagle1
-
-That is the head, its provenance and log, and its checkpoint with weights in bfloat16 and without the optimiser's
-moments: a sixth of its size. A run that is resumed without the moments gathers them anew; its step and its learning
-rate go on.
+reported in one line before any of it reaches the module in training. One without the optimiser's moments (tools/runs.py
+makes such) gathers them anew; its step and its learning rate go on.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import platform
 import shutil
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from forerun.core.errors import DamagedFile, ForerunError, InvalidInput, ModelNotFound, brief
+from forerun.core.errors import DamagedFile, InvalidInput, brief
 from forerun.models.load.weights import write_tensors
 from forerun.train.options import DataOptions, TrainOptions
 
@@ -111,49 +102,6 @@ def _must_be_ours(folder: Path, theirs: Mapping[str, Any], options: TrainOptions
 
 def _damaged(kept: Path, why: str) -> DamagedFile:
     return DamagedFile(f"the checkpoint in {kept} is damaged ({why}); remove that folder to begin the run again")
-
-
-log = logging.getLogger("forerun.train")
-_CHECKPOINT = "checkpoint"
-
-
-def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
-    """One run into a folder of its name, with its checkpoint or without; returns its size in bytes."""
-    if not any((run / name).is_file() for name in ("config.json", f"{_CHECKPOINT}/run.json")):
-        raise ModelNotFound(f"{run} holds neither a head nor a checkpoint; name the folder of a run")
-    folder = out / run.name
-    shutil.copytree(run, folder, ignore=shutil.ignore_patterns(f"{_CHECKPOINT}*"), dirs_exist_ok=True)
-    if state and (kept := run / _CHECKPOINT).is_dir():
-        narrow = folder / _CHECKPOINT
-        narrow.mkdir(exist_ok=True)
-        weights = load_file(kept / "weights.safetensors")
-        write_tensors(narrow / "weights.safetensors", {n: w.to(torch.bfloat16) for n, w in weights.items()})
-        write_tensors(narrow / "optimizer.safetensors", {})
-        shutil.copy(kept / "run.json", narrow / "run.json")
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m forerun.train.checkpoint", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of training runs")
-    parser.add_argument("--out", required=True, type=Path, help="where copies of them go")
-    parser.add_argument("--heads-only", action="store_true", help="no checkpoints: nothing can be continued")
-    flags = parser.parse_args(words)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        for run in flags.runs:
-            size = pack_run(run, flags.out, state=not flags.heads_only)
-            log.info("%s: %.1f MB", run.name, size / 1e6)
-    except ForerunError as error:
-        log.error("%s", " ".join(str(error).split()))
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts: Any) -> None:

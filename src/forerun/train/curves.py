@@ -1,8 +1,6 @@
 """Training curves of one or several runs, as a plot or as JSON: loss, simulated tokens per round on held-back text.
 
-python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png --json curves.json --race methods.json
-
-`--race` compares runs that had as many minutes each: what `--measure-on` counted at the start and at each evaluation.
+python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png --json curves.json
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from forerun.core.errors import MissingDependency
@@ -76,57 +73,14 @@ def evaluations(folder: Path) -> dict[str, Any]:
     return {"run": folder.name, **known, "curve": [{key: row.get(key) for key in keys} for row in tested]}
 
 
-def minutes_at(rows: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """How long a run had learnt at each of its steps; one that was slow, as it compiled, counts as the median step."""
-    seconds = [row["seconds"] for row in rows if row["step"]]
-    usual, found, total = median(seconds or [0.0]), dict[int, float](), 0.0
-    for row in rows:
-        total += min(row["seconds"], 3.0 * usual) if row["step"] else 0.0
-        found[row["step"]] = total / 60
-    return found
-
-
-def race(folders: Sequence[Path]) -> dict[str, Any]:
-    """A result document with one row for every run."""
-    runs, rows, most = [evaluations(folder) for folder in folders], list[dict[str, Any]](), 0
-    for folder, run in zip(folders, runs, strict=True):
-        made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        steps = {
-            one["step"]: one for one in run["curve"] if one["walked_tokens_per_round"]
-        }  # a start may be there twice
-        times, walked = minutes_at(read_curve(folder)), [*steps.values()]
-        row = {"method": folder.name, "parameters": made["parameters"], "minutes": times[walked[-1]["step"]]}
-        for i, one in enumerate(walked):
-            row[f"at{i}"] = {"minutes": times[one["step"]], "tokens_per_round": one["walked_tokens_per_round"]}
-        rows.append(row | {"steps": walked[-1]["step"]})
-        most = max(most, len(walked))
-    columns = {"method": ["method"], "parameters": ["parameters", ",d"], "steps": ["steps", ",d"]}
-    columns |= {"minutes": ["minutes", ".1f"]} | {f"at{i}": [f"evaluation {i}", ".2f"] for i in range(most)}
-    return {
-        "question": "Which drafter writes most tokens a round after as many minutes of training?",
-        "command": "bash tools/train_heads.sh data race",
-        "commit": str(runs[0].get("commit", ""))[:7],
-        "date": made["made"][:10],
-        "machine": f"one {made['device']}, torch {made['versions']['torch']}",
-        "conditions": "Every method has learnt from the same texts for as long. Cells: minutes so far, and tokens per "
-        "round through greedy texts of the suite, chains of 5 or whole blocks.",
-        "raw_samples": [{"run": run["run"], "curve": run["curve"], "arguments": run.get("arguments")} for run in runs],
-        "tables": {"curve": {"columns": columns, "rows": rows}},
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m forerun.train.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders of `forerun train`")
     parser.add_argument("--plot", type=Path, help="the image file to write")
     parser.add_argument("--json", type=Path, help="the JSON file to write")
-    parser.add_argument("--race", type=Path, help="the result document to write")
     given = parser.parse_args(arguments)
-    if given.plot is None and given.json is None and given.race is None:
-        parser.error("name a file to write: --plot FILE, --json FILE or --race FILE")
-    if given.race is not None:
-        given.race.write_text(json.dumps(race(given.folders), indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"{given.race}\n")
+    if given.plot is None and given.json is None:
+        parser.error("name a file to write: --plot FILE or --json FILE")
     if given.plot is not None:
         draw(given.folders, given.plot)
         sys.stdout.write(f"{given.plot}\n")

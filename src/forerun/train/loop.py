@@ -69,7 +69,7 @@ def walk_rows(learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int, chain: 
 
     `learnt` are the answers' tokens, `usable` the rows that have ranks [N, levels]; the first level of row t predicts
     token t + shift + 1, behind a root at t + shift. A text starts with its answer's first token as the root: the
-    prompt's own pass gave that. It ends where a row has no ranks.
+    prompt's own pass gave that (on a CPU in a drafted round, which is not walked). It ends where a row has no ranks.
     """
     accepted = torch.full(learnt.shape, -1)
     accepted[usable] = (ranks[:, :chain] == 0).long().cumprod(1).sum(1)

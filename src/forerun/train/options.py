@@ -36,9 +36,8 @@ WIDTHS = 16  # the width of a head is a multiple of this
 
 
 def as_method(name: str) -> Method:
-    for method in METHODS:
-        if method == name:
-            return method
+    if name in METHODS:
+        return name
     raise InvalidInput(f"there is no method {name!r} to train; use one of {', '.join(METHODS)}")
 
 

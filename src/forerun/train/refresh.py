@@ -28,9 +28,9 @@ from forerun.engine.driver import Driver
 from forerun.heads import HeadVersions
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.check import kind_of_head
 from forerun.train.data.corpus import Corpus, Text, write_shard
 from forerun.train.data.folder import require_recordings
+from forerun.train.export import kind_of_head
 from forerun.train.loop import Report
 from forerun.train.options import TrainOptions, as_method
 from forerun.train.run import train

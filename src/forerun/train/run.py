@@ -35,18 +35,17 @@ from forerun.drafters.heads.medusa import HeadsConfig, read_heads
 from forerun.heads import kind_of
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.checkpoint import write_provenance
-from forerun.train.data.corpus import Batches, Corpus, hash_of
+from forerun.train.data.corpus import Batch, Batches, Corpus, hash_of
 from forerun.train.data.folder import other_targets, require_texts
 from forerun.train.loop import Report, Trainer
 from forerun.train.network import require_separate_matrices
 from forerun.train.options import BLOCKS, TrainOptions
 from forerun.train.recipes.base import Measured, Recipe
-from forerun.train.recipes.block import BlockRecipe, block_config, kind_for
+from forerun.train.recipes.block import BlockRecipe, SpecDecRecipe, block_config, kind_for
 from forerun.train.recipes.draft_model import DraftModelRecipe, EarlyExitRecipe
-from forerun.train.recipes.eagle import EagleRecipe, MtpRecipe, eagle_config
+from forerun.train.recipes.eagle import EagleRecipe, eagle_config
 from forerun.train.recipes.medusa import HeadsRecipe
-from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes, unfold
-from forerun.train.recipes.specdec import SpecDecRecipe
+from forerun.train.recipes.scaling import measure_features, measure_sizes, unfold
 from forerun.train.teacher import ServedTeacher, Teacher, load_source_teacher, load_teacher, torch_device
 
 log = logging.getLogger(__name__)
@@ -71,10 +70,14 @@ def train(
     checkpoint, start = open_checkpoint(options.target), None
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        if options.method == "specdec":
-            recipe: Recipe = _specdec_recipe(options, checkpoint, corpus, device)
+        if options.method == "specdec":  # its target has an encoder, so its teacher is another
+            source = load_source_teacher(checkpoint, device)
+            corpus.must_fit(len(source.head))
+            recipe: Recipe = SpecDecRecipe(options, source, corpus)
         else:
-            teacher = _load_teacher(options, checkpoint, device)
+            teacher = load_teacher(checkpoint, device, compiled=options.compile)
+            if options.method == "early-exit" and device.type == "cpu":
+                teacher = ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
             corpus.must_fit(len(teacher.head))
             start = read_start(options, teacher.head.shape[1], len(teacher.head))
             recipe = make_recipe(options, checkpoint, teacher, corpus, start)
@@ -106,20 +109,6 @@ def _write(trainer: Trainer, measured: Measured, checkpoint: Checkpoint, start: 
     write_provenance(folder, options, **facts)
 
 
-def _load_teacher(options: TrainOptions, checkpoint: Checkpoint, device: torch.device) -> Teacher:
-    teacher = load_teacher(checkpoint, device, compiled=options.compile)
-    if options.method == "early-exit" and device.type == "cpu":
-        return ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
-    return teacher
-
-
-def _specdec_recipe(options: TrainOptions, checkpoint: Checkpoint, corpus: Corpus, device: torch.device) -> Recipe:
-    """Its target has an encoder, so its teacher is another."""
-    teacher = load_source_teacher(checkpoint, device)
-    corpus.must_fit(len(teacher.head))
-    return SpecDecRecipe(options, teacher, corpus)
-
-
 def make_recipe(
     options: TrainOptions, checkpoint: Checkpoint, teacher: Teacher, corpus: Corpus, start: Start | None = None
 ) -> Recipe:
@@ -135,19 +124,33 @@ def make_recipe(
         vocabulary = DraftVocabulary.most_frequent(corpus.count_tokens(vocab), options.vocab)
     if options.method == "early-exit":
         return EarlyExitRecipe(options, teacher, checkpoint, vocabulary)
-    if options.method in ("medusa", "hydra"):
-        family = "medusa" if options.method == "medusa" else "hydra"
-        shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
-        if start is not None:
-            start.must_fit(shape)
+    # sizes are those of what the target says of the first batch, whichever step a run is at
+    first = Batches(corpus, corpus.training, options.batch_tokens, options.seed).at(0)
+    recipe: HeadsRecipe | BlockRecipe | EagleRecipe
+    if options.method == "medusa" or options.method == "hydra":
         if options.joint:
             require_separate_matrices(checkpoint.weights)
-        heads = HeadsRecipe(options, teacher, shape, vocabulary, _sizes(options, teacher, corpus))
-        if start is not None:
-            start.fill(heads.heads, teacher.embedding)
-        return heads
-    if options.method in BLOCKS:
-        return _block_recipe(options, checkpoint, teacher, corpus, vocabulary, start)
+        shape = HeadsConfig(options.method, options.depth, options.blocks, width, vocab, target=options.target)
+        recipe = HeadsRecipe(options, teacher, shape, vocabulary, measure_sizes(teacher, first))
+    elif options.method in BLOCKS:
+        counts = corpus.count_tokens(vocab)
+        block = block_config(options, checkpoint.config, teacher.layer_count, counts, len(vocabulary))
+        if start is not None and isinstance(start.config, BlockConfig):
+            block = replace(block, mask_token=start.config.mask_token)
+        features = measure_features(teacher, first, block.layers)
+        recipe = BlockRecipe(options, teacher, block, vocabulary, measure_sizes(teacher, first), features)
+    else:
+        recipe = _eagle_recipe(options, checkpoint, teacher, vocabulary, first, start)
+    if start is not None:
+        start.must_fit(recipe.config)
+        start.fill(recipe.heads if isinstance(recipe, HeadsRecipe) else recipe.module(), teacher.embedding)
+    return recipe
+
+
+def _eagle_recipe(
+    options: TrainOptions, checkpoint: Checkpoint, teacher: Teacher, vocabulary: DraftVocabulary, first: Batch,
+    start: Start | None,
+) -> EagleRecipe:  # fmt: skip
     if options.one_byte is None and start is not None:
         options = replace(options, one_byte=start.one_byte)
     theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
@@ -157,16 +160,8 @@ def make_recipe(
         config = replace(config, inner=options.inner or theirs.inner)
         if config.kind == "eagle3" and not options.layers:
             config = replace(config, depth=theirs.depth)
-    if start is not None:
-        start.must_fit(config)
-    sizes = None if config.kind == "eagle3" else _sizes(options, teacher, corpus)
-    if config.kind == "mtp" and sizes is not None:
-        eagle: EagleRecipe = MtpRecipe(options, teacher, config, vocabulary, sizes)
-    else:
-        eagle = EagleRecipe(options, teacher, config, vocabulary, sizes)
-    if start is not None:
-        start.fill(eagle.module(), teacher.embedding)
-    return eagle
+    sizes = None if config.kind == "eagle3" else measure_sizes(teacher, first)
+    return EagleRecipe(options, teacher, config, vocabulary, sizes)
 
 
 def _check_shape(options: TrainOptions, teacher: Teacher) -> None:
@@ -176,32 +171,6 @@ def _check_shape(options: TrainOptions, teacher: Teacher) -> None:
         raise InvalidInput(f"features={wrong[0]} is out of range: the target has {most} layers; 0 to {most}")
     if options.width > width:
         raise InvalidInput(f"width={options.width} is out of range: at most the target's own, {width}")
-
-
-def _block_recipe(
-    options: TrainOptions,
-    checkpoint: Checkpoint,
-    teacher: Teacher,
-    corpus: Corpus,
-    vocabulary: DraftVocabulary,
-    start: Start | None,
-) -> Recipe:
-    counts = corpus.count_tokens(len(teacher.head))
-    config = block_config(options, checkpoint.config, teacher.layer_count, counts, len(vocabulary))
-    if start is not None and isinstance(start.config, BlockConfig):
-        config = replace(config, mask_token=start.config.mask_token)
-        start.must_fit(config)
-    first = Batches(corpus, corpus.training, options.batch_tokens, options.seed).at(0)
-    features = measure_features(teacher, first, config.layers)
-    block = BlockRecipe(options, teacher, config, vocabulary, measure_sizes(teacher, first), features)
-    if start is not None:
-        start.fill(block.module(), teacher.embedding)
-    return block
-
-
-def _sizes(options: TrainOptions, teacher: Teacher, corpus: Corpus) -> Sizes:
-    """Of what the target says of the first batch, whichever step a run is at."""
-    return measure_sizes(teacher, Batches(corpus, corpus.training, options.batch_tokens, options.seed).at(0))
 
 
 def _accelerator() -> Any:

@@ -6,8 +6,9 @@ in our own network; any other that transformers knows runs there. `SourceTeacher
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,37 +27,23 @@ from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, is_plain
 
 
-class Teacher(Protocol):
-    @property
-    def embedding(self) -> Tensor: ...  # [V, D]
-    @property
-    def head(self) -> Tensor: ...  # [V, D]
-    @property
-    def layer_count(self) -> int: ...
+class Teacher(ABC):
+    def __init__(self, embedding: Tensor, head: Tensor, layer_count: int) -> None:
+        """Its tables [V, D], and how many layers it has."""
+        self.embedding, self.head, self.layer_count = embedding.detach(), head.detach(), layer_count
 
+    @abstractmethod
     def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         """Inputs of the layers named (-1 = after the last norm) and the last rows [B, T, D], no gradients."""
-        ...
 
 
-class NetTeacher:
+class NetTeacher(Teacher):
     def __init__(self, net: CausalNet, *, compiled: bool = False) -> None:
+        super().__init__(net.embedding, net.head, net.config.layers)
         self.net = net
         if compiled:  # all layers share one compiled program, for all shapes
             for layer in net.layers:
                 layer.compile(dynamic=True)
-
-    @property
-    def embedding(self) -> Tensor:
-        return self.net.embedding.detach()
-
-    @property
-    def head(self) -> Tensor:
-        return self.net.head.detach()
-
-    @property
-    def layer_count(self) -> int:
-        return self.net.config.layers
 
     @torch.no_grad()
     def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
@@ -64,23 +51,11 @@ class NetTeacher:
         return found
 
 
-class TransformersTeacher:
+class TransformersTeacher(Teacher):
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
-
-    @property
-    def embedding(self) -> Tensor:
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight.detach()
-
-    @property
-    def head(self) -> Tensor:
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight.detach()
-
-    @property
-    def layer_count(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(model.get_input_embeddings().weight, model.get_output_embeddings().weight, layers)
 
     @torch.no_grad()
     def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
@@ -89,24 +64,13 @@ class TransformersTeacher:
         return {i: last if i == -1 else out.hidden_states[i] for i in keep}, last
 
 
-class ServedTeacher:
+class ServedTeacher(Teacher):
     """A target as a CPU serves it: features come from our kernels, several times sooner, and are what drafters see."""
 
     def __init__(self, weights: Teacher, target: Target) -> None:
-        """Tables are read from another teacher of the same model."""
-        self.weights, self.target = weights, target
-
-    @property
-    def embedding(self) -> Tensor:
-        return self.weights.embedding
-
-    @property
-    def head(self) -> Tensor:
-        return self.weights.head
-
-    @property
-    def layer_count(self) -> int:
-        return self.weights.layer_count
+        """Tables are those of another teacher of the same model."""
+        super().__init__(weights.embedding, weights.head, weights.layer_count)
+        self.target = target
 
     @torch.no_grad()
     def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:

@@ -4,6 +4,13 @@ Log-probabilities are those of the tokens of a round, under the law each was dra
 host computes them from the laws when a round is read (`token_logprobs`). Where a device has decided, the next pass
 may have overwritten the logits by then. So `send` computes them behind the pass itself, of the token that the device
 has chosen after every node, and has them copied to the host, which waits for that copy and for no later pass.
+
+Verdicts on greedy texts that a grammar holds: a mask is made only where the likeliest token is ruled out.
+
+At temperature 0 a law is a point mass, and nodes beside the accepted path have no say. So the walk asks the grammar,
+node by node, about one token: the argmax of the logits. Where it may follow it is the argmax of the masked logits too.
+What is written is what `warp` and the greedy rule write, but for one thing: a mask that cannot be made matters only
+where one is needed.
 """
 
 from __future__ import annotations
@@ -16,15 +23,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from forerun.core.errors import CannotSample
 from forerun.core.noise import Noise
-from forerun.core.params import SamplingParams
+from forerun.core.params import Forces, Prefix, SamplingParams
 from forerun.core.request import LawRules
 from forerun.core.types import Greedy, Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.base import DecidedSeq, Logprobs, Traits, Verifier, traits_of
-from forerun.verify.choices import choosers_of, chosen
-from forerun.verify.greedy import greedy_verdict
+from forerun.verify.greedy import greedy_verdict, walk_argmax
+from forerun.verify.processors import IMPOSSIBLE, process_block
 from forerun.verify.sampled import decides_alike, kinds_of
-from forerun.verify.warp import keeps_argmax, reads_largest_only, truncation_key, warp, warp_rows
+from forerun.verify.warp import (
+    NOTHING_LEFT,
+    argmax_rows,
+    chooser_of,
+    is_plain_greedy,
+    keeps_argmax,
+    reads_largest_only,
+    truncation_key,
+    warp,
+    warp_rows,
+)
 
 ROWS = 128  # at once: the logits of more take much memory
 
@@ -204,3 +222,54 @@ class VerifierPool:
 
 
 _traits = lru_cache(maxsize=1024)(Traits)
+
+
+def choosers_of(seqs: Sequence[Seq]) -> list[Forces | None] | None:
+    """What holds each of these greedy texts, None = nothing; None where one has another law."""
+    found = [chooser_of(seq) for seq in seqs]
+    alike = all(law is not None or is_plain_greedy(seq) for seq, law in zip(seqs, found, strict=True))
+    return found if alike else None
+
+
+def chosen(
+    seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, choosers: Sequence[Forces | None]
+) -> tuple[Laws, Verdict]:
+    logits, known = scores.required_logits, scores.greedy
+    tops = argmax_rows(logits) if known is None or known.argmax is None else known.argmax
+    tokens, impossible = trees.to_host()[0], dict[int, CannotSample]()
+    paths, bonus = list[list[int]](), list[int]()
+    for seq, law, first, shape in zip(seqs, choosers, trees.starts, trees.topology(), strict=False):
+        rows = slice(first, first + len(shape))
+        own = tokens[rows], shape.children, tops[rows]
+        if law is None:
+            path, token = walk_argmax(*own)
+        else:
+            path, token, why = _walk(seq, law, logits[rows], *own)
+            if why is not None:
+                impossible[first + (path[-1] if path else 0)] = why
+        paths.append(path)
+        bonus.append(token)
+    laws = Laws(logits, (True,) * len(seqs), plain_greedy=True, impossible=impossible)
+    return laws, Verdict.of(paths, bonus, trees.device)
+
+
+def _walk(
+    seq: Seq, law: Forces, logits: Tensor, tokens: Sequence[int], children: Sequence[Sequence[int]], tops: Sequence[int]
+) -> tuple[list[int], int, CannotSample | None]:
+    """The accepted nodes of one tree, the bonus, and why none can follow, if so; then the bonus means nothing."""
+    path, written, node = list[int](), tuple[int, ...](), 0
+    while True:
+        token = law.choice(Prefix(seq.tokens, seq.prompt_length, written), tops[node])
+        if token is None:
+            block = logits[node : node + 1].clone()
+            failures = process_block(block, seq, [written])
+            [token] = argmax_rows(block)
+            if not block[0, token] > IMPOSSIBLE:
+                return path, 0, failures.get(0) or CannotSample(NOTHING_LEFT)
+        for child in children[node]:
+            if tokens[child] == token:
+                break
+        else:
+            return path, token, None
+        path.append(child)
+        written, node = (*written, token), child

@@ -22,9 +22,8 @@ from torch import Tensor
 from forerun.core.noise import DRAW, device_uniform, mixed_seed
 from forerun.core.types import Seq
 from forerun.verify.base import Verifier
-from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
-from forerun.verify.exact import ExactVerifier
+from forerun.verify.exact import BlockVerifier, ExactVerifier
 from forerun.verify.walk import CHUNK_ENTRIES, coupled_tokens, drawn_tokens, noise_of
 from forerun.verify.warp import adjusts, truncate
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from forerun.cli.flags import write_file
 from forerun.core.errors import InvalidInput
-from forerun.measure.report.html import render, write_report
+from forerun.measure.report.html import render
 from tests.measure.report.documents import clear_gain, no_clear_gain, one_prompt, result_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -108,10 +109,9 @@ def test_the_warning_is_on_the_page_only_where_it_holds() -> None:
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    write_report(clear_gain(), tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert render(clear_gain()).startswith("<!doctype html>")
     with pytest.raises(InvalidInput, match="choose another --html"):
-        write_report(clear_gain(), tmp_path / "absent" / "report.html")
+        write_file("--html", tmp_path / "absent" / "report.html", "")
 
 
 MEASURE = """<!doctype html><body style="margin:0"><iframe style="width:{width}px;height:900px;border:0"></iframe>

@@ -18,7 +18,7 @@ STARTS: dict[ResidualStart, int] = {"features": 0, "normed": 1, "nothing": 2}  #
 
 
 class FusedHeadSteps(FusedSteps):
-    """Implements forerun.drafters.device.head.HeadSteps."""
+    """The same as forerun.drafters.device.head.PlainHeadSteps, by kernels."""
 
     def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from torch import Tensor
 from forerun.core.types import TreeForm
 from forerun.drafters.device.growth import HeadOutput
 from forerun.drafters.device.plan import ROOM
+from forerun.drafters.heads.base import LayerWeights
 from forerun.drafters.heads.eagle_head import EagleConfig
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.models.config import DecoderConfig
@@ -41,25 +42,14 @@ from forerun.models.cuda.pool import has_compiled
 from forerun.models.cuda.steps.plain import PlainSteps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Packed, Role, Weight, WeightKind, interleaved, times, whole
-from forerun.models.layers import pair_up
 from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
+
+if TYPE_CHECKING:
+    from forerun.drafters.device.fused_head import FusedHeadSteps
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm
 BYTES_STEP = 32  # depth of one product of bytes on tensor cores
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer of a head: rows of queries and keys paired up for rotation, gate and up interleaved."""
-
-    input_norm: Tensor  # [D] in front of attention; EAGLE's first layers have none
-    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in EAGLE-3's first layer
-    o: Tensor  # [D, H Dh]
-    mlp_norm: Tensor
-    gate_up: Tensor  # [2I, D]
-    down: Tensor  # [D, I]
-    qk_norm: Tensor | None = None  # [H + Hkv, Dh]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +113,15 @@ class HeadModel(Model):
         return self._head_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
 
     def _layer_of(self, index: int, weights: LayerWeights, rope: Tensor) -> Layer:
+        norm = torch.ones_like(weights.mlp_norm)  # EAGLE's first layers have none
         return Layer(
-            attention_norm=weights.input_norm.to(self.device, self.dtype),
+            attention_norm=(norm if weights.input_norm is None else weights.input_norm).to(self.device, self.dtype),
             qkv=self._packed(weights.qkv),
             qkv_bias=None,
             qk_norm=None if weights.qk_norm is None else weights.qk_norm.to(self.device, self.dtype),
             o=self._packed(weights.o),
             mlp_norm=weights.mlp_norm.to(self.device, self.dtype),
-            gate_up=self._packed(weights.gate_up, "gate"),
+            gate_up=self._packed(interleaved(weights.gate_up), "gate"),
             down=self._packed(weights.down),
             rope=rope,
             window=self.config.windows[index] or 0,
@@ -171,7 +162,7 @@ class HeadModel(Model):
         first_value = (self.config.heads + self.config.kv_heads) * self.config.head_dim
         gated = lift_of(layer.mlp_norm)
         values = _outputs(plain.qkv[first_value:], norm)
-        gate, up = (_outputs(plain.gate_up[i::2], layer.mlp_norm) for i in range(2))
+        gate, up = (_outputs(part, layer.mlp_norm) for part in plain.gate_up.chunk(2))
         units = _size(gate) * up
         found, inner = lift_of(values), lift_of(units)
         parts = [_size(values) * _size(_lengths(plain.o)), _size(units) * _size(_lengths(plain.down))]
@@ -254,20 +245,6 @@ def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
     kernels.pick[(-(-max(widths) // columns),)](
         x, queries, lifts, rows, len(rows), *widths, B_UP=up, COLUMNS=columns, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-
-
-class HeadSteps(Protocol):
-    """The decoder's steps and the head's input step."""
-
-    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None: ...
-    def pick(self, rows: Tensor) -> None: ...
-    def qkv(self, run: Run, layer: int) -> None: ...
-    def keys_and_values(self, run: Run, layer: int) -> None: ...
-    def attend(self, run: Run, layer: int) -> None: ...
-    def leave_attention(self, run: Run, layer: int) -> None: ...
-    def gate(self, run: Run, layer: int) -> None: ...
-    def leave_mlp(self, run: Run, layer: int) -> None: ...
-    def head(self, run: Run) -> None: ...
 
 
 class PlainHeadSteps(PlainSteps):
@@ -353,7 +330,7 @@ class HeadNet:
         with torch.inference_mode(False):
             shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
             self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.steps: HeadSteps
+        self.steps: PlainHeadSteps | FusedHeadSteps
         if kernels == "triton":
             from forerun.drafters.device.fused_head import CompiledHeadSteps, FusedHeadSteps
 
@@ -498,7 +475,7 @@ def _head_weights(
         embedding=target.model.embedding if own is None else own,
         token_norm=token_norm,
         feature_norm=feature_norm,
-        layers=[_layer_weights(config, weights, prefix, unused) for prefix in config.prefixes],
+        layers=[_layer_weights(config, weights, prefix) for prefix in config.prefixes],
         norm=weights.get("norm.weight"),
         head=target.shared().head_rows(vocabulary.ids) if head is None else head,
         mix=weights["fc.weight"] if mixes else None,
@@ -507,24 +484,8 @@ def _head_weights(
     )
 
 
-def _layer_weights(config: EagleConfig, weights: Mapping[str, Tensor], at: str, unused: Tensor) -> LayerWeights:
-    dims = config.head_dim
-    q, k, v = (weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
-    gates = [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    qk_norm = None
-    if f"{at}self_attn.q_norm.weight" in weights:
-        norms = [pair_up(weights[f"{at}self_attn.{name}_norm.weight"], dims, dims) for name in "qk"]
-        counts = config.heads, config.kv_heads
-        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
-    return LayerWeights(
-        input_norm=weights.get(f"{at}input_layernorm.weight", unused),
-        qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
-        o=weights[f"{at}self_attn.o_proj.weight"],
-        mlp_norm=weights[f"{at}post_attention_layernorm.weight"],
-        gate_up=interleaved(torch.cat(gates)),
-        down=weights[f"{at}mlp.down_proj.weight"],
-        qk_norm=qk_norm,
-    )
+def _layer_weights(config: EagleConfig, weights: Mapping[str, Tensor], at: str) -> LayerWeights:
+    return LayerWeights.read(config, lambda name: weights[at + name], lambda name: weights.get(at + name))
 
 
 def _decoder_config(config: EagleConfig, longest: int, rows: int, qk_norm: bool) -> DecoderConfig:

@@ -8,21 +8,22 @@ n - 1 rows when a round starts: the last token, the root, has not been through t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
-from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, settings_in, size_in
+from forerun.core.types import Budget, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.heads.formats import DraftVocabulary, check_weight, rates_in, readers, settings_in, size_in
 from forerun.models.base import Abilities, SharedWeights, Target
+from forerun.models.layers import pair_up
 from forerun.models.native.pass_rows import HiddenRows, LayerRows
 from forerun.models.rope import RopeConfig
 
@@ -215,47 +216,6 @@ def rehearse(
                 drafter.propose([seq], [budget])
     finally:
         drafter.forget(seq)
-
-
-class LastRowDrafter:
-    """Base of drafters that read the last hidden row alone: keeps it, and measures what a level costs."""
-
-    needs = Needs((-1,), match_length=0, may_run=True, last_row=True)
-    sampled = False  # are nodes drawn from the heads' laws?
-    one_pass = False  # do all levels of a draft come from one pass?
-
-    def __init__(self, clock: Clock = WALL) -> None:
-        self._sequences: dict[int, ObservedRows] = {}
-        self._meter = Meter(clock)
-
-    def offer(self, seq: Seq) -> Offer:
-        """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""
-        seconds = self._meter.seconds or UNMEASURED
-        chosen = not (self.sampled and is_drawn(seq))
-        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen, key=id(self))
-
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        if -1 not in scores.hidden:  # nothing is drafted behind this round
-            for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
-                observed = self._sequences.setdefault(seq.id, ObservedRows())
-                observed.seen, observed.features = observed.seen + 1 + len(path), []
-            return
-        observe_rows(self._sequences, (-1,), seqs, trees, scores, verdict)
-        for seq in seqs:  # only the last row counts
-            observed = self._sequences[seq.id]
-            if observed.features:
-                observed.features, observed.tokens = [observed.features[-1][-1:].clone()], []
-
-    def forget(self, seq: Seq) -> None:
-        self._sequences.pop(seq.id, None)
-
-    def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
-        known = [self._sequences.get(seq.id) for seq in seqs]
-        ready = [is_ready(one, seq, budgets[b]) for b, (one, seq) in enumerate(zip(known, seqs, strict=True))]
-        return [b for b, one in enumerate(known) if ready[b] and one is not None and one.features]
-
-    def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
-        return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
 def wants_sampling(speculative: SpeculativeConfig, can: Abilities) -> bool:
@@ -456,3 +416,65 @@ def checked_shared(
             "use a head that stores its own"
         )
     return shared
+
+
+Get = Callable[[str], Tensor]  # a weight that must be there, by its name
+Maybe = Callable[[str], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of a head, with rows of queries and keys paired up for rotation."""
+
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in the first layer of EAGLE-3 and P-EAGLE
+    o: Tensor  # [D, H Dh]
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+    mlp_norm: Tensor  # [D]
+    input_norm: Tensor | None  # [D] in front of attention; EAGLE-1's has none
+    feature_norm: Tensor | None  # [D] of first layers that read features beside tokens
+    qk_norm: Tensor | None  # [H + Hkv, Dh]
+
+    @classmethod
+    def read(cls, shape: HeadShape, get: Get, maybe: Maybe) -> LayerWeights:
+        dims = shape.head_dim
+        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
+        norms = zip("qk", (shape.heads, shape.kv_heads), strict=True)
+        found = [(maybe(f"self_attn.{name}_norm.weight"), count) for name, count in norms]
+        heads = [pair_up(norm, dims, dims).expand(count, -1) for norm, count in found if norm is not None]
+        return cls(
+            torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
+            get("self_attn.o_proj.weight"),
+            torch.cat([get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]),
+            get("mlp.down_proj.weight"),
+            get("post_attention_layernorm.weight"),
+            maybe("input_layernorm.weight"),
+            maybe("hidden_norm.weight"),
+            torch.cat(heads).contiguous() if heads else None,
+        )
+
+
+class Tables:
+    """Embedding and LM head of a head: its own, or those of its target."""
+
+    def __init__(
+        self, shape: HeadShape, weights: Mapping[str, Tensor], shared: SharedWeights | None, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        maybe, self._dtype = readers(weights, dtype, device)[1], dtype
+        self.vocabulary = vocabulary_of(shape, weights).to(device)
+        self._shared = checked_shared(shape, weights, shared)
+        self._embedding, self._narrows = maybe("embed_tokens.weight"), maybe("embed_proj.weight")
+        head = maybe("lm_head.weight")
+        if head is None:
+            assert self._shared is not None
+            head = self._shared.head_rows(self.vocabulary.ids).to(device, dtype).contiguous()
+        self.head = head  # [Vd, D]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[N, D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._shared is not None
+        rows = self._shared.embed(tokens).to(self._dtype)
+        return rows if self._narrows is None else F.linear(rows, self._narrows)

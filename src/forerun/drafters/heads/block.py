@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from forerun.core.clock import WALL, Clock
 from forerun.core.offer import Offer
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Seq
 from forerun.drafters.base import NEGLIGIBLE, Parts
 from forerun.drafters.device.growth import DraftNoise, Replays, Work, settings_of
 from forerun.drafters.heads.base import (
@@ -31,17 +30,14 @@ from forerun.drafters.heads.base import (
     Meter,
     ObservedRows,
     head_dtype,
-    is_drawn,
-    is_ready,
-    observe_rows,
     rehearse,
     wants_sampling,
 )
 from forerun.drafters.heads.block_config import BlockKind
 from forerun.drafters.heads.block_head import BlockHead, masks_of, read_block
-from forerun.drafters.heads.eagle_head import with_layers
-from forerun.drafters.heads.eagle_torch import attend_to
-from forerun.drafters.heads.growth import Frontier, Ranked, Tree, grow_ranked, lay_out, sample_trees
+from forerun.drafters.heads.drafter import RowsDrafter
+from forerun.drafters.heads.eagle_head import attend_to, with_layers
+from forerun.drafters.heads.growth import Drawn, Frontier, Ranked, Tree, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import Target
 
@@ -450,26 +446,23 @@ class GraphRunner(BlockRunner):
 
 log = logging.getLogger(__name__)
 
-PROMPT = 32  # more rows than this at once are a prompt's
-READING = 0.05  # of a pass: what a row of a prompt takes, until one was read
 GROWING = 0.05  # of a pass: what a level of the tree takes, until one was grown
 
 
-class BlockDrafter:
+class BlockDrafter(RowsDrafter):
     """Its tokens are chosen, or drawn from the laws of the positions where that is wanted."""
 
     kind: BlockKind
+    row_share = 0.05
     least = NEGLIGIBLE  # a drawn draft ends where a confidence head expects less to be reached
 
     def __init__(self, head: BlockHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
-        self.head, self.sampled = head, sampled
-        self.needs = Needs(tuple(sorted(set(head.config.layers))))
-        self._depends_on = max(map(head.config.reach, range(head.config.depth)))  # rows
-        self._sequences: dict[int, ObservedRows] = {}
+        self.head, self.sampled, self.levels, config = head, sampled, head.config.levels, head.config
+        depends_on = None if config.reads_rows else max(map(config.reach, range(config.depth)))
+        super().__init__(config.layers, depends_on, Meter(clock))
+        self.needs = Needs(tuple(sorted(set(config.layers))))
         self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
-        self._pass, self._growth = Meter(clock), Meter(clock)
-        self._reading = 0.0  # seconds per row of a prompt
-        self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
+        self._growth = Meter(clock)  # of trees, by level
         self._calibration = Calibration() if head.config.confidence else head.config.calibration
 
     @classmethod
@@ -500,73 +493,44 @@ class BlockDrafter:
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""
-        once, observed = self._pass.seconds or UNMEASURED, self._sequences.get(seq.id)
-        level = self._growth.seconds or GROWING * once
-        unread = len(observed.tokens) if observed is not None else 0
-        start = unread * (self._reading or READING * once) if unread > PROMPT else 0.0
-        chosen = not self._draws(seq)
-        expected, levels = self._expected.get(seq.id), (once + level, level)
-        return Offer(levels, start, chosen=chosen, stops=chosen, expected=expected, key=id(self))
-
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        rows, laws = [[-1] for _ in seqs], list[Tensor]()
-        config = self.head.config
-        live = [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
-        for drawn in (False, True):
-            which = [b for b in live if self._draws(seqs[b]) == drawn]
-            if not which:
-                continue
-            some = [seqs[b] for b in which]
-            limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
-            deepest = max(limit.depth for limit in limits)
-            captures = self._runner.captures
-            self._read(some)
-            if drawn:
-                steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some, self.least)
-                self._pass.stop(1 if self._runner.captures == captures else 0)
-                self._growth.start()
-                grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
-            else:
-                candidates = self._runner.candidates(some, deepest)
-                self._pass.stop(1 if self._runner.captures == captures else 0)
-                self._growth.start()
-                grown = self._grow(candidates, some, limits)
-                came_from = [[-1] * len(tree[0]) for tree in grown]
-            self._growth.stop(deepest)
-            for b, tree, sources in zip(which, grown, came_from, strict=True):
-                trees[b], rows[b] = tree, sources
-        return lay_out(trees, rows, laws)
-
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
-        if not self.head.config.reads_rows:
-            for seq in seqs:
-                self._sequences[seq.id].keep_last(self._depends_on)
+        once = self._first.seconds or UNMEASURED
+        level, chosen = self._growth.seconds or GROWING * once, not self._draws(seq)
+        start, expected = self._start_of(seq, once), self._expected.get(seq.id)
+        return Offer((once + level, level), start, chosen=chosen, stops=chosen, expected=expected, key=id(self))
 
     def forget(self, seq: Seq) -> None:
-        self._sequences.pop(seq.id, None)
-        self._expected.pop(seq.id, None)
+        super().forget(seq)
         self._runner.forget(seq.id)
 
-    def _draws(self, seq: Seq) -> bool:
-        return self.sampled and is_drawn(seq)
-
-    def _read(self, seqs: Sequence[Seq]) -> None:
-        """Read the new rows of these sequences, and start the clock: reading a prompt is not booked as a pass."""
-        sequences = [self._sequences[seq.id] for seq in seqs]
-        unread, captures = sum(len(observed.tokens) for observed in sequences), self._runner.captures
-        self._pass.start()
-        self._runner.read(seqs, sequences)
-        if unread > PROMPT * len(sequences):
-            if self._runner.captures == captures:  # else it says nothing of what reading takes
-                self._reading = self._pass.elapsed() / unread
-            self._pass.start()
-
-    def _grow(self, candidates: BlockCandidates, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
-        trees, expected = grow_ranked(candidates, seqs, budgets, self._calibration)
-        self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        captures, deepest = self._read(seqs), max(budget.depth for budget in budgets)
+        candidates = self._runner.candidates(seqs, deepest)
+        self._stop_pass(captures)
+        trees = self._grow_ranked(candidates, seqs, budgets, self._calibration)
+        self._growth.stop(deepest)
         return trees
+
+    def _draw(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Drawn:
+        captures, deepest = self._read(seqs), max(budget.depth for budget in budgets)
+        steps = BlockSteps(self.head, self._runner.begin(seqs)[:, :deepest], seqs, self.least)
+        self._stop_pass(captures)
+        drawn = sample_trees(steps, seqs, budgets, self.head.vocabulary)
+        self._growth.stop(deepest)
+        return drawn
+
+    def _read(self, seqs: Sequence[Seq]) -> int:
+        """Read the new rows of these sequences, behind the clock's start; how much was captured before that."""
+        sequences, captures = [self._sequences[seq.id] for seq in seqs], self._runner.captures
+        unread = sum(len(observed.tokens) for observed in sequences)
+        self._first.start()
+        self._runner.read(seqs, sequences)
+        self._note_reading(unread, len(sequences), self._runner.captures == captures)
+        return captures
+
+    def _stop_pass(self, captures: int) -> None:
+        """The pass has ended, and a tree is grown; one that captured a graph says nothing of what passes take."""
+        self._first.stop(1 if self._runner.captures == captures else 0)
+        self._growth.start()
 
 
 class DFlashDrafter(BlockDrafter):

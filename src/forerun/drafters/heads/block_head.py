@@ -26,19 +26,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.drafters.heads.base import Sizes, checked_shared, vocabulary_of
+from forerun.drafters.heads.base import LayerWeights, Sizes, Tables
 from forerun.drafters.heads.block_config import KINDS, NAMES, BlockConfig, BlockKind
 from forerun.drafters.heads.formats import Matrix, read_config, read_tensors, readers, write_config, write_shards
 from forerun.heads import kind_of
 from forerun.models.base import SharedWeights
-from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
+from forerun.models.layers import Rotations, gate, rms_norm, rotate_
 
 _EMBEDDED = 8192  # tokens whose rows of the Markov head are made at a time
 # layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
@@ -89,23 +89,12 @@ class BlockLayer:
     def __init__(
         self, config: BlockConfig, get: Callable[[str], Tensor], maybe: Callable[[str], Tensor | None]
     ) -> None:
-        dims = config.head_dim
-        q, k, v = (get(f"self_attn.{name}_proj.weight") for name in "qkv")
-        k = pair_up(k, dims, dims)
-        self.key_value = torch.cat((k, v))  # [2 Hkv Dh, D] for the features
-        self.qkv = Matrix(torch.cat((pair_up(q, dims, dims), k, v)))
-        self.qk_norm: Tensor | None = None  # [H + Hkv, Dh]
-        if not config.reads_rows:
-            norms = [pair_up(get(f"self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
-            self.k_norm = norms[1]
-            heads = [norms[0].expand(config.heads, -1), norms[1].expand(config.kv_heads, -1)]
-            self.qk_norm = torch.cat(heads).contiguous()
-        self.o = Matrix(get("self_attn.o_proj.weight"))
-        self.gate_up = Matrix(torch.cat([get(f"mlp.{name}_proj.weight") for name in ("gate", "up")]))
-        self.down = Matrix(get("mlp.down_proj.weight"))
-        self.attention_norm = get("input_layernorm.weight")
-        self.mlp_norm = get("post_attention_layernorm.weight")
-        self.feature_norm = maybe("hidden_norm.weight")  # of P-EAGLE's first
+        own = LayerWeights.read(config, get, maybe)
+        self.qkv, self.o, self.gate_up, self.down = map(Matrix, (own.qkv, own.o, own.gate_up, own.down))
+        self.key_value = own.qkv[config.heads * config.head_dim :]  # [2 Hkv Dh, D] for the features
+        self.qk_norm = None if config.reads_rows else own.qk_norm
+        assert own.input_norm is not None
+        self.attention_norm, self.mlp_norm, self.feature_norm = own.input_norm, own.mlp_norm, own.feature_norm
         self.convs: list[BlockConv] = []
         if config.taps:
             names = ("attention_conv", "mlp_conv")
@@ -150,8 +139,7 @@ class BlockHead:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
 
         get, maybe = readers(weights, dtype, self.device)
-        self.vocabulary = vocabulary_of(config, weights).to(self.device)
-        self._shared = _checked(config, weights, shared)
+        _must_share_embedding(config, weights)
         with torch.no_grad(), torch.inference_mode(False):
             self.layers = [
                 BlockLayer(config, *readers(weights, dtype, self.device, f"layers.{i}.")) for i in range(config.depth)
@@ -159,19 +147,16 @@ class BlockHead:
             # not packed: rounding in blocks would drown the small features between the large ones
             self._fc = Matrix(get("fc.weight"), packed=False)
             self._norm = get("norm.weight")
-            self._embedding, self._mask = maybe("embed_tokens.weight"), maybe("mask_embedding")
+            tables, self._mask = Tables(config, weights, shared, dtype, self.device), maybe("mask_embedding")
+            self.vocabulary, self._embed, self._lm_head = tables.vocabulary, tables.embed, Matrix(tables.head)
             if config.reads_rows:
                 self._mask_feature = self._fc.times(get("mask_hidden").view(1, -1))  # [1, D]
             else:
                 self._key_value = Matrix(torch.cat([layer.key_value for layer in self.layers]))
-                self._k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None]  # [L, 1, Dh]
+                k_norms = [cast(Tensor, layer.qk_norm)[-1] for layer in self.layers]
+                self._k_norms = torch.stack(k_norms)[:, None]  # [L, 1, Dh]
                 self._feature_norm = get("hidden_norm.weight")
-            head = maybe("lm_head.weight")
-            if head is None:
-                assert self._shared is not None
-                head = self._shared.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
-            self._lm_head = Matrix(head)
-            self._read_markov(maybe, head)
+            self._read_markov(maybe, tables.head)
         rope = config.rope
         self._rotations = Rotations(rope, self.device)
 
@@ -297,21 +282,14 @@ class BlockHead:
             score = score.expand(previous.shape[:-1])
         return torch.sigmoid(score if self._confidence_bias is None else score + self._confidence_bias.float())
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self._embedding is not None:
-            return F.embedding(tokens, self._embedding)
-        assert self._shared is not None
-        return self._shared.embed(tokens).to(self.dtype)
 
-
-def _checked(config: BlockConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None) -> SharedWeights | None:
-    """What the target shares, if it fits; a drafter of another width stores its own embedding."""
+def _must_share_embedding(config: BlockConfig, weights: Mapping[str, Tensor]) -> None:
+    """A drafter of another width than its target's stores its own embedding."""
     if config.width != config.target_width and "embed_tokens.weight" not in weights:
         raise InvalidInput(
             f"a block drafter of width {config.width} cannot share the embedding of a target of width "
             f"{config.target_width}; use a head that stores its own"
         )
-    return checked_shared(config, weights, shared)
 
 
 Stored = Literal["bfloat16", "int8"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,23 +23,22 @@ from torch import Tensor
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.core.offer import Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import Budget, Needs, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts, lone_roots
-from forerun.drafters.heads.base import (
-    UNMEASURED,
-    Calibration,
-    Meter,
-    ObservedRows,
-    Sizes,
-    head_dtype,
-    is_drawn,
-    is_ready,
-    observe_rows,
-    wants_sampling,
+from forerun.drafters.heads.base import UNMEASURED, Meter, Sizes, head_dtype, is_ready, wants_sampling
+from forerun.drafters.heads.drafter import PROMPT, RowsDrafter
+from forerun.drafters.heads.eagle_head import (
+    Attend,
+    EagleConfig,
+    EagleHead,
+    HeadLayer,
+    Kind,
+    TorchRunner,
+    TorchSteps,
+    read_head,
+    with_layers,
 )
-from forerun.drafters.heads.eagle_head import Attend, EagleConfig, EagleHead, HeadLayer, Kind, read_head, with_layers
-from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, WholeDraft
-from forerun.drafters.heads.eagle_torch import TorchRunner
+from forerun.drafters.heads.eagle_native import NativeHead, NativeRunner, NativeSteps
 from forerun.drafters.heads.formats import (
     check_weight,
     read_config,
@@ -48,7 +47,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import Ranks, Steps, Tree, grow_ranked, lay_out, sample_trees
+from forerun.drafters.heads.growth import Drawn, Tree, sample_trees
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
 from forerun.models.hybrid.latent import LatentAttention
@@ -139,60 +138,29 @@ class FamilyLayer:
         return mixer.output(found)
 
 
-PROMPT = 32  # more rows than this at once are a prompt's
-READING = 0.15  # of a level: what a row of a prompt takes, until one was read
 # How often EAGLE-1's first ranks are right, by level: what a head without measured rates is drafted with.
 _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 
 
-class Runner(Protocol):
-    """Runs a head on one kind of device: keeps its KV cache of each sequence, and starts drafts."""
-
-    def begin(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]) -> RunnerSteps:
-        """Run the observed rows of these sequences through the head; the result drafts for them."""
-
-    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> WholeDraft | None:
-        """The same and the tree itself in one go; None where only `begin` will do."""
-
-    def forget(self, seq_id: int) -> None: ...
-
-
-class RunnerSteps(Steps, Protocol):
-    levels: int  # passes of the head so far, the first one included
-
-    def ranks(self, seqs: Sequence[Seq]) -> Ranks: ...
-
-
-def runner_for(head: EagleHead | NativeHead) -> Runner:
-    return NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
-
-
-class EagleDrafter:
+class EagleDrafter(RowsDrafter):
     """EAGLE heads; `dynamic` trees follow the head's confidence, static ones the measured rates of its ranks."""
 
     kind: Kind = "eagle"
     dynamic = False
+    row_share = 0.15
 
     def __init__(self, head: EagleHead | NativeHead, *, sampled: bool = False, clock: Clock = WALL) -> None:
-        self.head, self.sampled = head, sampled
-        config = head.config
+        self.head, self.sampled, config = head, sampled, head.config
+        super().__init__(config.layers, config.depends_on, Meter(clock))
         self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
-        self._depends_on = config.depends_on
-        self._sequences: dict[int, ObservedRows] = {}
-        self._runner = runner_for(head)
-        self._first, self._further = Meter(clock), Meter(clock)  # levels: the first reads new rows too, and costs more
-        self._reading = 0.0  # seconds per row of a prompt
-        self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
+        self._runner = NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
+        self._further = Meter(clock)  # of levels behind the first, which reads new rows too, and costs more
         self._rates = None if self.dynamic else config.rates or _RATES
         self._offer = Offer()  # the last one, which often holds for the next round too
 
     @classmethod
     def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
-        return read_head(folder, kind=cls.kind)
-
-    @classmethod
-    def load(cls, folder: Path, target: Target) -> EagleHead | NativeHead:
-        return load_head(folder, target, cls.kind)
+        return read_mtp(folder) if cls.kind == "mtp" else read_head(folder, kind=cls.kind)
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
@@ -201,7 +169,7 @@ class EagleDrafter:
         sampled = wants_sampling(parts.speculative, parts.target.can)
 
         def plain() -> Drafter:
-            return cls(cls.load(folder, parts.target), sampled=sampled, clock=parts.target.can.clock)
+            return cls(load_head(folder, parts.target, cls.kind), sampled=sampled, clock=parts.target.can.clock)
 
         if not parts.target.can.captures:
             return plain()
@@ -214,10 +182,8 @@ class EagleDrafter:
 
     def offer(self, seq: Seq) -> Offer:
         """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence is low."""
-        first, observed = self._first.seconds or UNMEASURED, self._sequences.get(seq.id)
-        levels = first, self._further.seconds or first
-        unread = len(observed.tokens) if observed is not None else 0
-        start = unread * (self._reading or READING * first) if unread > PROMPT else 0.0
+        first = self._first.seconds or UNMEASURED
+        levels, start = (first, self._further.seconds or first), self._start_of(seq, first)
         chosen, expected, last = not self._draws(seq), self._expected.get(seq.id), self._offer
         if (levels, start, chosen, expected) != (last.seconds, last.start, last.chosen, last.expected):
             stops = self.dynamic and chosen
@@ -232,26 +198,20 @@ class EagleDrafter:
             tree = self._draft_alone(seqs[0], budgets[0])
             if tree is not None:
                 return TreeBatch.trees([tree])
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        rows = [[-1] for _ in seqs]
-        laws: list[Tensor] = []
-        live = [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
-        chosen = [b for b in live if not self._draws(seqs[b])]
-        drawn = [b for b in live if self._draws(seqs[b])]
-        if chosen:
-            some, limits = [seqs[b] for b in chosen], [budgets[b] for b in chosen]
-            steps = self._begin(some, limits)
-            for b, tree in zip(chosen, self._grow(steps, some, limits), strict=True):
-                trees[b], rows[b] = tree, [-1] * len(tree[0])
-            self._further.stop(steps.levels - 1)
-        if drawn:
-            some, limits = [seqs[b] for b in drawn], [budgets[b] for b in drawn]
-            steps = self._begin(some, limits)
-            grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
-            for b, tree, sources in zip(drawn, grown, came_from, strict=True):
-                trees[b], rows[b] = tree, sources
-            self._first.stop(steps.levels)
-        return lay_out(trees, rows, laws)
+        return super().propose(seqs, budgets)
+
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        steps, calibration = self._begin(seqs, budgets), self.head.config.calibration
+        ranks, between = steps.ranks(seqs), self._after_first_level
+        trees = self._grow_ranked(ranks, seqs, budgets, calibration, self._rates, between)
+        self._further.stop(steps.levels - 1)
+        return trees
+
+    def _draw(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Drawn:
+        steps = self._begin(seqs, budgets)
+        drawn = sample_trees(steps, seqs, budgets, self.head.vocabulary)
+        self._first.stop(steps.levels)
+        return drawn
 
     def _draft_alone(self, seq: Seq, budget: Budget) -> Tree | None:
         """One sequence's tree of chosen nodes in one go, as in most rounds on a CPU; None where that cannot be."""
@@ -262,8 +222,10 @@ class EagleDrafter:
         if self._draws(seq) or len(observed.tokens) > PROMPT:
             return None
         self._first.start()
-        found = self._runner.draft(seq, observed, budget, self.head.config.calibration)
-        if found is None:
+        if (
+            not isinstance(self._runner, NativeRunner)
+            or (found := self._runner.draft(seq, observed, budget, self.head.config.calibration)) is None
+        ):
             return None
         spent = self._first.elapsed()
         self._first.note(spent * found.first, 1)
@@ -271,36 +233,18 @@ class EagleDrafter:
         self._expected[seq.id] = found.expected
         return found.tree
 
-    def _draws(self, seq: Seq) -> bool:
-        return self.sampled and is_drawn(seq)
-
-    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> RunnerSteps:
-        """Read the new rows of these sequences; reading a prompt is not booked as a level."""
+    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> NativeSteps | TorchSteps:
+        """Read the new rows of these sequences."""
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
         self._first.start()
         steps = self._runner.begin(seqs, sequences, budgets)
-        if unread > PROMPT * len(sequences):
-            self._reading = self._first.elapsed() / unread
-            self._first.start()
+        self._note_reading(unread, len(sequences))
         return steps
 
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
-        for seq in seqs:
-            self._sequences[seq.id].keep_last(self._depends_on)
-
     def forget(self, seq: Seq) -> None:
-        self._sequences.pop(seq.id, None)
-        self._expected.pop(seq.id, None)
+        super().forget(seq)
         self._runner.forget(seq.id)
-
-    def _grow(self, steps: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
-        calibration = self.head.config.calibration
-        ranks, between = steps.ranks(seqs), self._after_first_level
-        trees, expected = grow_ranked(ranks, seqs, budgets, calibration, self._rates, between)
-        self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
-        return trees
 
     def _after_first_level(self) -> None:
         self._first.stop(1)
@@ -309,9 +253,11 @@ class EagleDrafter:
 
 def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHead | NativeHead:
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
-    config, weights = read_head(folder, kind=kind)
+    config, weights = read_mtp(folder) if kind == "mtp" else read_head(folder, kind=kind)
     shared = target.shared()
     config = with_layers(config, folder, shared)
+    if kind == "mtp":
+        return MtpHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
     normed = any(name.endswith("q_norm.weight") for name in weights)  # queries and keys, which no kernel of ours does
     if NativeHead.supports(config, target.device) and not normed:
         return NativeHead(config, weights, shared)
@@ -379,21 +325,6 @@ class MtpDrafter(EagleDrafter):
 
     kind: Kind = "mtp"
     dynamic = True
-
-    @classmethod
-    def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
-        return read_mtp(folder)
-
-    @classmethod
-    def load(cls, folder: Path, target: Target) -> MtpHead:
-        return load_mtp(folder, target)
-
-
-def load_mtp(folder: Path, target: Target) -> MtpHead:
-    """The layer in a folder, which may be the target's own checkpoint, for this target."""
-    config, weights = read_mtp(folder)
-    shared = target.shared()
-    return MtpHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 
 
 def read_mtp(folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:

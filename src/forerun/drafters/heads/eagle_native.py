@@ -25,8 +25,7 @@ from torch import Tensor
 from forerun.core.errors import VocabularyMismatch
 from forerun.core.types import Budget, Seq, offsets
 from forerun.drafters.heads.base import Calibration, ObservedRows, Piece, checked_shared, vocabulary_of
-from forerun.drafters.heads.eagle_head import EagleConfig
-from forerun.drafters.heads.eagle_torch import CHUNK, HeadCache, frontier_sizes
+from forerun.drafters.heads.eagle_head import CHUNK, EagleConfig, HeadCache, frontier_sizes
 from forerun.drafters.heads.formats import Matrix, packed_form
 from forerun.drafters.heads.growth import Frontier, Ranked, Tree
 from forerun.drafters.model.draft_law import KernelDraftLaw, factor_of, has_noise

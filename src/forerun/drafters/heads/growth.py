@@ -285,18 +285,6 @@ class LogitRanks:
         return list(zip(values.flatten(1).tolist(), tokens.flatten(1).tolist(), strict=True))
 
 
-def grow_trees(
-    steps: Steps,
-    seqs: Sequence[Seq],
-    budgets: Sequence[Budget],
-    vocabulary: DraftVocabulary,
-    calibration: Calibration,
-    rates: Sequence[Sequence[float]] | None = None,
-) -> list[Tree]:
-    """One tree of chosen tokens per sequence, from a head's logits."""
-    return grow_ranked(LogitRanks(steps, seqs, vocabulary), seqs, budgets, calibration, rates)[0]
-
-
 def grow_ranked(
     ranks: Ranks,
     seqs: Sequence[Seq],
@@ -429,13 +417,12 @@ def lay_out(trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Seq
 # how often the k-th sibling is accepted
 RATES = (0.65, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.008, 0.006)
 TreeShape = tuple["TreeShape", ...]  # of the children, in the order they are drawn: each one's own children
+Drawn = tuple[list[Tree], list[list[int]], list[Tensor]]  # trees, the law that each node came from, the laws
 _ROUND = 4096  # numbers that a round has at a position: more than a tree has nodes
 
 
-def sample_trees(
-    steps: Steps, seqs: Sequence[Seq], budgets: Sequence[Budget], vocabulary: DraftVocabulary
-) -> tuple[list[Tree], list[list[int]], list[Tensor]]:
-    """One tree per sequence drawn from the head's own law: trees, the law that each node came from, the laws."""
+def sample_trees(steps: Steps, seqs: Sequence[Seq], budgets: Sequence[Budget], vocabulary: DraftVocabulary) -> Drawn:
+    """One tree per sequence drawn from the head's own law."""
     logits = steps.first()[:, None]  # [B, W, Vd]
     laws: list[Tensor] = []
     growing = [_Drawn(seq, budget, laws) for seq, budget in zip(seqs, budgets, strict=True)]

@@ -11,9 +11,8 @@ and one form of drafts, with shared noise or without. The usual forms are captur
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -27,18 +26,10 @@ from torch import Tensor
 from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.params import SamplingParams
-from forerun.core.types import Budget, Seq, TreeBatch
+from forerun.core.types import Budget, Seq
 from forerun.drafters.base import Parts
-from forerun.drafters.heads.base import (
-    MOST_CAPTURED,
-    NOT_CAPTURED,
-    Calibration,
-    LastRowDrafter,
-    head_dtype,
-    is_drawn,
-    rehearse,
-    wants_sampling,
-)
+from forerun.drafters.heads.base import MOST_CAPTURED, NOT_CAPTURED, Calibration, head_dtype, rehearse, wants_sampling
+from forerun.drafters.heads.drafter import LastRowDrafter
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     Matrix,
@@ -53,7 +44,7 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import Tree, cut_grown, filled_tree, grow_trees, lay_out, sample_trees
+from forerun.drafters.heads.growth import Drawn, LogitRanks, Tree, cut_grown, filled_tree, grow_ranked, sample_trees
 from forerun.drafters.model.draft_law import DraftLaw, Noised, has_noise, likeliest
 from forerun.models.base import SharedWeights, Target
 
@@ -67,7 +58,7 @@ log = logging.getLogger(__name__)
 HeadWork = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
 
 
-class CapturedHeads(LastRowDrafter, ABC):
+class CapturedHeads(LastRowDrafter):
     """Replays drafts of chosen tokens, once `capture` was called."""
 
     def __init__(self, heads: HeadSet, clock: Clock = WALL) -> None:
@@ -75,9 +66,7 @@ class CapturedHeads(LastRowDrafter, ABC):
         self.heads = heads
         self._calls: Replays | None = None
         self._noise: DraftNoise | None = None
-
-    @abstractmethod
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch: ...
+        self.levels = heads.config.count
 
     def capture(self, budgets: Sequence[Budget]) -> None:
         """From now on what a draft computes is captured; drafts of one sequence with these budgets at once."""
@@ -169,10 +158,6 @@ class HeadsConfig:
             "vocab_size": self.vocab_size,
             "forerun": {"rates": self.rates},
         }
-
-    @property
-    def tree_rates(self) -> tuple[tuple[float, ...], ...]:
-        return (self.rates or _RATES)[: self.count]
 
 
 def read_heads(
@@ -273,19 +258,14 @@ class MedusaDrafter(CapturedHeads):
         return [Budget(depth, depth) for depth in range(1, self.heads.config.count + 1)]
 
     @torch.no_grad()
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        live = self._ready(seqs, budgets)
-        if live:
-            self._meter.start()
-            captures = self.captures
-            some = [seqs[b] for b in live]
-            levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
-            guesses = self._guesses(some, levels)
-            for i, b in enumerate(live):
-                trees[b] = filled_tree(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
-            self._stop_clock(1 if self.one_pass else levels, captures)
-        return lay_out(trees)
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        self._meter.start()
+        captures, levels, config = self.captures, max(budget.depth for budget in budgets), self.heads.config
+        rates = (config.rates or _RATES)[: config.count]
+        each = zip(seqs, self._guesses(seqs, levels), budgets, strict=True)
+        trees = [filled_tree(seq.tokens[-1], guesses, rates, budget) for seq, guesses, budget in each]
+        self._stop_clock(1 if self.one_pass else levels, captures)
+        return trees
 
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
         """[B][levels][ranks] the likeliest tokens of each head."""
@@ -355,43 +335,33 @@ class HydraDrafter(CapturedHeads):
         return [Budget(depth * width, depth, width) for depth, width in sizes]
 
     @torch.no_grad()
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        rows, laws = [[-1] for _ in seqs], list[Tensor]()
-        live = self._ready(seqs, budgets)
-        for drawn in (False, True):
-            which = [b for b in live if (self.sampled and is_drawn(seqs[b])) == drawn]
-            if not which:
-                continue
-            self._meter.start()
-            captures, some = self.captures, [seqs[b] for b in which]
-            limits = [_within(budgets[b], self.heads.config.count) for b in which]
-            hidden = self._last_rows(some, self.heads.dtype)
-            if not drawn:
-                grown, levels = self._grow(some, limits, hidden)
-                came_from = [[-1] * len(tree[0]) for tree in grown]
-            else:
-                steps = HydraSteps(self.heads, hidden, _roots(some, self.heads))
-                grown, came_from, laws = sample_trees(steps, some, limits, self.heads.vocabulary)
-                levels = steps.levels
-            for b, tree, sources in zip(which, grown, came_from, strict=True):
-                trees[b], rows[b] = tree, sources
-            self._stop_clock(levels, captures)
-        return lay_out(trees, rows, laws)
-
-    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget], hidden: Tensor) -> tuple[list[Tree], int]:
-        """Trees of chosen tokens, and levels that were run: where a graph is replayed, all of them."""
-        heads = self.heads
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        """Where a graph is replayed, all levels are run."""
+        self._meter.start()
+        heads, captures, hidden = self.heads, self.captures, self._last_rows(seqs, self.heads.dtype)
         if not self._replays(seqs):
             steps = HydraSteps(heads, hidden, _roots(seqs, heads))
-            return grow_trees(steps, seqs, budgets, heads.vocabulary, Calibration()), steps.levels
+            ranks = LogitRanks(steps, seqs, heads.vocabulary)
+            trees, _ = grow_ranked(ranks, seqs, budgets, Calibration())
+            self._stop_clock(steps.levels, captures)
+            return trees
         levels = max(budget.depth for budget in budgets)
         most = min(len(heads.vocabulary), max(min(budget.width, budget.nodes) for budget in budgets))
         width = max(some for some in WIDTHS if some <= most)
         grow = partial(grow_all, heads, levels, width)
         scores, ints = self._replay(seqs, hidden, (levels, width), levels, grow)
         pools = zip(seqs, budgets, scores.tolist(), *ints.tolist(), strict=True)
-        return [cut_grown(seq.tokens[-1], *pool) for seq, *pool in pools], levels
+        trees = [cut_grown(seq.tokens[-1], *pool) for seq, *pool in pools]
+        self._stop_clock(levels, captures)
+        return trees
+
+    @torch.no_grad()
+    def _draw(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Drawn:
+        self._meter.start()
+        steps = HydraSteps(self.heads, self._last_rows(seqs, self.heads.dtype), _roots(seqs, self.heads))
+        drawn = sample_trees(steps, seqs, budgets, self.heads.vocabulary)
+        self._stop_clock(steps.levels, self.captures)
+        return drawn
 
 
 class HydraSteps:
@@ -442,7 +412,3 @@ def grow_all(
 
 def _roots(seqs: Sequence[Seq], heads: HeadSet) -> Tensor:
     return torch.tensor([seq.tokens[-1] for seq in seqs], device=heads.device)
-
-
-def _within(budget: Budget, levels: int) -> Budget:
-    return replace(budget, depth=min(budget.depth, levels))

@@ -10,7 +10,7 @@ target's likeliest few; here the target's own verifier decides, so texts are the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from forerun.core.clock import WALL, Clock
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import Parts
-from forerun.drafters.heads.base import Calibration, LastRowDrafter, ObservedRows
+from forerun.drafters.heads.base import Calibration, ObservedRows
 from forerun.drafters.heads.block import BlockCandidates
 from forerun.drafters.heads.block_config import CANDIDATES
+from forerun.drafters.heads.drafter import LastRowDrafter
 from forerun.drafters.heads.formats import (
     DraftVocabulary,
     check_weight,
@@ -38,13 +39,17 @@ from forerun.drafters.heads.formats import (
     write_config,
     write_shards,
 )
-from forerun.drafters.heads.growth import grow_ranked, lay_out
+from forerun.drafters.heads.growth import Tree, grow_ranked
 from forerun.drafters.model.draft_law import DraftLaw, likeliest
 from forerun.heads import kind_of
 from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Linear, Norm, TorchLinear, make_linear
 from forerun.models.native import library as native
 
 KIND = "specdec"
+_SIZES = {  # fields of the config, and what files call them
+    "width": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads", "depth": "num_hidden_layers",
+    "levels": "block_size", "vocab_size": "vocab_size", "draft_vocab_size": "draft_vocab_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +74,7 @@ class SpecDecConfig:
         with config_of("SpecDec's"):
             ours = settings_in(values, "forerun")
             config = cls(
-                width=size_in(values, "hidden_size"),
-                inner=size_in(values, "intermediate_size"),
-                heads=size_in(values, "num_attention_heads"),
-                depth=size_in(values, "num_hidden_layers"),
-                levels=size_in(values, "block_size"),
-                vocab_size=size_in(values, "vocab_size"),
-                draft_vocab_size=size_in(values, "draft_vocab_size"),
+                **{name: size_in(values, key) for name, key in _SIZES.items()},
                 embedding_scale=float(values["embedding_scale"]),
                 norm_eps=float(values["layer_norm_eps"]),
                 target=str(values.get("target_model") or ""),
@@ -89,13 +88,7 @@ class SpecDecConfig:
     def to_json(self) -> dict[str, Any]:
         return {
             "architectures": ["SpecDecDraftModel"],
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.depth,
-            "block_size": self.levels,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
+            **{key: getattr(self, name) for name, key in _SIZES.items()},
             "embedding_scale": self.embedding_scale,
             "layer_norm_eps": self.norm_eps,
             "target_model": self.target,
@@ -253,7 +246,7 @@ class SpecDecDrafter(LastRowDrafter):
 
     def __init__(self, head: SpecDecHead, clock: Clock = WALL) -> None:
         super().__init__(clock)
-        self.head = head
+        self.head, self.levels = head, head.config.levels
         self._sources: dict[int, Tensor] = {}  # [L, 2, 1, H, S, Dh]
 
     @classmethod
@@ -269,19 +262,12 @@ class SpecDecDrafter(LastRowDrafter):
         return cls(head, parts.target.can.clock)
 
     @torch.inference_mode()
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        live = self._ready(seqs, budgets)
-        if live:
-            self._meter.start()
-            some, levels = [seqs[b] for b in live], self.head.config.levels
-            limits = [replace(budgets[b], depth=min(budgets[b].depth, levels)) for b in live]
-            candidates = self._candidates(some, max(limit.depth for limit in limits))
-            grown, _ = grow_ranked(candidates, some, limits, self.head.config.calibration)
-            for b, tree in zip(live, grown, strict=True):
-                trees[b] = tree
-            self._meter.stop(1)
-        return lay_out(trees)
+    def _choose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        self._meter.start()
+        candidates = self._candidates(seqs, max(budget.depth for budget in budgets))
+        grown, _ = grow_ranked(candidates, seqs, budgets, self.head.config.calibration)
+        self._meter.stop(1)
+        return grown
 
     @torch.inference_mode()
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from forerun.core.offer import Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
-from forerun.drafters.compose import tenant_of
+from forerun.drafters.base import BaseDrafter, Parts, chances, committed_tokens, goes_on
 from forerun.drafters.heads.growth import TreeBuilder
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
@@ -105,13 +104,9 @@ class LookaheadDrafter(BaseDrafter):
 
     def offer(self, seq: Seq) -> Offer:
         """The best n-gram costs nothing; the window is drafted where the price list allows it."""
-        pool, free, survival = self._state(seq).pool, list[float](), 1.0
-        for depth in range(len(next(iter(pool.after(seq.tokens[-1])), ()))):
-            survival *= pool.rate(0, depth)
-            if survival < NEGLIGIBLE:
-                break
-            free.append(survival)
-        return Offer(free=tuple(free))
+        pool = self._state(seq).pool
+        best = next(iter(pool.after(seq.tokens[-1])), ())
+        return Offer(free=chances(pool.rate(0, depth) for depth in range(len(best))))
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
@@ -153,7 +148,7 @@ class LookaheadDrafter(BaseDrafter):
     def _state(self, seq: Seq) -> _Sequence:
         state = self._sequences.get(seq.id)
         if state is None:
-            tenant = tenant_of(seq) if self.shared else None
+            tenant = seq.cache_salt if self.shared else None
             pool = Pool() if tenant is None else self._tenants.setdefault(tenant, Pool())
             state = self._sequences[seq.id] = _Sequence(pool)
         return state

@@ -19,7 +19,7 @@ has shown holds for the next.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from operator import itemgetter
 
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from forerun.core.offer import NEVER, Offer
 from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens, goes_on
-from forerun.drafters.compose import tenant_of
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, chances, committed_tokens, goes_on
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
 
@@ -153,21 +152,17 @@ class RecyclingDrafter(BaseDrafter):
         """The likeliest chain costs nothing; while the drafter rests there is none."""
         if self._rest.holds(seq):
             return NEVER
-        table, free, survival = self._table(seq), list[float](), 1.0
-        before, token = _ends(seq.tokens)
-        while len(free) < AT_HAND:
-            after = table.after(before, token)
-            if not after:
-                break
-            successor, rate = max(after, key=lambda pair: pair[1])
-            survival *= rate
-            if survival < NEGLIGIBLE:
-                break
-            free.append(survival)
-            if successor in seq.stop_ids:
-                break
-            before, token = token, successor
-        return Offer(free=tuple(free))
+        return Offer(free=chances(self._likeliest_rates(seq)))
+
+    def _likeliest_rates(self, seq: Seq) -> Iterator[float]:
+        table, (before, token) = self._table(seq), _ends(seq.tokens)
+        for _ in range(AT_HAND):
+            if not (after := table.after(before, token)):
+                return
+            before, (token, rate) = token, max(after, key=itemgetter(1))
+            yield rate
+            if token in seq.stop_ids:
+                return
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
@@ -214,7 +209,7 @@ class RecyclingDrafter(BaseDrafter):
     def _table(self, seq: Seq) -> Table:
         table = self._tables.get(seq.id)
         if table is None:
-            tenant = tenant_of(seq) if self.shared else None
+            tenant = seq.cache_salt if self.shared else None
             table = Table() if tenant is None else self._tenants.setdefault(tenant, Table())
             while len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)

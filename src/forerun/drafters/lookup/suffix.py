@@ -17,7 +17,6 @@ from pathlib import Path
 from forerun.core.offer import FREE, Offer
 from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.compose import tenant_of
 from forerun.drafters.heads.growth import BestTree, best_count
 from forerun.drafters.lookup.ngram import MatchNeeds
 from forerun.drafters.lookup.suffix_index import (
@@ -30,14 +29,14 @@ from forerun.drafters.lookup.suffix_index import (
     Corpus,
     HitRates,
 )
-from forerun.drafters.lookup.suffix_match import ALWAYS, History, Lookup, NativeLookup, PlaceLookup
+from forerun.drafters.lookup.suffix_match import ALWAYS, History, NativeLookup, PlaceLookup
 from forerun.drafters.lookup.suffix_table import Fill, OwnTrust, Successors, least_of, load_or_read
 from forerun.models.native import library as native
 
 
 @dataclass(slots=True)
 class _Sequence:
-    lookup: Lookup
+    lookup: PlaceLookup | NativeLookup
     trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
     looked: int = -1  # length of the sequence when continuations were last looked up
@@ -122,7 +121,7 @@ class SuffixDrafter(LookupDrafter):
                 self._count_steps(lookup, committed)
         self._looked_up.clear()
 
-    def _count_steps(self, lookup: Lookup, committed: Sequence[int]) -> None:
+    def _count_steps(self, lookup: PlaceLookup | NativeLookup, committed: Sequence[int]) -> None:
         """Of the chain: which tokens came, up to the first that did not."""
         own, shared = lookup.rates[lookup.source], self._all[lookup.source]
         for step, token in zip(lookup.steps(len(committed)), committed, strict=False):
@@ -136,7 +135,7 @@ class SuffixDrafter(LookupDrafter):
                 break
 
     def forget(self, seq: Seq) -> None:
-        tenant, met = tenant_of(seq), seq.id in self._met or seq.id in self._sequences
+        tenant, met = seq.cache_salt, seq.id in self._met or seq.id in self._sequences
         self._sequences.pop(seq.id, None)
         self._looked_up.discard(seq.id)
         self._met.discard(seq.id)
@@ -156,7 +155,7 @@ class SuffixDrafter(LookupDrafter):
         state = self._state(seq)
         if self._fill is not None and self._fill.is_used:
             grown = self._grown(seq, state, self._fill.asked)
-            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth))
+            free = tuple(takewhile(NEGLIGIBLE.__le__, grown.by_depth))
             if state.offered != state.looked:
                 self._fill.note_offer(sum(free), state.missed)
                 state.offered, state.nexts = state.looked, grown.nexts
@@ -164,7 +163,7 @@ class SuffixDrafter(LookupDrafter):
         survivals = state.lookup.survivals()
         if not survivals:
             return FREE
-        return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, survivals)))
+        return Offer(free=tuple(takewhile(NEGLIGIBLE.__le__, survivals)))
 
     def _state(self, seq: Seq) -> _Sequence:
         state = self._sequences.get(seq.id)
@@ -184,11 +183,11 @@ class SuffixDrafter(LookupDrafter):
     def _fills(self) -> bool:
         return self._fill is not None and self._fill.is_used
 
-    def _lookup(self, seq: Seq) -> Lookup:
+    def _lookup(self, seq: Seq) -> PlaceLookup | NativeLookup:
         rates = [HitRates(self.longest) for _ in range(3)]
         if self._runs_native:
             return NativeLookup(rates, self._all, self.shortest, seq.stop_ids, self._fill)
-        tenant, reader = tenant_of(seq), None
+        tenant, reader = seq.cache_salt, None
         if self.history is not None and tenant is not None:
             reader = self.history.reader(tenant)
         return PlaceLookup(rates, self._all, self.shortest, reader, self.corpus)

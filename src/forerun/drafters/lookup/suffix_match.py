@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import itemgetter, mul
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from forerun.core.errors import InvalidInput
 from forerun.core.types import Seq
@@ -188,42 +188,21 @@ class Step(NamedTuple):
     second: int | None  # the next best continuation
 
 
-class Lookup(Protocol):
-    """What may follow one sequence: the likeliest chain, and a tree."""
-
-    rates: list[HitRates]  # of this sequence, by text
-    source: int  # the text that the chain comes from
-    matched: list[int]  # of the last tree: continuations of matches below its root
-
-    def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
-        """The sequence has grown by these tokens: find the chain, `most` steps at most."""
-
-    def steps(self, most: int) -> Sequence[Step]: ...
-
-    def tokens(self, most: int) -> list[int]: ...
-
-    def survivals(self) -> Sequence[float]:
-        """How likely the first 1, 2, ... tokens of the chain are all accepted."""
-
-    def match(self) -> int:
-        """The length of the match that the chain follows; 0 = there is none."""
-
-    def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
-        """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
-
-
 class PlaceLookup:
-    """Implements Lookup with a suffix automaton of the request, and what else is searched."""
+    """What may follow one sequence: the likeliest chain, and a tree. Searches all texts."""
 
     def __init__(
         self, rates: list[HitRates], shared: list[HitRates], shortest: int, reader: Reader | None, corpus: Corpus | None
     ) -> None:
+        """`rates` of this sequence, by text, and `shared` ones of all."""
         self.rates, self._shared, self._shortest = rates, shared, shortest
         self._reader, self._corpus, self._text = reader, corpus, SuffixAutomaton()
-        self.source, self.matched = REQUEST, list[int]()
+        self.source = REQUEST  # the text that the chain comes from
+        self.matched = list[int]()  # of the last tree: continuations of matches below its root
         self._chain: list[Step] = []
 
     def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
+        """The sequence has grown by these tokens: find the chain, `most` steps at most."""
         self._text.extend(fresh)
         if self._reader is not None:
             self._reader.read(fresh)
@@ -241,12 +220,15 @@ class PlaceLookup:
         return [step.token for step in self._chain[:most]]
 
     def survivals(self) -> Sequence[float]:
+        """How likely the first 1, 2, ... tokens of the chain are all accepted."""
         return [*_survivals(self._chain)]
 
     def match(self) -> int:
+        """The length of the match that the chain follows; 0 = there is none."""
         return self._chain[0].match if self._chain else 0
 
     def grow(self, seq: Seq, table: TextTable | None, size: Size, least: float, price: Price | None) -> BestTree:
+        """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
         grown = grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
         return grown.cut(best_count(grown.survivals, price))
 
@@ -337,7 +319,7 @@ def _survivals(steps: Iterable[Step]) -> Iterable[float]:
 
 
 class NativeLookup:
-    """Implements forerun.drafters.lookup.suffix_match.Lookup."""
+    """The same as PlaceLookup where the request alone is searched."""
 
     def __init__(
         self, rates: list[HitRates], shared: list[HitRates], shortest: int, stop_ids: frozenset[int], fill: Fill | None

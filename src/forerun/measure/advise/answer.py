@@ -28,7 +28,6 @@ from forerun.core.errors import InvalidInput
 from forerun.core.params import SpeculativeConfig
 from forerun.measure.advise.evidence import (
     BATCHES,
-    Costs,
     Evidence,
     Fixed,
     Prospect,
@@ -126,12 +125,14 @@ def head_prospect(evidence: Evidence, best: Prospect | None, target: Target) -> 
     gains = [at_acceptance(rate, share, evidence.costs, 1, evidence.nodes)[0] for rate in ACCEPTANCE]
     today = best.speedup.value if best is not None else 1.0
     hours = TOKENS / evidence.prompt_rate / 3600 if evidence.prompt_rate else None
+    rates = [rate / 100 for rate in range(1, 101)]
+    gaining = (rate for rate in rates if at_acceptance(rate, share, evidence.costs, 1, evidence.nodes)[1])
     return {
         "trained": [name for name in evidence.draftings if needs_head(name)],
         "level_share": round(share, 4),
         "acceptance": list(ACCEPTANCE),
         "speedup": [round(gain, 4) for gain in gains],
-        "break_even": _break_even(evidence.costs, share, evidence.nodes),
+        "break_even": next(gaining, None),  # the acceptance above which it gains; None = not even a perfect one does
         "pays": gains[0] > max(WORTH_IT, 1.05 * today),
         "tokens": TOKENS,
         "capture_hours": None if hours is None else round(hours, 2),
@@ -147,12 +148,6 @@ def _level_share(target: Target) -> float:
     layer = config.width * config.head_dim * 2 * (config.heads + config.kv_heads) + 3 * config.width * config.inner
     whole = config.layers * layer + config.vocab_size * config.width
     return (layer + min(config.vocab_size, VOCABULARY) * config.width) / whole
-
-
-def _break_even(costs: Costs, share: float, nodes: int) -> float | None:
-    """The acceptance above which a head gains anything; None where not even a perfect one does."""
-    rates = [rate / 100 for rate in range(1, 101)]
-    return next((rate for rate in rates if at_acceptance(rate, share, costs, 1, nodes)[1]), None)
 
 
 def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
@@ -189,10 +184,6 @@ class Setup:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()  # of the machine, where they are not the defaults
     device: str = "cpu"
-
-    def checkpoint_of(self, drafter: str) -> str | None:
-        """What a drafter loads: what the user gave, or the head that comes with the package."""
-        return self.draft_model or self.checkpoints.get(drafter)
 
 
 def costly_part(drafter: str) -> str:
@@ -231,26 +222,20 @@ def vllm_config(
         if method == "ngram":
             config |= {"prompt_lookup_min": fixed.shortest, "prompt_lookup_max": max(5, fixed.shortest)}
     else:
-        checkpoint = setup.checkpoint_of(drafter)
+        checkpoint = setup.draft_model or setup.checkpoints.get(drafter)
         if checkpoint is None:
             return None, f"vLLM needs the checkpoint that {drafter!r} drafts with, which is not a file here."
         alone = costly_part(drafter)
         fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
-        exported = _export_first(setup, method, checkpoint)
+        if method in EXPORTED:  # second models and other heads are read as they are, or not at all
+            words = ["forerun", "drafters", "export", checkpoint, "for-vllm", "--to", "vllm", "--target", setup.model]
+            exported = f"A head that was trained here is first written as vLLM reads it: {shlex.join(words)}"
     budgets = {batch: budget if off_from is None or batch < off_from else 0 for batch, budget in fixed.budgets.items()}
     config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]
     if any(budgets.values()) and len(set(budgets.values())) > 1:
         config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)
     return config, " ".join(filter(None, [_note(drafter, method, fixed), exported]))
-
-
-def _export_first(setup: Setup, method: str, checkpoint: str) -> str:
-    """How a head becomes one that vLLM reads; second models and other heads are read as they are, or not at all."""
-    if method not in EXPORTED:
-        return ""
-    words = ["forerun", "drafters", "export", checkpoint, "for-vllm", "--to", "vllm", "--target", setup.model]
-    return f"A head that was trained here is first written as vLLM reads it: {shlex.join(words)}"
 
 
 def _note(drafter: str, method: str, fixed: Fixed) -> str:
@@ -296,7 +281,7 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
         "off_from_batch": made.off_from,
         "verdict_by_batch": {str(batch): verdict for batch, verdict in (made.by_batch or {}).items()},
         "auto": compare_with_auto(setup, made, by_batch[1]),
-        "by_batch": {str(batch): _by_drafter(found) for batch, found in by_batch.items()},
+        "by_batch": {str(batch): {one.drafter: _told(one) for one in found} for batch, found in by_batch.items()},
         **_acceptance(evidence),
         "by_context": {name: _by_context(evidence, name) for name in evidence.draftings},
         "head": head_prospect(evidence, made.best or next(iter(by_batch[1]), None), target),
@@ -365,16 +350,9 @@ def _why(setup: Setup, made: Decision, known: Prospect | None) -> str:
     return f"{default}: it chooses by {by} not by prompts. On these prompts {name} is predicted to be faster."
 
 
-def _by_drafter(found: list[Prospect]) -> dict[str, Any]:
-    return {
-        prospect.drafter: {
-            "speedup": prospect.speedup.as_document(),
-            "budget": prospect.budget,
-            "tokens_per_round": round(prospect.tokens_per_round, 3),
-            "worst_prompt": round(prospect.worst, 4),
-        }
-        for prospect in found
-    }
+def _told(one: Prospect) -> dict[str, Any]:
+    rate, worst = round(one.tokens_per_round, 3), round(one.worst, 4)
+    return {"speedup": one.speedup.as_document(), "budget": one.budget, "tokens_per_round": rate, "worst_prompt": worst}
 
 
 def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:

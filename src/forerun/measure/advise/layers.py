@@ -152,13 +152,13 @@ def neighbour(layers: LayerSubset, count: int, rng: random.Random) -> LayerSubse
     return without(count, sorted(skipped))
 
 
-def run_search(settings: Settings, seconds: float) -> LayerPlan:
-    """Search on a model and prompts; what was measured goes with the plan."""
+def run_search(settings: Settings, seconds: float) -> tuple[LayerPlan, int]:
+    """Search on a model and prompts; what was measured goes with the plan. And how many layers the model has."""
     judge, facts = _prepare(settings)
     found = search(judge, seconds, settings.seed)
     release(judge.target, judge.windows)
     notes = {**facts, "candidates": len(judge.tried), **found.as_document()}
-    return LayerPlan(found.layers, notes=notes)
+    return LayerPlan(found.layers, notes=notes), judge.layers
 
 
 def run_measure(settings: Settings, given: str) -> dict[str, Any]:
@@ -167,14 +167,6 @@ def run_measure(settings: Settings, given: str) -> dict[str, Any]:
     found = judge.measure(read_plan(given, judge.layers))
     release(judge.target, judge.windows)
     return {**facts, "draft_layers": given, **found.as_document()}
-
-
-def count_layers(model: str) -> int:
-    """Of a checkpoint, without loading it."""
-    from forerun.models.config import DecoderConfig
-    from forerun.models.load.checkpoint import open_checkpoint
-
-    return DecoderConfig.from_hf(open_checkpoint(model).config).layers
 
 
 def _prepare(settings: Settings) -> tuple[Judge, dict[str, Any]]:

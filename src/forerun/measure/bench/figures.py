@@ -278,7 +278,11 @@ def summarise(
         "contenders": {name: _figures(figures, name) for name in names},
         "by_task": by_task,
         "by_task_vs_peers": {
-            base: {name: _by_task_vs(figures, name, base) for name in ours} for base in names[: names.index(PLAIN)]
+            base: {
+                name: {task: figures.speedup(name, base, task).as_document("speedup") for task in figures.tasks}
+                for name in ours
+            }
+            for base in names[: names.index(PLAIN)]
         },
         "equal_to_own_plain": {
             name: {"plain": other, "equal": equal, "texts": texts}
@@ -307,10 +311,6 @@ def _by_task(figures: Figures, name: str, task: str) -> dict[str, Any]:
         "tokens_per_round": None if per_round is None else round(per_round, 3),
         **acceptance_document(figures.accepted(name, task)),
     }
-
-
-def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float | None]]:
-    return {task: figures.speedup(name, base, task).as_document("speedup") for task in figures.tasks}
 
 
 def _figures(figures: Figures, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from forerun.core import registry
 from forerun.core.errors import InvalidInput, UnknownName
-from forerun.core.types import Budget
+from forerun.core.request import Budget
 
 PLAIN, AUTO = "plain", "auto"
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "transformers_lookup", "transformers_assisted"

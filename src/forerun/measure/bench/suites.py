@@ -28,12 +28,10 @@ from importlib.metadata import distributions
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
+from forerun.models.load.tokenizer import Tokenizer
 
 TASKS = (
     "multi_turn", "translation", "summarization", "qa", "math_reasoning", "rag", "code_edit", "structured",

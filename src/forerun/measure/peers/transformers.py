@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from forerun.core.errors import UnsupportedModel
 from forerun.measure.bench.alternate import Contender, Written
 from forerun.measure.bench.settings import ASSISTED, LOOKUP, TRANSFORMERS
 from forerun.models.load import checkpoint as loading
-
-if TYPE_CHECKING:
-    from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.checkpoint import Checkpoint
 
 LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from math import ceil
@@ -61,37 +61,29 @@ class Profile:
 
     def round_seconds(self, setup: str, batch: int, context: float) -> float:
         """One round of so many sequences, by straight lines between measured batch sizes."""
-        points = self.of(setup)
-        known = [point.decode_seconds * point.batch * point.tokens_per_round for point in points]
-        base = _between([point.batch for point in points], known, batch)
-        measured = _between([point.batch for point in points], [point.context for point in points], batch)
+        base = self._at(setup, batch, lambda point: point.decode_seconds * point.batch * point.tokens_per_round)
+        measured = self._at(setup, batch, lambda point: point.context)
         return max(0.25 * base, base + self.context_seconds * batch * (context - measured))
 
     def tokens_per_round(self, setup: str, batch: int) -> float:
-        points = self.of(setup)
-        return _between([p.batch for p in points], [p.tokens_per_round for p in points], batch)
+        return self._at(setup, batch, lambda point: point.tokens_per_round)
 
     def prompt_seconds(self, setup: str, batch: int) -> float:
+        return self._at(setup, batch, lambda point: point.prompt_seconds)
+
+    def _at(self, setup: str, batch: int, value: Callable[[Point], float]) -> float:
+        """By a straight line between the neighbours; outside, the nearest."""
         points = self.of(setup)
-        return _between([p.batch for p in points], [p.prompt_seconds for p in points], batch)
+        above = bisect_left(points, batch, key=lambda point: point.batch)
+        low, high = points[max(0, above - 1)], points[min(above, len(points) - 1)]
+        share = (batch - low.batch) / (high.batch - low.batch) if high is not low else 0.0
+        return value(low) * (1 - share) + value(high) * share
 
     def error(self, setup: str) -> float:
         return max(point.error for point in self.of(setup))
 
     def to_json(self) -> str:
         return json.dumps({"what": "forerun-profile", "schema": 1, **asdict(self)}, indent=1) + "\n"
-
-
-def _between(sizes: Sequence[int], values: Sequence[float], size: float) -> float:
-    """By a straight line between the neighbours; outside, the nearest."""
-    place = bisect_left(sizes, size)
-    if place == 0:
-        return values[0]
-    if place == len(sizes):
-        return values[-1]
-    low, high = sizes[place - 1], sizes[place]
-    share = (size - low) / (high - low)
-    return values[place - 1] * (1 - share) + values[place] * share
 
 
 def built_in(gpu: str, model: str) -> Profile:
@@ -286,7 +278,7 @@ def _replicas(profile: Profile, setup: str, load: Load, batch: int, slower: floa
         outcome = simulate(profile, setup, asks, batch, slower)
         if outcome.ttft(0.99) <= load.first_seconds and outcome.mean_tpot <= load.token_seconds:
             return number, outcome, True
-        if wanted < 0.02 * number * whole or outcome.mean_batch < 1.2:  # more replicas would not help
+        if wanted < 0.02 * number * whole or outcome.sequence_rounds < 1.2 * outcome.rounds:  # more would not help
             return number, outcome, False
     return number, outcome, False
 
@@ -322,10 +314,6 @@ class Outcome:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def mean_batch(self) -> float:
-        return self.sequence_rounds / self.rounds if self.rounds else 0.0
 
     @property
     def mean_tpot(self) -> float:

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
-from forerun.core.errors import InvalidInput
 from forerun.measure.bench.figures import Spread
 from forerun.measure.bench.settings import PLAIN
 from forerun.measure.report import summary
@@ -29,13 +27,6 @@ _FACTS = (
     "memory", "suite", "prompts", "prompt_tokens", "max_tokens", "repeats", "budget", "timed", "load_before",
     "load_after", "isa", "left_out", "torch", "transformers", "forerun", "commit", "date", "seconds",
 )  # fmt: skip
-
-
-def write_report(result: Mapping[str, Any], path: Path) -> None:
-    try:
-        path.write_text(render(result), encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"cannot write {str(path)!r}: {error.strerror}; choose another --html") from None
 
 
 def render(result: Mapping[str, Any]) -> str:

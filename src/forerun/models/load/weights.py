@@ -68,7 +68,7 @@ class Weights(LazyTensors):
 def missing_weight(weights: Mapping[str, Tensor], name: str) -> DamagedFile:
     """The error where a checkpoint lacks a weight, in the words of its file."""
     if isinstance(weights, GgufWeights):
-        return DamagedFile(f"{weights.file.path} is damaged: it has no tensor {weights.tensor(name)!r}; pull it again")
+        return weights.damaged(f"it has no tensor {weights.tensor(name)!r}")
     return DamagedFile(f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?")
 
 
@@ -77,20 +77,15 @@ def wrong_shape(
 ) -> DamagedFile:
     """The error where a weight has another shape than the model's settings say."""
     if isinstance(weights, GgufWeights):
-        tensor = weights.tensor(name)
-        return DamagedFile(
-            f"{weights.file.path} is damaged: tensor {tensor!r} is {given} but its metadata say {shape}; pull it again"
-        )
+        return weights.damaged(f"tensor {weights.tensor(name)!r} is {given} but its metadata say {shape}")
     return DamagedFile(f"weight {name!r} is {given} but the config says {shape}: are they of one model?")
 
 
 def surplus_weights(weights: Mapping[str, Tensor], names: Sequence[str]) -> DamagedFile:
     """The error where a checkpoint holds weights that a model of its settings does not read."""
     if isinstance(weights, GgufWeights):
-        return DamagedFile(
-            f"{weights.file.path} is damaged: {len(names)} of its tensors, such as {weights.tensor(names[0])!r}, are "
-            "more than its metadata say; pull it again"
-        )
+        such = f"{len(names)} of its tensors, such as {weights.tensor(names[0])!r}"
+        return weights.damaged(f"{such}, are more than its metadata say")
     return DamagedFile(
         f"{len(names)} weights of the checkpoint, such as {names[0][:80]!r}, are more than its config says: are they "
         "of one model?"
@@ -150,8 +145,10 @@ class GgufWeights(Weights):
         return Blocks(packed.kind, shape, data)
 
     def _no_heads(self, origin: Origin, rows: int, heads: int) -> DamagedFile:
-        said = f"{origin.tensor} has {rows} rows for {heads} heads"
-        return DamagedFile(f"{self.file.path} is damaged: {said}; pull it again")
+        return self.damaged(f"{origin.tensor} has {rows} rows for {heads} heads")
+
+    def damaged(self, what: str) -> DamagedFile:
+        return DamagedFile(f"{self.file.path} is damaged: {what}; pull it again")
 
     def __getitem__(self, name: str) -> Tensor:
         origin = self.origins[name]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.api.completion import Completion
 from forerun.core import registry
@@ -19,10 +19,7 @@ from forerun.core.errors import ForerunError, UnsupportedModel
 from forerun.core.request import Event
 from forerun.engine.stats import Form
 from forerun.heads import heads_in_the_box
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
-
+from forerun.models.load.tokenizer import Tokenizer
 
 Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
 CLOSING = 2.0  # seconds that a round may still take when its engine is to end
@@ -125,8 +122,7 @@ class Backend(ABC):
         Without `every_round` only the event of the first round comes before the Completion, at the least.
         """
 
-    @abstractmethod
-    async def refresh(self) -> None:
+    async def refresh(self) -> None:  # noqa: B027
         """Have `load`, `cpu_seconds` and what is known of its health be as of now, as far as it answers."""
 
     @abstractmethod
@@ -137,9 +133,9 @@ class Backend(ABC):
         """CPU time so far, by thread; asked by the front's."""
 
     @property
-    @abstractmethod
     def failure(self) -> BaseException | None:
-        """What ended the engine; None while it runs."""
+        """What ended the engine; None while it runs, or where others start it again."""
+        return None
 
     @property
     @abstractmethod
@@ -147,17 +143,16 @@ class Backend(ABC):
         """Why the engine cannot answer; None while it can."""
 
     @property
-    @abstractmethod
     def lost_process(self) -> str | None:
-        """Which of the processes that the model is split over has ended; None where all run, or there is but one."""
+        """Which of the processes that the model is split over has ended; None where that counts as a failure."""
+        return None
 
-    @abstractmethod
     def looks_hung(self, patience: float) -> bool:
         """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
+        return False
 
-    @abstractmethod
-    def give_up(self) -> None:
-        """All waiting requests get an error, and no new ones are served."""
+    def give_up(self) -> None:  # noqa: B027
+        """All waiting requests get an error, and no new ones are served. Asked where it looks hung."""
 
     @abstractmethod
     async def swap_head(self, folder: Path) -> None:
@@ -171,9 +166,9 @@ class Backend(ABC):
         """Give all memory of the engine back, its weights included, until `restart`; no request is under way."""
         raise UnsupportedModel("only an engine in a process of its own sleeps: one replica, without --front thread")
 
-    @abstractmethod
     async def restart(self) -> Restarted:
         """Start a new engine in place of one that has ended."""
+        return "no"
 
     @abstractmethod
     async def close(self) -> None:

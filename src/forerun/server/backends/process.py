@@ -74,10 +74,6 @@ class ProcessBackend(Backend):
         self._loop.add_reader(engine.channel.fileno(), self._read)
 
     @property
-    def process_id(self) -> int:
-        return self._engine.process.pid
-
-    @property
     def max_batch(self) -> int:
         return self._facts.max_batch
 
@@ -88,7 +84,6 @@ class ProcessBackend(Backend):
     async def stream(
         self, prompt: tuple[int, ...], *, every_round: bool = True, **options: Any
     ) -> AsyncGenerator[Event | Completion]:
-        """As the seam says."""
         packed = pack_request(make_request(prompt, None, options, as_token_list))
         if self._failure is not None:
             raise _told(self._failure)
@@ -135,10 +130,6 @@ class ProcessBackend(Backend):
     def problem(self) -> str | None:
         return self._report.lost_process if self._failure is None else why_ended(self._failure)
 
-    @property
-    def lost_process(self) -> str | None:
-        return None  # it counts as a failure: a new engine's process starts new ones
-
     def looks_hung(self, patience: float) -> bool:
         has_work = bool(self._texts) and self._failure is None
         return self._progress.stands_still(self._report.progress, has_work, patience)
@@ -149,11 +140,9 @@ class ProcessBackend(Backend):
         self._engine.kill()
 
     async def swap_head(self, folder: Path) -> None:
-        """As the seam says."""
         await self._ask("swap", str(folder))
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
-        """As the seam says."""
         if folder is not None:
             await self._ask("adapter", name, folder)
             self._adapters.append((name, folder))

@@ -73,14 +73,10 @@ class LocalBackend(Backend):
     async def stream(
         self, prompt: tuple[int, ...], *, every_round: bool = True, **options: Any
     ) -> AsyncGenerator[Event | Completion]:
-        """As the seam says."""
         request = make_request(prompt, None, options, as_token_list)
         async with aclosing(self._llm.items(request, every_round=every_round)) as items:
             async for item in items:
                 yield item
-
-    async def refresh(self) -> None:
-        """Nothing: all is read where it is."""
 
     def load(self) -> Load:
         return load_of(self._engine)
@@ -110,7 +106,6 @@ class LocalBackend(Backend):
         self._llm.fail(EngineHangs())
 
     async def swap_head(self, folder: Path) -> None:
-        """As the seam says."""
         order = HeadSwap(folder)
         self._llm.llm.driver.post(order, at_once=False)
         while not order.done.is_set():
@@ -118,7 +113,6 @@ class LocalBackend(Backend):
         order.raise_error()
 
     async def change_adapter(self, name: str, folder: str | None) -> None:
-        """As the seam says."""
         await asyncio.to_thread(change_adapter, self._llm.llm, name, folder)
 
     async def restart(self) -> Restarted:

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, astuple, dataclass, fields
+from dataclasses import MISSING, astuple, fields
 from threading import Condition, Thread
 from typing import Any, NamedTuple
 
@@ -253,8 +253,7 @@ class Report(NamedTuple):
         return cls(Load(*packed[0]), *packed[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What does not change while an engine's process runs."""
 
     vocab_size: int
@@ -265,11 +264,9 @@ class Facts:
     report: Report
 
     def packed(self) -> Packed:
-        plain = self.vocab_size, self.max_length, self.max_batch, self.has_encoder
-        return *plain, tuple(self.tokenizer), self.report.packed()
+        return *self[:4], tuple(self.tokenizer), self.report.packed()
 
     @classmethod
     def unpacked(cls, packed: Packed) -> Facts:
-        vocab_size, max_length, max_batch, has_encoder, tokenizer, report = packed
-        parts = TokenizerParts(*tokenizer)
-        return cls(vocab_size, max_length, max_batch, has_encoder, parts, Report.unpacked(report))
+        *plain, tokenizer, report = packed
+        return cls._make((*plain, TokenizerParts(*tokenizer), Report.unpacked(report)))

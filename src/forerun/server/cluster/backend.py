@@ -32,7 +32,7 @@ from forerun.core.request import Event
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.app import create_app
-from forerun.server.backends.base import Backend, Load, Restarted
+from forerun.server.backends.base import Backend, Load
 from forerun.server.cluster.replica import Begun, Ended, Loads, ReplicaGauges, Report
 from forerun.server.settings import ClusterSettings
 
@@ -47,7 +47,7 @@ class ReplicaLost(ForerunError):
 
 
 class ClusterBackend(Backend):
-    """Replicas behind a Ray Serve handle, as a Backend."""
+    """Replicas behind a Ray Serve handle, as a Backend. Ray Serve restarts them, and each looks whether it hangs."""
 
     def __init__(self, handle: Any, tokenizer: Tokenizer, first: Report) -> None:
         super().__init__(tokenizer, first.vocab_size, first.max_length, first.has_encoder)
@@ -75,35 +75,15 @@ class ClusterBackend(Backend):
         return {"front": front, "others": max(0.0, process_time() - front)}
 
     @property
-    def failure(self) -> BaseException | None:
-        return None  # Ray Serve looks after the replicas
-
-    @property
     def problem(self) -> str | None:
         return None if self.loads.usable() else "no replica answers"
-
-    @property
-    def lost_process(self) -> str | None:
-        return None  # a replica that has lost one says so itself
 
     async def swap_head(self, folder: Path) -> None:
         raise UnsupportedModel("--heads works with one replica; with several, give each the head by `update`")
 
-    def looks_hung(self, patience: float) -> bool:
-        return False  # each replica looks for itself
-
-    def give_up(self) -> None:
-        """Nothing: it never looks hung."""
-
-    async def restart(self) -> Restarted:
-        return "no"
-
     async def close(self) -> None:
         """Look no more; the replicas are Ray Serve's."""
         self._looking.cancel()
-
-    async def refresh(self) -> None:
-        """Nothing: all replicas are asked every second."""
 
     async def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
         """One text as it grows, from as many replicas as it takes."""

@@ -98,9 +98,7 @@ class ReplicaGauges:
         ):
             gauge = GaugeMetricFamily(f"forerun:replica_{name}", says, labels=["replica", "node"])
             for report in reports:
-                value = {"running": report.load.running, "waiting": report.load.waiting,
-                         "used_slots": report.load.used_slots, "tokens": report.load.tokens}[name]  # fmt: skip
-                gauge.add_metric([report.replica, report.node], float(value))
+                gauge.add_metric([report.replica, report.node], float(getattr(report.load, name)))
             yield gauge
 
 

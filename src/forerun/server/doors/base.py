@@ -6,7 +6,9 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
+
+from pydantic import BeforeValidator
 
 from forerun.api.completion import Completion
 from forerun.core.request import Event
@@ -43,15 +45,15 @@ def refuse_type(place: str, kind: Any, served: str) -> NoReturn:
     refuse(place, f"the type {str(kind)[:80]!r} is not served here; there is {served}")
 
 
-def only_type(*allowed: str | None, served: str) -> Any:
-    """A check, before all others, that an object is of a type that is served."""
+def only_type(served: str) -> BeforeValidator:
+    """A check, before all others, that an object is of the type that is served, or says nothing of a type."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, Mapping) and (kind := value.get("type")) not in allowed:
+        if isinstance(value, Mapping) and (kind := value.get("type")) not in (served, None):
             raise FieldError("type", f"the type {str(kind)[:80]!r} is not served here; there is {served}")
         return value
 
-    return check
+    return BeforeValidator(check)
 
 
 def text_of(value: Any, place: str) -> str:
@@ -124,7 +126,12 @@ def thoughts_of(blocks: Sequence[Block]) -> list[str]:
 class BlockAnswer(Answer, ABC):
     """An answer in blocks, one behind the other. Each opens, grows and closes."""
 
+    prefix: ClassVar[str]  # of its id
     blocks: list[Block] = field(default_factory=list)  # of a stream, so far; the last one is open
+
+    def __post_init__(self) -> None:
+        super(BlockAnswer, self).__post_init__()
+        self.id = f"{self.prefix}_{self.id.partition('-')[2]}"
 
     @property
     def echo(self) -> dict[str, Any]:
@@ -134,6 +141,9 @@ class BlockAnswer(Answer, ABC):
     @property
     def end(self) -> bytes:
         return b""
+
+    def closing(self, done: Sequence[Completion]) -> list[bytes]:
+        return []
 
     def piece(self, index: int, event: Event) -> bytes:
         return b"".join(self.parsed(index, [Piece("content", event.text)] if event.text else []))

@@ -17,7 +17,7 @@ from forerun.core.request import Pooling
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError
 from forerun.server.parsers.tools import Found
-from forerun.server.schemas import PRIORITY, Body, CompletionRequest, Name, TokenIds, Whole, between
+from forerun.server.schemas import PRIORITY, Body, CompletionRequest, Name, Texts, Whole, between
 
 MOST_INPUTS = 2048  # as the OpenAI API has it
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
@@ -28,10 +28,7 @@ _INPUT = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVERAL, "ite
 
 class EmbeddingsRequest(Body):
     model: str | None = None
-    input: Annotated[
-        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-        WithJsonSchema(_INPUT),
-    ]
+    input: Annotated[Texts, WithJsonSchema(_INPUT)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = between(1, description="the model's own number, or left out")
     pooling: Pooling = Field("mean", description="of the rows of all tokens, or the last token's")

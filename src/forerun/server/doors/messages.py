@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from forerun.api.completion import Completion
 from forerun.server.doors.base import (
@@ -26,7 +26,7 @@ from forerun.server.doors.base import (
 from forerun.server.errors import MESSAGES, ApiError
 from forerun.server.generation import speculation_of
 from forerun.server.parsers.tools import Found
-from forerun.server.schemas import MOST_TOOLS, Body, Stop, Whole, between
+from forerun.server.schemas import TOOLS, Body, Stop, Whole, between
 from forerun.server.sse import as_event
 
 SIGNATURE = "unsigned"  # of what was thought: the API's clients send it back, and nobody checks it
@@ -80,13 +80,7 @@ class CountRequest(Door):
     neutral: ClassVar[dict[str, Any]] = {"container": None, "speed": "standard", "diagnostics": None, "thread": None}
     messages: Annotated[list[Any], Field(fail_fast=True), WithJsonSchema(_MESSAGES)]
     system: Annotated[Any, WithJsonSchema(_SAID)] = None
-    tools: (
-        Annotated[
-            list[Annotated[MessagesTool, BeforeValidator(only_type("custom", None, served="custom"))]],
-            Field(max_length=MOST_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[Annotated[MessagesTool, only_type("custom")]], TOOLS] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -209,9 +203,7 @@ def _texts(parts: Any, place: str) -> list[Any]:
 class MessagesAnswer(BlockAnswer):
     """A message, whole or in events."""
 
-    def __post_init__(self) -> None:
-        super(MessagesAnswer, self).__post_init__()
-        self.id = f"msg_{self.id.partition('-')[2]}"
+    prefix = "msg"
 
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
         ended, parts = _checked(done[0]), found[0]
@@ -237,9 +229,6 @@ class MessagesAnswer(BlockAnswer):
         lines = self.close_blocks(done)
         usage = self._usage(done, self.blocks)
         return [*lines, as_event({**delta, "usage": usage}), as_event({"type": "message_stop"})]
-
-    def closing(self, done: Sequence[Completion]) -> list[bytes]:
-        return []
 
     def opened(self, block: Block) -> list[bytes]:
         return [self._event("content_block_start", content_block=_block(block, ""))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from forerun.api.completion import Completion
 from forerun.server.doors.base import (
@@ -26,7 +26,7 @@ from forerun.server.doors.base import (
 from forerun.server.errors import ApiError
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.parsers.tools import Found
-from forerun.server.schemas import MOST_TOOLS, Body, Effort, Stop, Whole, between
+from forerun.server.schemas import TOOLS, Body, Effort, Stop, Whole, between
 from forerun.server.sse import as_event
 
 _ITEMS = "message, function_call, function_call_output and reasoning"
@@ -72,10 +72,6 @@ class Reasoning(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesStreamOptions(Body):
-    include_obfuscation: bool | None = Field(None, description="changes nothing")
-
-
 class ResponsesRequest(Door):
     neutral: ClassVar[dict[str, Any]] = {
         "store": False, "background": False, "previous_response_id": None, "conversation": None, "prompt": None,
@@ -86,13 +82,7 @@ class ResponsesRequest(Door):
     instructions: str | None = None
     max_output_tokens: Whole | None = between(1)
     stop: Stop | None = None
-    tools: (
-        Annotated[
-            list[Annotated[ResponseTool, BeforeValidator(only_type("function", None, served="function"))]],
-            Field(max_length=MOST_TOOLS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[Annotated[ResponseTool, only_type("function")]], TOOLS] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -100,7 +90,7 @@ class ResponsesRequest(Door):
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(
         None, description="taken, and nothing is encrypted: reasoning items hold what was thought"
     )
-    stream_options: ResponsesStreamOptions | None = None
+    stream_options: Body | None = None  # none that changes anything
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -209,11 +199,8 @@ def _content(content: Any, place: str) -> Any:
 class ResponsesAnswer(BlockAnswer):
     """A response, whole or in events that are numbered."""
 
+    prefix = "resp"
     _number: int = 0
-
-    def __post_init__(self) -> None:
-        super(ResponsesAnswer, self).__post_init__()
-        self.id = f"resp_{self.id.partition('-')[2]}"
 
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
         return self._response(done[0], blocks_of(found[0]))
@@ -229,9 +216,6 @@ class ResponsesAnswer(BlockAnswer):
     def ending(self, index: int, done: Completion, called: bool = False) -> list[bytes]:
         lines, response = self.close_blocks(done), self._response(done, self.blocks)
         return [*lines, self._event(f"response.{response['status']}", response=response)]
-
-    def closing(self, done: Sequence[Completion]) -> list[bytes]:
-        return []
 
     def opened(self, block: Block) -> list[bytes]:
         item = {**_item(block, "in_progress"), **({} if block.kind == "call" else {"content": []})}

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core.thinking import HARMONY, TAIL, Start, ThinkingMarks
+from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.parsers.tools import Kind, Parser, Piece, PlainParser, ToolParser, held_back
 from forerun.server.schemas import ChatRequest, Generation
-
-if TYPE_CHECKING:
-    from forerun.models.load.tokenizer import Tokenizer
 
 
 class ThinkingParser:

@@ -211,15 +211,13 @@ class ToolParser:
         if self._most is not None and self._calls >= self._most:
             return None
         skipped = re.match(r"[\s,;\[]*", self._buffer)
-        start = skipped.end() if skipped is not None and (self._alone or self._calls or self._starts_list()) else 0
+        listed = self._alone or self._calls or self._buffer.lstrip().startswith("[")
+        start = skipped.end() if skipped is not None and listed else 0
         for pattern in _HEADS:
             head = pattern.match(self._buffer, start)
             if head is not None and head["name"] in self._tools:
                 return head
         return None
-
-    def _starts_list(self) -> bool:
-        return self._buffer.lstrip().startswith("[")
 
     def _arguments(self) -> tuple[list[Piece], bool]:
         """More of the arguments that are being sent, and whether something comes behind them."""

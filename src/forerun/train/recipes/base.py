@@ -7,11 +7,12 @@ per round and one loop serve them all.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,9 +94,9 @@ def weighted_terms(
 
 
 @cache
-def _terms_for(device: str) -> Callable[..., Terms]:
-    """Fused on a GPU, where the passes over [n, Vd] would cost more than the products."""
-    return torch.compile(weighted_terms, dynamic=True) if device == "cuda" else weighted_terms
+def fused(work: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Compiled on a GPU: written out, the passes over [n, Vd] or over [B, H, T, T] cost as much as the products."""
+    return torch.compile(work, dynamic=True) if device == "cuda" else work
 
 
 class _ChunkedLaw(torch.autograd.Function):
@@ -115,7 +116,7 @@ class _ChunkedLaw(torch.autograd.Function):
         slopes = torch.empty_like(small)
         head_slope = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total, accepted = (torch.zeros(len(rows), device=rows.device) for _ in range(2))
-        terms = _terms_for(rows.device.type)
+        terms = fused(weighted_terms, rows.device.type)
         for low in range(0, len(rows), chunk):
             part, some = slice(low, low + chunk), weights[low : low + chunk]
             z, t = small[part] @ narrow.t(), truth[part] @ truth_head.t()
@@ -208,48 +209,31 @@ class Measured:
     calibration: Calibration
 
 
-class Recipe(Protocol):
-    """A drafter in training: a module with the trained parameters."""
+class Recipe(ABC):
+    """A drafter in training: a module with the trained parameters. By default the LM head is the target's own."""
 
-    vocabulary: DraftVocabulary
-    law_loss: LawLoss
-    feature_weight: float
-    law_weight: float
+    feature_weight, law_weight = 0.0, 1.0
+    layers: tuple[int, ...] = ()  # hidden layers of the target that it reads
+    teacher: Any  # a Teacher; SpecDec's is a SourceTeacher
+    _module: nn.Module
+
+    def __init__(self, options: TrainOptions, teacher: Any, vocabulary: DraftVocabulary) -> None:
+        self.options, self.teacher, self.vocabulary = options, teacher, vocabulary.to(teacher.head.device)
+        self._truth_head = self.vocabulary.rows_of(teacher.head)  # [Vd, D]
+        self.law_loss = LawLoss(options.loss)
 
     def read(self, batch: Batch) -> Reading:
         """The frozen target's features and laws for a batch."""
-        ...
+        kept = self.teacher.features(batch.tokens, self.layers)
+        with torch.no_grad():
+            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
 
+    @abstractmethod
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterable[Output]: ...
 
-    def lm_head(self) -> Tensor:
-        """[Vd, D]"""
-        ...
-
-    def truth_head(self) -> Tensor:
-        """[Vd, D'] the target's rows of the draft vocabulary."""
-        ...
-
-    def module(self) -> nn.Module: ...
-    def rates(self) -> dict[str, float]:
-        """Learning rates, relative to the run's, of parameters whose names start so."""
-        ...
-
+    @abstractmethod
     def export(self, folder: Path, measured: Measured) -> None:
         """Write a drafter that `forerun` loads."""
-        ...
-
-
-class WithTargetHead:
-    """Part of a recipe whose drafter uses the target's own LM head: it is not trained."""
-
-    feature_weight, law_weight = 0.0, 1.0
-    _module: nn.Module
-
-    def __init__(self, options: TrainOptions, head: Tensor, vocabulary: DraftVocabulary) -> None:
-        self.options, self.vocabulary = options, vocabulary.to(head.device)
-        self._truth_head = self.vocabulary.rows_of(head)  # [Vd, D]
-        self.law_loss = LawLoss(options.loss)
 
     def module(self) -> nn.Module:
         return self._module
@@ -260,12 +244,15 @@ class WithTargetHead:
         return weights if self.vocabulary.is_whole else weights | self.vocabulary.tensors()
 
     def rates(self) -> dict[str, float]:
+        """Learning rates, relative to the run's, of parameters whose names start so."""
         return {}
 
     def lm_head(self) -> Tensor:
+        """[Vd, D]"""
         return self._truth_head
 
     def truth_head(self) -> Tensor:
+        """[Vd, D'] the target's rows of the draft vocabulary."""
         return self._truth_head
 
 

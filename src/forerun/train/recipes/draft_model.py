@@ -25,7 +25,7 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.network import CausalNet, Layer, split_layer
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher
+from forerun.train.recipes.base import Measured, Output, Reading, Recipe, read_teacher
 from forerun.train.teacher import Teacher
 
 
@@ -37,12 +37,12 @@ def spread_layers(layers: int, keep: int) -> list[int]:
     return sorted({round(i * (layers - 1) / (keep - 1)) for i in range(keep)})
 
 
-class DraftModelRecipe(WithTargetHead):
+class DraftModelRecipe(Recipe):
     """A student with a few of the target's layers and an LM head of its own, over the whole vocabulary."""
 
     def __init__(self, options: TrainOptions, teacher: Teacher, checkpoint: Checkpoint) -> None:
-        super().__init__(options, teacher.head, DraftVocabulary.whole(len(teacher.head)))
-        self.teacher, self.checkpoint = teacher, checkpoint
+        super().__init__(options, teacher, DraftVocabulary.whole(len(teacher.head)))
+        self.checkpoint = checkpoint
         config = DecoderConfig.from_hf(checkpoint.config)
         which = spread_layers(config.layers, options.own_layers)
         device = teacher.head.device
@@ -52,10 +52,6 @@ class DraftModelRecipe(WithTargetHead):
 
     def lm_head(self) -> Tensor:
         return self.student.head
-
-    def read(self, batch: Batch) -> Reading:
-        kept, last = self.teacher.features(batch.tokens, ())
-        return Reading(kept, last, None)
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         """One level: what a chain comes to is this level's rate to the power of its length."""
@@ -116,7 +112,7 @@ class AdapterModule(nn.Module):
         return self.adapter()(rows)
 
 
-class EarlyExitRecipe(WithTargetHead):
+class EarlyExitRecipe(Recipe):
     """A norm and a gated low-rank correction behind one of the frozen target's layers."""
 
     def __init__(
@@ -129,8 +125,8 @@ class EarlyExitRecipe(WithTargetHead):
         self.exit = options.exit or default_plan(config.layers).layers.end
         if not 1 <= self.exit < config.layers:
             raise InvalidInput(f"exit={self.exit} is out of range: 1 to {config.layers - 1} of {config.layers} layers")
-        super().__init__(options, teacher.head, vocabulary)
-        self.teacher, self.layers = teacher, config.layers
+        super().__init__(options, teacher, vocabulary)
+        self.depth, self.layers = config.layers, (self.exit,)
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
         self.adapter = AdapterModule(norm.float(), options.own_rank, config.norm_eps).to(teacher.head.device)
         self._module = self.adapter
@@ -180,7 +176,7 @@ class EarlyExitRecipe(WithTargetHead):
             "measured": "greedy agreement per token on held-back text, teacher-forced",
         }
         adapter = self.adapter.adapter().to(torch.float32, torch.device("cpu"))
-        write_plan(folder / PLAN, LayerPlan(LayerSubset(self.exit), adapter, notes), self.layers)
+        write_plan(folder / PLAN, LayerPlan(LayerSubset(self.exit), adapter, notes), self.depth)
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Recipes for EAGLE heads: EAGLE-1, HASS and EAGLE-3, which differ in the head, the steps and the loss.
+"""Recipes for EAGLE heads (EAGLE-1, HASS, EAGLE-3) and MTP layers, which differ in the head, the steps and the loss.
 
 A head that drafts ahead reads its own outputs, so it must be trained on them. Step 0 is a causal pass over the
 target's true features. Step j continues, from every row t at once, the draft that started there: it reads the
@@ -11,6 +11,7 @@ of from its end; HASS stops gradients between the steps.
     eagle   one step; smooth-L1 on features + 0.1 law loss; noise on features
     hass    three steps, detached; the same, + the top-K loss
     eagle3  seven steps, gradients through them; law loss only, 0.8 per step
+    mtp     four steps, the same
 
 Parameters of modules are named as files name them, so a folded state_dict is a head's file.
 """
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from forerun.drafters.heads.eagle_head import EagleConfig, write_head
 from forerun.drafters.heads.formats import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
-from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, WithTargetHead, read_teacher, shifted
+from forerun.train.recipes.base import LawLoss, Measured, Output, Reading, Recipe, fused, shifted
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, main_directions
 from forerun.train.teacher import Teacher
 
@@ -41,8 +41,8 @@ HEAD_DIM = 64  # of a head that is narrower than its target, where its width all
 SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
-class EagleRecipe(WithTargetHead):
-    _module: EagleModule
+class EagleRecipe(Recipe):
+    _module: EagleModule | MtpModule
 
     def __init__(
         self,
@@ -53,23 +53,22 @@ class EagleRecipe(WithTargetHead):
         sizes: Sizes | None = None,
     ) -> None:
         """Sizes, of EAGLE-1's features, are for training alone: the head that is written is the same."""
-        super().__init__(options, teacher.head, vocabulary)
-        self.teacher, self.config = teacher, config
+        super().__init__(options, teacher, vocabulary)
+        self.config, self.layers, device = config, config.layers, teacher.head.device
+        self._unit = None if sizes is None else sizes.feature.to(device)
+        if config.kind == "mtp":
+            self._module = MtpModule(config, sizes or Sizes.ones(config.width)).to(device)
+            return
         own_head = config.kind == "eagle3" and options.train_head
-        self._module = EagleModule(config, own_head=own_head, sizes=sizes).to(teacher.head.device)
-        self._unit = None if sizes is None else sizes.feature.to(teacher.head.device)
-        self.law_loss = LawLoss(options.loss, top_weight=10.0 if options.method == "hass" else 0.0)
-        self.feature_weight = 0.0 if config.kind == "eagle3" else 1.0
-        self.law_weight = 1.0 if config.kind == "eagle3" else 0.1  # HASS's top-K loss counts 1.0: ten tenths
-        self._start()
+        self._module = EagleModule(config, own_head=own_head, sizes=sizes).to(device)
+        if config.kind == "eagle":
+            self.law_loss = LawLoss(options.loss, top_weight=10.0 if options.method == "hass" else 0.0)
+            self.feature_weight, self.law_weight = 1.0, 0.1  # HASS's top-K loss counts 1.0: ten tenths
+        self._start(self._module)
 
     def lm_head(self) -> Tensor:
-        return self._module.lm_head.weight if hasattr(self._module, "lm_head") else self._truth_head
-
-    def read(self, batch: Batch) -> Reading:
-        kept = self.teacher.features(batch.tokens, self.config.layers)
-        with torch.no_grad():
-            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
+        own = getattr(self._module, "lm_head", None)
+        return self._truth_head if own is None else own.weight
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         features = torch.cat([reading.features[layer] for layer in self.config.layers], -1)
@@ -91,10 +90,13 @@ class EagleRecipe(WithTargetHead):
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
-        write_head(folder, config, self.tensors(self._module), one_byte=bool(self.options.one_byte))
+        if config.kind == "mtp":
+            write_mtp(folder, config, self.tensors(self._module))
+        else:
+            write_head(folder, config, self.tensors(self._module), one_byte=bool(self.options.one_byte))
 
     @torch.no_grad()
-    def _start(self) -> None:
+    def _start(self, module: EagleModule) -> None:
         """Begin with the target's own rows in the LM head, where the head has one.
 
         Nothing of the target's layers: they are made for a residual stream of another size (in a SmolLM2 a
@@ -103,10 +105,10 @@ class EagleRecipe(WithTargetHead):
         head, rows = self.config.width, self._truth_head.float()
         if head != self.config.target_width:
             basis = main_directions(rows, head)  # [D, width]
-            self._module.lm_head.weight.copy_(rows @ basis)
-            self._module.embed_proj.weight.copy_(basis.t())
-        elif hasattr(self._module, "lm_head"):
-            self._module.lm_head.weight.copy_(rows)
+            module.lm_head.weight.copy_(rows @ basis)
+            module.embed_proj.weight.copy_(basis.t())
+        elif hasattr(module, "lm_head"):
+            module.lm_head.weight.copy_(rows)
 
 
 def eagle_config(
@@ -253,7 +255,7 @@ def _attend_part(q: Tensor, keys: Tensor, values: Tensor, own: Past, first: int,
         back = first + torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(keys.shape[2], device=q.device)
         return F.scaled_dot_product_attention(q, keys, values, (back >= 0) & (back < window))
     scores = torch.stack([(q * k).sum(-1) for k, _ in own], -1)  # [B, H, T, steps]
-    weigh = _weigh_for(q.device.type)
+    weigh = fused(weigh_rollout, q.device.type)
     weights, shares = weigh(q @ keys.transpose(-1, -2), scores, q.shape[-1] ** -0.5, first, window)
     found: Tensor = weights @ values
     for i, (_, v) in enumerate(own):
@@ -270,12 +272,6 @@ def weigh_rollout(scores: Tensor, own: Tensor, scale: float, first: int, window:
         hidden = hidden | (back + own.shape[-1] >= window)
         own = own.masked_fill(own.shape[-1] - 1 - steps >= window, -torch.inf)
     return softmax_over_both((scores.float() * scale).masked_fill(hidden, -torch.inf), own, scores.dtype)
-
-
-@cache
-def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float, int, int], tuple[Tensor, Tensor]]:
-    """Fused on a GPU: written out, the passes over [B, H, T, T] were a third of a step."""
-    return torch.compile(weigh_rollout, dynamic=True) if device == "cuda" else weigh_rollout
 
 
 class EagleModule(nn.Module):
@@ -365,20 +361,3 @@ class MtpModule(nn.Module):
             out: Tensor = self.midlayer(x, self.midlayer.input_layernorm(x), step, past)
             yield self.norm(out), out
             carried = out.detach() if detach else out
-
-
-class MtpRecipe(EagleRecipe):
-    def __init__(
-        self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary, sizes: Sizes
-    ) -> None:
-        WithTargetHead.__init__(self, options, teacher.head, vocabulary)
-        self.teacher, self.config = teacher, config
-        self._module = MtpModule(config, sizes).to(teacher.head.device)  # type: ignore[assignment]
-        self._unit = None
-
-    def lm_head(self) -> Tensor:
-        return self._truth_head
-
-    def export(self, folder: Path, measured: Measured) -> None:
-        config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
-        write_mtp(folder, config, self.tensors(self._module))

@@ -22,7 +22,7 @@ from forerun.drafters.heads.medusa import HeadsConfig, write_heads
 from forerun.train.data.corpus import Batch
 from forerun.train.network import LoraNet
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, Recipe, shifted
 from forerun.train.recipes.scaling import ScaledLinear, Sizes
 from forerun.train.teacher import NetTeacher, Teacher
 
@@ -64,7 +64,7 @@ class HeadsModule(nn.Module):
             yield row
 
 
-class HeadsRecipe(WithTargetHead):
+class HeadsRecipe(Recipe):
     """Medusa or Hydra heads trained on a frozen target, or together with it."""
 
     def __init__(
@@ -76,8 +76,8 @@ class HeadsRecipe(WithTargetHead):
         sizes: Sizes | None = None,
     ) -> None:
         """Sizes of what heads read are for training alone: the heads that are written are the same."""
-        super().__init__(options, teacher.head, vocabulary)
-        self.teacher, self.config = teacher, config
+        super().__init__(options, teacher, vocabulary)
+        self.config = config
         self.heads = HeadsModule(config, sizes).to(teacher.head.device)
         self.student: LoraNet | None = None
         self._module = self.heads
@@ -90,11 +90,6 @@ class HeadsRecipe(WithTargetHead):
     def rates(self) -> dict[str, float]:
         """Learning rates of parts that do not have the full one: the target's is a quarter of the heads'."""
         return {"target.": 0.25} if self.student is not None else {}
-
-    def read(self, batch: Batch) -> Reading:
-        kept = self.teacher.features(batch.tokens, ())
-        with torch.no_grad():
-            return read_teacher(kept, self.teacher.head, self.vocabulary)
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         hidden, scale = reading.last, 1.0

@@ -99,8 +99,9 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization:
     try:
         return _METHODS[method](given)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, re.error) as error:
+        said = f"it has no {error}" if isinstance(error, KeyError) else brief(error)
         raise DamagedFile(
-            f"quantization_config ({method}) in config.json cannot be read ({brief(error)}); fetch it again"
+            f"quantization_config ({method}) in config.json cannot be read ({said}); fetch it again"
         ) from error
 
 
@@ -178,7 +179,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantization:
     if (given.get("transform_config") or {}).get("config_groups"):
         raise _unsupported("compressed-tensors and transforms of activations (transform_config)")
     listed, unused = [], list[str]()
-    for group in (given.get("config_groups") or {}).values():
+    for group in given["config_groups"].values():
         if not isinstance(group, Mapping):
             raise _unsupported(f"compressed-tensors and a preset for {group!r:.40}")
         scheme = _scheme(group, str(group.get("format") or given.get("format")))
