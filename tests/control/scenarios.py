@@ -342,7 +342,8 @@ def texts_on_cpu(
     """Texts one behind the other, which a drafter must read before it drafts; 24 of each of these acceptance rates."""
 
     def run(make: MakesController, seed: int) -> dict[str, float]:
-        simulation, rng, found = Simulation(SMALL_CPU, make_, seed=seed), random.Random(seed), []
+        simulation, rng = Simulation(SMALL_CPU, make_, seed=seed), random.Random(seed)
+        found = list[tuple[int, float, bool]]()
         simulation.controller = make(CostModel(SMALL_CPU.seconds), 60, 10, simulation._offer)
         for rates in parts:
             for _ in range(24):
