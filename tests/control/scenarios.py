@@ -336,6 +336,26 @@ def on_cpu(make_: Make, cost: CostModel, batch: int) -> Callable[[MakesControlle
     return run
 
 
+def texts_on_cpu(
+    make_: Make, *parts: tuple[float, float], lengths: Sequence[int] = (64,), limit: int = 0
+) -> Callable[[MakesController, int], dict[str, float]]:
+    """Texts one behind the other, which a drafter must read before it drafts; 24 of each of these acceptance rates."""
+
+    def run(make: MakesController, seed: int) -> dict[str, float]:
+        simulation, rng = Simulation(SMALL_CPU, make_, seed=seed), random.Random(seed)
+        found = list[tuple[int, float, bool]]()
+        simulation.controller = make(CostModel(SMALL_CPU.seconds), 60, 10, simulation._offer)
+        for rates in parts:
+            for _ in range(24):
+                kind, length, start = TextKind(rng.uniform(*rates)), rng.choice(lengths), rng.uniform(0.3, 2.0)
+                found.append((length, *simulation.write_text(kind, length, start, limit)))
+        tokens, passes, read = zip(*found, strict=True)
+        least = min(length / taken for length, taken, _ in found)
+        return {"speed": sum(tokens) / sum(passes), "worst": least, "read_first": fmean(read)}
+
+    return run
+
+
 def cpu_lookups(cost: CostModel) -> Callable[[MakesController, int], dict[str, float]]:
     def run(make: MakesController, seed: int) -> dict[str, float]:
         simulation = RunSimulation(cost, Host(), {"recorded": RECORDED, "copied": COPYING[:4]}, noise=0.02, seed=seed)
@@ -361,6 +381,8 @@ def gpu_lookups(batch: int) -> Callable[[MakesController, int], dict[str, float]
 LONG_1B = (25e-9, 2.9e-9)
 IN_TURN = (40, 30_000) * 6
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})
+SMALL_CPU = CostModel({1: 1.0, 2: 1.19, 4: 1.68, 8: 2.93, 16: 5.6})  # a 135M on x86
+EASY, ANY = (0.7, 0.9), (0.1, 0.9)
 MIXED, HARD = (0.05, 0.8), (0.0, 0.4)
 SCENARIOS: dict[str, Callable[[MakesController, int], dict[str, float]]] = {
     "head alone, 8B": alone(HEAD, PASSES, MIXED, matches=False),
@@ -396,6 +418,12 @@ SCENARIOS: dict[str, Callable[[MakesController, int], dict[str, float]]] = {
     "CPU Medusa": on_cpu(Make(0.1, stops=False, one_pass=True), CPU, 1),
     "CPU hybrid": on_cpu(Make(0.1, ngram=True), CPU, 1),
     "CPU n-gram and draft model": on_cpu(Make(0.15, chosen=False, stops=False, start=2.0, ngram=True), CPU, 1),
+    "CPU texts, hard": texts_on_cpu(Make(0.15), (0.1, 0.4), (0.1, 0.4)),
+    "CPU texts, easy": texts_on_cpu(Make(0.15), EASY),
+    "CPU texts, easy behind hard ones": texts_on_cpu(Make(0.15), (0.1, 0.4), EASY),
+    "CPU texts of all kinds": texts_on_cpu(Make(0.15), ANY, ANY),
+    "CPU texts, short": texts_on_cpu(Make(0.15), ANY, ANY, lengths=(2, 3, 8, 16, 24), limit=512),
+    "CPU texts, draft model": texts_on_cpu(Make(0.12, chosen=False, stops=False), ANY, EASY),
     "CPU n-gram, ARM": cpu_lookups(ARM),
     "CPU n-gram, x86": cpu_lookups(X86),
 }

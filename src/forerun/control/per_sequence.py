@@ -7,15 +7,19 @@ drafter that cannot stop by itself, depth is fixed beforehand from the acceptanc
 
 Where nothing pays, only a trial can show that acceptance has risen (`Trials`). A drafter that stops where it is not
 confident says at once what it would gain: its trials come after 2, 4, ... 32 rounds without a draft, until one pays
-again; a new text has one at once, and then starts from half the wait of the text before. Trials are as short as can
-pay, and all together lose no more than the allowance has (`Allowance`). Until the next trial a sequence that is
-alone rests: nothing is planned for it, and its rounds follow each other.
+again; a new text has one at once, and then starts from half the wait of the text before. Where a drafter must read a
+text before its first draft, that is part of what a text's first trial may lose, and is covered by what the drafter's
+earlier texts have gained (`EarlierTexts`). Trials are as short as can pay, and all together lose no more than the
+allowance has (`Allowance`). Until the next trial a sequence that is alone rests: nothing is planned for it, and its
+rounds follow each other.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import exp, log
 
 from forerun.control.cost import CostModel
 from forerun.control.estimates import (
@@ -60,7 +64,8 @@ class SequencePlanner:
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
         self.free, self.rounds = FreeDrafts(), RoundSeconds()
         self._records: dict[int, History] = {}
-        self._latest = History()  # what a new sequence starts from
+        self._earlier = defaultdict[int, EarlierTexts](EarlierTexts)  # by drafter: what a new sequence starts from
+        self._drafters: dict[int, EarlierTexts] = {}  # the same by sequence
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
@@ -107,16 +112,18 @@ class SequencePlanner:
 
     def _tried(self, seq: Seq, option: Option, batch: int, costly: int, spare: dict[bool, float]) -> Option:
         """A trial where one is due and covered by what is left; else the same."""
-        record, stops, trials = self._record(seq.id), option.offer.stops, self._trials
+        offer, record, trials = option.offer, self._record(seq.id, option.offer), self._trials
         price, plain = self._price(batch, 1.0, 0).price, self.cost.pass_seconds(batch, batch)
-        length, worst = shortest_trial(option.offer, price, plain, batch, costly)
-        if length and trials.is_due(record, worst, spare[stops], stops):
-            spare[stops] -= worst
-            depth = 2 * length if stops else length  # it goes on only where it is confident
-            return Option(option.offer, option.levels, asks=True, depth=depth)
+        length, worst = shortest_trial(offer, price, plain, batch, costly)
+        if offer.start and not self._drafters[seq.id].cover(seq, offer.start / plain, worst, batch):
+            length = 0
+        if length and trials.is_due(record, worst, spare[offer.stops], offer.stops):
+            spare[offer.stops] -= worst
+            depth = 2 * length if offer.stops else length  # it goes on only where it is confident
+            return Option(offer, option.levels, asks=True, depth=depth)
         record.idle += 1
-        if batch == 1 and (stops or self.allowance.covers(0.0)):  # else it may pay as soon as that is so
-            trials.rest(seq.id, self._prices.rounds, record, worst if length else None, stops)
+        if batch == 1 and (offer.stops or self.allowance.covers(0.0)):  # else it may pay as soon as that is so
+            trials.rest(seq.id, self._prices.rounds, record, worst if length else None, offer.stops)
         return option
 
     def rests(self, seq: Seq, offer: Offer) -> bool:
@@ -148,7 +155,8 @@ class SequencePlanner:
             self._usual.rest(seq_id, rounds)
         for seq_id, rounds in self._rested.items():
             self._trials.note_rested(rounds)
-            self._record(seq_id).idle += rounds
+            if seq_id in self._records:
+                self._records[seq_id].idle += rounds
         self._idle, self._rested = {}, {}
 
     def free_chains(self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAIN_NODES) -> tuple[list[int], float]:
@@ -198,7 +206,9 @@ class SequencePlanner:
             if seq.id in self._asked:
                 spent = batch * (each * drafted + drafting / len(self._asked))
                 once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
-                costly, gained = costly + spent, gained + accepted
+                self._drafters[seq.id].credit.book((spent - accepted) / batch)
+                # the start of one that stops is bounded by the credit alone: its trials are many, and small
+                costly, gained = costly + spent - once * offers[seq.id].stops, gained + accepted
                 self._book(seq, drafted, depth, accepted, spent, once)
             elif drafted:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
@@ -213,6 +223,8 @@ class SequencePlanner:
 
     def forget(self, seq: Seq) -> None:
         self._settle_idle()
+        if (drafter := self._drafters.pop(seq.id, None)) is not None:
+            drafter.end(len(seq.tokens) - seq.prompt_length)
         for kept in (self._records, self._offers, self._next):
             kept.pop(seq.id, None)
         self._usual.forget(seq.id)
@@ -225,7 +237,7 @@ class SequencePlanner:
         following = self.offer(seq)  # it also says what was expected of the round that is being booked
         self._next[seq.id] = len(seq.tokens), following
         expected = following.expected
-        for record in (self._record(seq.id), self._latest):
+        for record in (self._records[seq.id], self._drafters[seq.id].latest):
             if depth:
                 record.count(depth, accepted, drafted)
             if expected is not None:
@@ -243,7 +255,7 @@ class SequencePlanner:
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
-        record = self._record(seq.id)
+        record = self._record(seq.id, offer)
         if offer.stops and record.mean_gain <= max(free_gain, WORTH_IT):  # however deep it went
             return Option(offer, free.levels, idle=not free_gain)
         costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
@@ -255,7 +267,7 @@ class SequencePlanner:
             depth, gain = min(listed.deepest, max(depth + 1, least)), record.mean_gain
         elif offer.chosen:  # the nodes it left out were not tested, so its rates are too high
             gain = min(gain, record.mean_gain)
-        left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
+        left = self._drafters[seq.id].left(seq) / (1.0 + sum(levels.survivals[:depth]))  # rounds
         pays = gain > max(free_gain, WORTH_IT) and gain * left > self._in_tokens(offer.start, batch, 1)
         if pays and depth and self._trials.of(offer.stops).covers(0.0):
             return Option(offer, levels, asks=True, depth=depth)
@@ -276,7 +288,7 @@ class SequencePlanner:
         if not offer.chosen:
             return Budget(option.depth, option.depth, level=level, source="costly")
         nodes = option.depth if listed.widest == 1 else self.nodes
-        price, trust = listed.price[: nodes + 1], self._record(seq.id).trust
+        price, trust = listed.price[: nodes + 1], self._records[seq.id].trust
         if abs(trust - 1.0) > UNCORRECTED_ERROR:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
@@ -306,8 +318,11 @@ class SequencePlanner:
         """Tokens that would have been written in that time, per sequence of the `sharing` ones."""
         return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
 
-    def _record(self, seq_id: int) -> History:
-        return self._records.get(seq_id) or self._records.setdefault(seq_id, History.after(self._latest))
+    def _record(self, seq_id: int, offer: Offer) -> History:
+        if seq_id not in self._records:
+            earlier = self._drafters[seq_id] = self._earlier[offer.key]
+            self._records[seq_id] = History.after(earlier.latest)
+        return self._records[seq_id]
 
 
 UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
@@ -416,12 +431,42 @@ class Trials:
         return worst - 0.9 * self.stopping.floor if stops else worst
 
 
+CREDIT_EARNED = 0.004  # plain rounds by token of earlier texts: a start of 1.5 rounds in one of six texts of 64 tokens
+LEAST_GAIN = 0.1  # plain rounds by token still to come, that a drafter is hoped to gain
+LENGTH_MEMORY = 0.8  # by text, of their lengths
+
+
+class EarlierTexts:
+    """What the earlier texts of a drafter came to: acceptance, what was gained, length."""
+
+    def __init__(self) -> None:
+        self.latest = History()
+        # what may be lost on reading texts: what was gained with this drafter, all of its time counted
+        self.credit = Allowance(most=8.0, earned=CREDIT_EARNED, floor=0.0, level=3.0)
+        self._length = Factor(0.0)  # logarithms of tokens, of which few say how long a text will be
+
+    def left(self, seq: Seq) -> float:
+        """Tokens that a text has still to come: as it is limited, and as others were."""
+        left, written = seq.max_length - len(seq.tokens), len(seq.tokens) - seq.prompt_length
+        if not self._length.expected:
+            return left
+        return min(left, max(exp(self._length.value()) - written, written))
+
+    def cover(self, seq: Seq, start: float, worst: float, batch: int) -> bool:
+        """May a text be read, for `start` plain rounds, for a first trial that loses `worst` with it?"""
+        return self.credit.covers(worst + start) and LEAST_GAIN * self.left(seq) > batch * start
+
+    def end(self, tokens: int) -> None:
+        """A text has ended."""
+        self.credit.rest(tokens)
+        self._length.add(log(max(1, tokens)), 1.0, LENGTH_MEMORY)
+
+
 def shortest_trial(offer: Offer, price: tuple[float, ...], plain: float, batch: int, costly: int) -> tuple[int, float]:
-    """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected.
+    """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected, without a start.
 
     `plain` seconds take a plain pass; of the batch, `costly` sequences share what drafting takes.
     """
     costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
     length = shortest_that_pays(price, costs)
-    worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
-    return length, worst / batch
+    return length, (price[length] - 1.0 + total(costs, length)) / batch

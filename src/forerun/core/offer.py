@@ -76,6 +76,7 @@ class Offer:
     # tokens of its last draft that it expected to be accepted; None = not known
     expected: float | None = None
     menu: Menu | None = None  # it drafts in these forms only, for all its sequences together
+    key: int = 0  # the same for all sequences of one drafter: what their texts came to is kept by it
     otherwise: float = 0.0  # tokens that its next draft brings where the next token is none of `free`
 
     @property

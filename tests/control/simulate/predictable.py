@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
@@ -107,8 +107,21 @@ class Simulation:
                 text.tokens.extend([0] * (one.accepted + 1))
         return tokens / batch, passes
 
+    def write_text(self, kind: TextKind, tokens: int, start: float, limit: int = 0) -> tuple[float, bool]:
+        """A new text, whose prompt takes a drafter `start` passes: how many passes it takes, and was that read?
+
+        It ends after so many tokens, and is said to end after `limit`.
+        """
+        (last,) = self.texts
+        self.controller.forget(last)
+        text = Writing(last.id + 1, [1], max_length=1 + (limit or tokens))
+        self.texts, self.make, passes = [text], replace(self.make, start=start), 0.0
+        while len(text.tokens) <= tokens:
+            passes += self.write(kind, 1)[1]
+        return passes, text.started
+
     def _of(self, seq: Seq) -> Writing:
-        return self.texts[seq.id]
+        return self.texts[seq.id - self.texts[0].id]
 
     def _offer(self, seq: Seq) -> Offer:
         make, text, unit = self.make, self._of(seq), self.cost.pass_seconds(1)

@@ -496,7 +496,7 @@ class BlockDrafter(RowsDrafter):
         once = self._first.seconds or UNMEASURED
         level, chosen = self._growth.seconds or GROWING * once, not self._draws(seq)
         start, expected = self._start_of(seq, once), self._expected.get(seq.id)
-        return Offer((once + level, level), start, chosen=chosen, stops=chosen, expected=expected)
+        return Offer((once + level, level), start, chosen=chosen, stops=chosen, expected=expected, key=id(self))
 
     def forget(self, seq: Seq) -> None:
         super().forget(seq)

@@ -123,7 +123,8 @@ class LastRowDrafter(HeadDrafter):
     def offer(self, seq: Seq) -> Offer:
         """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""
         seconds = self._meter.seconds or UNMEASURED
-        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=not self._draws(seq))
+        levels = (seconds, 0.0) if self.one_pass else (seconds,)
+        return Offer(levels, chosen=not self._draws(seq), key=id(self))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         if -1 not in scores.hidden:  # nothing is drafted behind this round

@@ -186,7 +186,8 @@ class EagleDrafter(RowsDrafter):
         levels, start = (first, self._further.seconds or first), self._start_of(seq, first)
         chosen, expected, last = not self._draws(seq), self._expected.get(seq.id), self._offer
         if (levels, start, chosen, expected) != (last.seconds, last.start, last.chosen, last.expected):
-            last = Offer(levels, start, chosen=chosen, stops=self.dynamic and chosen, expected=expected)
+            stops = self.dynamic and chosen
+            last = Offer(levels, start, chosen=chosen, stops=stops, expected=expected, key=id(self))
             self._offer = last
         return last
 

@@ -90,7 +90,7 @@ class ModelDrafter:
         level = self._meter.seconds or UNMEASURED
         unread = len(seq.tokens) - self.draft.cached_tokens(seq)
         start = unread * (self._reading or READING * level) if unread > CATCH_UP else 0.0
-        return Offer((level,), start, chosen=False)
+        return Offer((level,), start, chosen=False, key=id(self))
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
