@@ -97,10 +97,10 @@ def test_where_nothing_can_be_drafted_rounds_overlap_and_few_rows_are_kept(
         kept.append(True)
         return keep(*given)
 
-    def slower(self: SimulatedDevice, nodes: int, prompts: int) -> tuple[float, float]:
+    def slower(self: SimulatedDevice, *given: Any) -> tuple[float, float]:
         self.busy_for(KEEPING * len(kept))
         kept.clear()
-        return run(self, nodes, prompts)
+        return run(self, *given)
 
     plain, none, ahead = write("none")
     assert none == 0

@@ -144,7 +144,7 @@ def test_a_hub_id_takes_no_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
     asked: list[Any] = []
 
-    def fetch(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+    def fetch(name: str, allow_patterns: list[str], local_files_only: bool = False, local_dir: None = None) -> str:
         asked.extend(allow_patterns)
         if local_files_only:
             raise OSError("not cached")

@@ -97,8 +97,9 @@ def measure_kv(
         except ForerunError as error:
             found[name] = {"why_not": str(error)}
             continue
+        figures = _figures(target, reference, windows)  # first: until then no slot is taken
         size = target.kv.nbytes // target.kv.capacity if isinstance(target, SlotTarget) else None
-        found[name] = {**_figures(target, reference, windows), "bytes_per_token": size}
+        found[name] = {**figures, "bytes_per_token": size}
     return found
 
 
