@@ -13,13 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from forerun.core.offer import Form
-from forerun.core.types import Budget, TreeForm, Verdict
+from forerun.core.types import CUT, Budget, TreeForm, Verdict
 from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device import features as feature_rows
 from forerun.drafters.device.drafter import OnDevice
-from forerun.drafters.device.eagle import HeadDraft
+from forerun.drafters.device.eagle import PRICED, HeadDraft
 from forerun.drafters.device.growth import (
     DraftNoise,
     Frontier,
@@ -32,6 +33,7 @@ from forerun.drafters.device.growth import (
 )
 from forerun.drafters.device.head import append_decided, make_net, pick_fused, pick_plainly
 from forerun.drafters.device.plan import BUCKETS, Lane, plan_draft
+from forerun.drafters.heads.growth import best_count
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.device_trees import STEPS, LastRound
 from forerun.models.cuda.network import Run
@@ -145,6 +147,34 @@ def test_the_cut_of_a_pool(form: Form) -> None:
         cut_trees(pool, roots, form.nodes, buffer[:, :rows].view(2, trees, -1), fused=fused)
     assert torch.equal(*buffers)
     assert buffers[0, 1].max() < form.nodes
+    if form.nodes < PRICED:
+        _cut_by_prices(pool, roots, form, buffers)
+
+
+def _cut_by_prices(pool: Pool, roots: Tensor, form: Form, buffers: Tensor) -> None:
+    """As many of the best nodes keep their tokens as heads on the host would draft; the kernel agrees."""
+    trees, kept, rows = len(roots), set(), len(roots) * (form.nodes + 1)
+    whole = buffers[0, :, :rows].view(2, trees, -1).clone()
+    # sums of few binary digits: no order of adding them up matters
+    pool.scores.copy_((pool.scores.exp() * 256).round().div(256).clamp(min=2.0**-20).log())
+    cut_trees(pool, roots, form.nodes, whole, fused=False)
+    for each in (0.01, 0.2, 0.5, 2.0, -1.0):
+        price = [round(64 * each * nodes**0.8) / 64 + 1 / 512 for nodes in range(PRICED)]
+        for fused, buffer in zip((False, True), buffers, strict=True):
+            into, prices = buffer[:, :rows].view(2, trees, -1), torch.tensor(price, device=roots.device)
+            cut_trees(pool, roots, form.nodes, into, fused=fused, prices=prices)
+        assert torch.equal(*buffers)
+        for b in range(trees):
+            tokens, parents = buffers[0, :, :rows].view(2, trees, -1)[:, b].tolist()
+            best = pool.scores[b].sort(descending=True).values[: form.nodes].exp()
+            wanted = best_count(best.tolist(), price)
+            left = [i for i, token in enumerate(tokens) if token != CUT]
+            assert len(left) == 1 + wanted
+            assert all(parents[i] in left for i in left[1:]), "what lies below a node that was cut is cut"
+            assert all(tokens[i] == whole[0, b, i] for i in left)
+            assert parents == whole[1, b].tolist()
+            kept.add(wanted)
+    assert {0, form.nodes} <= kept
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 from forerun.core.noise import Noise
 from forerun.core.tree import trace
-from forerun.core.types import Needs, Prompts, TreeBatch, TreeForm
+from forerun.core.types import CUT, Needs, Prompts, TreeBatch, TreeForm
 from forerun.models.cuda.device_trees import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.paged import slots_of
@@ -125,6 +125,15 @@ def test_what_a_round_decided_is_kept_for_the_next() -> None:
         buffers.read(trees, form, first)
 
 
+def _cut_some(trees: TreeBatch, form: TreeForm, rng: random.Random) -> None:
+    """Single nodes, with all that is below them."""
+    tokens, parents = (part.view(-1, form.nodes) for part in (trees.tokens, trees.parents))
+    for own, above in zip(tokens, parents.tolist(), strict=True):
+        for node in range(1, form.nodes):
+            if rng.random() < 0.15 or (above[node] and own[above[node]] == CUT):
+                own[node] = CUT
+
+
 def settled_tokens(buffers: GrownBuffers, trees: TreeBatch, form: TreeForm, number: int) -> list[int]:
     return buffers.read(trees, form, number).to_host()[1]
 
@@ -155,11 +164,12 @@ def test_kernels_do_what_torch_does(seed: int, tiled: bool, monkeypatch: pytest.
         tiled_nodes=32,
     )
     assert plan.size.tiled == tiled
+    _cut_some(trees, form, rng)
     logits = torch.randn(form.rows, VOCAB, device=device)
     for b in range(real):  # some of what the target says is there
         for node in range(1, form.nodes):
             row = b * form.nodes + node
-            if rng.random() < 0.6:
+            if rng.random() < 0.6 and trees.tokens[row] != CUT:
                 logits[b * form.nodes + int(trees.parents[row]), int(trees.tokens[row])] = 9.0 + rng.random()
     found = []
     for fused in (False, True):

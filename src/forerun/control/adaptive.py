@@ -39,12 +39,12 @@ class Decision:
     promise: Promise
     head: Promise  # of the menu's best form, taken or not
 
-    def budget(self) -> Budget:
+    def budget(self, price: tuple[float, ...] | None = None) -> Budget:
         """The same for each of them."""
         form = self.promise.form
         if not form.nodes:
             return NOTHING
-        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=self.repeats)
+        return Budget(form.nodes, form.depth, form.width, price, source="costly", repeats=self.repeats)
 
     @property
     def repeats(self) -> int:
@@ -236,7 +236,8 @@ class AdaptiveController:
                 for b in which:
                     offers[b] = Offer(free=offers[b].free)
             else:
-                planned |= dict.fromkeys(which, decision.budget())
+                price = self.cost.price_for_all(self.planner.nodes, len(seqs)) if some[0].stops else None
+                planned |= dict.fromkeys(which, decision.budget(price))
                 beside += decision.promise.form.nodes * len(which)
         left = [b for b in range(len(seqs)) if b not in planned]
         budgets = self.planner.plan([seqs[b] for b in left], [offers[b] for b in left], len(seqs), beside)
@@ -365,7 +366,7 @@ def observe_menu(decision: Decision, outcome: Round, overlap: Overlap) -> None:
     nodes = sum([outcome.drafted[b] for b in which])
     ids, accepted = [outcome.seqs[b].id for b in which], [outcome.accepted[b] for b in which]
     promise, chooser = decision.promise, decision.chooser
-    if not nodes and promise.form.nodes:
+    if not nodes and promise.form.nodes and not outcome.tree_rows:
         promise = promise._replace(form=PLAIN)  # the drafter was not ready
     follows = chooser.overhead.follows(promise.form, batch)
     waited = follows and (starts(outcome) or not (promise.form == PLAIN or chooser.has_drafted(ids)))

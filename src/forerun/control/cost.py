@@ -231,6 +231,15 @@ class CostModel:
         share = rate * batch / self.pass_seconds(batch, batch)
         return tuple([rate + share * max(0.0, one - seconds[0]) for one in seconds])
 
+    def price_for_all(self, nodes: int, batch: int) -> tuple[float, ...]:
+        """What 0..nodes more nodes of every sequence cost each, in tokens that plain rounds write in the same time.
+
+        As measured: rounds whose trees were cut by these prices took less than their rows cost.
+        """
+        rows, known = batch * np.arange(1, nodes + 2), [self._measured(size, batch) for size in self._sizes]
+        seconds = np.maximum.accumulate(np.interp(rows, self._sizes, known))
+        return tuple((seconds / seconds[0] - 1.0).tolist())
+
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.

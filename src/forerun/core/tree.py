@@ -26,6 +26,9 @@ from forerun.core.errors import InvalidInput
 
 Seconds = Callable[[], float | None]  # of work on a device; None while it is not done
 _CPU = torch.device("cpu")
+# the token of a node that a device has grown and then left out: all below it are, the target does not score it
+# and no walk enters it
+CUT = -1
 ONE_NODE = (0, 1)  # `starts` of one tree that is its root: a plain round of one sequence, usual on a CPU
 
 
@@ -150,6 +153,18 @@ class TreeBatch:
                 self._topologies = [topology_of(tuple(parents[a:b])) for a, b in pairwise(self.starts)]
         return self._topologies
 
+    def drafted(self) -> list[tuple[int, int]]:
+        """[B] nodes below the root of every tree, and the depth of the deepest; none that were CUT."""
+        whole = [(size - 1, shape.deepest) for size, shape in zip(self.sizes(), self.topology(), strict=True)]
+        if self.form is None or CUT not in (tokens := self.to_host()[0]):
+            return whole
+        kept = [tokens[a:b] for a, b in pairwise(self.starts)]
+        depths = [
+            [depth for token, depth in zip(own, shape.depths, strict=True) if token != CUT]
+            for own, shape in zip(kept, self.topology(), strict=True)
+        ]
+        return [(len(some) - 1, max(some)) for some in depths]
+
     def host_depths(self) -> list[int]:
         """[M] distance of every node from its root."""
         if self.is_plain():
@@ -188,11 +203,14 @@ class TreeBatch:
 
     @classmethod
     def join(cls, parts: Sequence[TreeBatch], order: Sequence[int]) -> TreeBatch:
-        """Lay several batches end to end, then put tree i of the whole at place order[i]."""
+        """Lay several batches end to end, then put tree i of the whole at place order[i].
+
+        A node that was CUT is scored then: it has some token.
+        """
         if len(parts) == 1 and list(order) == list(range(len(order))):
             return parts[0]
         device = parts[0].device
-        tokens = torch.cat([part.tokens.to(device) for part in parts])
+        tokens = torch.cat([part.tokens.to(device) for part in parts]).clamp_(min=0)
         parents = torch.cat([part.parents.to(device) for part in parts])
         sizes = [size for part in parts for size in part.sizes()]
         whole = TreeBatch(tokens, parents, offsets(sizes), _join_draws(parts))

@@ -24,6 +24,7 @@ from forerun.core.request import LawRules
 from forerun.core.request import Request as Request
 from forerun.core.request import Source as Source
 from forerun.core.request import TokenLogprob as TokenLogprob
+from forerun.core.tree import CUT as CUT
 from forerun.core.tree import DeviceOutcome as DeviceOutcome
 from forerun.core.tree import DeviceSampling as DeviceSampling
 from forerun.core.tree import Draws as Draws

@@ -216,8 +216,9 @@ class HybridDrafter:
             self.second.observe(seqs, trees, scores, verdict)
             return
         verified = [b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted]
+        drafted = trees.drafted() if verified else []
         for b in verified:
-            self._sequences[seqs[b].id].record.count(trees.topology()[b].deepest, len(verdict.path(b)))
+            self._sequences[seqs[b].id].record.count(drafted[b][1], len(verdict.path(b)))
         self.first.observe(seqs, trees, scores, verdict)
         self.second.observe(seqs, trees, scores, verdict)
 

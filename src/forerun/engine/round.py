@@ -33,6 +33,7 @@ from forerun.core.errors import CannotSample
 from forerun.core.offer import RoundPlan
 from forerun.core.request import ALWAYS
 from forerun.core.types import (
+    CUT,
     Branch,
     Budget,
     Event,
@@ -404,15 +405,14 @@ def outcome_of(
         nothing = (0,) * len(seqs)
         done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, started)
         return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
-    (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
-    deepest = [shape.deepest for shape in trees.topology()]
+    (tokens, parents), starts, drafted = trees.to_host(), trees.starts, trees.drafted()
     advances, accepted = list[Advance](), list[int]()
     counted: dict[tuple[int, int, int, int], RoundCounts] = {}  # in a large batch many are alike
     drafted_for = len(seqs) - started
     for b in range(drafted_for, len(seqs)):  # what was not accepted there was not drafted
-        sizes[b], deepest[b] = 1 + len(paths[b]), len(paths[b])
-    columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, sizes, deepest, strict=False)
-    for b, (seq, fresh, path, first, size, depth) in enumerate(columns):
+        drafted[b] = len(paths[b]), len(paths[b])
+    columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, drafted, strict=False)
+    for b, (seq, fresh, path, first, (nodes, depth)) in enumerate(columns):
         error = None
         if laws.impossible:
             fresh, error = _up_to_impossible(fresh, _nodes(first, path), laws.impossible)
@@ -424,20 +424,20 @@ def outcome_of(
             fresh = fresh[:taken]
         kept = min(len(path), taken)
         accepted.append(kept)
-        alike = taken, size - 1, depth, kept
+        alike = taken, nodes, depth, kept
         if (counts := counted.get(alike)) is None:
             counts = counted[alike] = RoundCounts(*alike, seconds)
         logprobs: tuple[TokenLogprob, ...] = ()
         if seq.params.logprobs is not None:
             logprobs = logprobs_of(laws, seq, first, [0, *path][: len(fresh)], fresh) if fresh else ()
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
-        if seq.request.shows_rejected and size > 1 and b < drafted_for:
-            own = slice(first, first + size)
+        if seq.request.shows_rejected and nodes and b < drafted_for:
+            own = slice(first, starts[b + 1])
             branches = rejected_branches(tokens[own], parents[own], path, kept)
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
+    trees_of = *map(tuple, zip(*drafted, strict=True)), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started)
 
@@ -492,10 +492,10 @@ def rejected_branches(
 ) -> tuple[Branch, ...]:
     """What of one tree was not accepted: a branch for each leaf, from where it leaves the accepted path."""
     kept = {0: 0} | {node: depth for depth, node in enumerate(path[:accepted], start=1)}
-    inner = set(parents)
+    inner = {parent for parent, token in zip(parents, tokens, strict=True) if token != CUT}
     branches = []
     for leaf in range(1, len(tokens)):
-        if leaf in inner or leaf in kept:
+        if leaf in inner or leaf in kept or tokens[leaf] == CUT:
             continue
         node, found = leaf, list[int]()
         while node not in kept:

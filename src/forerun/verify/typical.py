@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.core.errors import InvalidInput
 from forerun.core.noise import Noise
-from forerun.core.types import Laws, TreeBatch, Verdict
+from forerun.core.types import CUT, Laws, TreeBatch, Verdict
 from forerun.verify.walk import TreeView, decide, follow_argmax
 
 
@@ -54,7 +54,7 @@ class TypicalVerifier:
             p = view.law(node)
             least = min(self.epsilon, self.delta * math.exp(-entropy(view.log_weights(node), p)))
             for child in view.children[node]:
-                likely = float(p[view.tokens[child]])
+                likely = float(p[view.tokens[child]]) if view.tokens[child] != CUT else 0.0
                 if likely > least:
                     paths[child] = [*paths[node], child]
                     likelihoods[child] = likelihoods[node] + math.log(likely)

@@ -26,7 +26,7 @@ from torch import Tensor
 from forerun.core.errors import CannotSample
 from forerun.core.params import Forces, SamplingParams
 from forerun.core.request import LawRules
-from forerun.core.types import Laws, Seq, TreeBatch
+from forerun.core.types import CUT, Laws, Seq, TreeBatch
 from forerun.verify.processors import process_block
 
 _BANNED = -math.inf
@@ -183,7 +183,8 @@ def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
         return [[]] * trees.nodes
     tokens = trees.to_host()[0]
     shapes = zip(trees.starts, trees.topology(), strict=False)
-    return [[tokens[first + node] for node in path[1:]] for first, shape in shapes for path in shape.paths]
+    found = [[tokens[first + node] for node in path[1:]] for first, shape in shapes for path in shape.paths]
+    return [[token for token in path if token != CUT] for path in found] if CUT in tokens else found
 
 
 def _adjust(

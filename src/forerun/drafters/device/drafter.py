@@ -250,9 +250,11 @@ class OnDevice(Generic[Draft]):
         *,
         sampled: bool = False,
         excludes: Callable[[Seq], bool] = lambda seq: False,
+        stops: bool = False,
     ) -> None:
+        """`stops`: the draft leaves out nodes by the price of a budget."""
         self.draft, self._make_plain, self._sampled, self._excludes = draft, make_plain, sampled, excludes
-        self.needs = draft.needs
+        self.needs, self._stops = draft.needs, stops
         self._plain: Drafter | None = None
         self._failed = False
         self._latest: Form | None = None  # of the last draft
@@ -267,7 +269,7 @@ class OnDevice(Generic[Draft]):
             return NEVER
         level = menu.seconds(LEVELS, 1) / LEVELS.depth
         if level != self._offer.level:
-            self._offer = Offer((level,), menu=menu)
+            self._offer = Offer((level,), menu=menu, stops=self._stops)
         return self._offer
 
     def device(self, seqs: Sequence[Seq]) -> DeviceDrafter | None:
@@ -332,6 +334,7 @@ class OnDevice(Generic[Draft]):
         """Trees of one form for all of these sequences, or none where no form fits."""
         if form is None:
             return _lone_roots(seqs, budgets)
+        self.draft.menu.take_price(budgets[0].price)
         try:
             grown = self.draft.launch([(seq, -1) for seq in seqs], form)
         except Exception as error:  # Triton, its assembler and the driver may raise anything

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,7 @@ KINDS: Mapping[DraftDtype, WeightKind | None] = {
     "fp8": "fp8",
     "w4": "w4",
 }
+PRICED = 64  # numbers of nodes that have a price: more than the largest form of a menu has
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
 
@@ -70,8 +72,12 @@ class HeadDraft(DeviceDraft):
         *,
         capture: bool,
         rates: Sequence[Sequence[float]] = (),
+        cuts: bool = False,
     ) -> None:
-        """`last`: what the target's last round decided; `rates`: see DraftMenu."""
+        """`last`: what the target's last round decided; `rates`: see DraftMenu.
+
+        `cuts`: nodes that do not gain their price are left out, as each activates experts.
+        """
         graphs = Replays(net.model.device, capture=capture)
         with torch.inference_mode(False):
             trees = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=graphs.device)
@@ -81,6 +87,8 @@ class HeadDraft(DeviceDraft):
         self.needs = Needs(tuple(sorted(set(feature_fusion.layers))))
         self.ints = SentInts(graphs.device, INTEGERS, torch.int32, first=MAX_ROWS)
         self.rows = FeatureRows(net, feature_fusion, last, graphs, self.ints)
+        self.prices = SentInts(graphs.device, PRICED, torch.float32) if cuts else None
+        self._sent_price: tuple[float, ...] | None = ()
         self._last: DraftForm | None = None
         self._joining: dict[int, Seq] = {}  # whose prompts were read since the last draft
 
@@ -185,8 +193,20 @@ class HeadDraft(DeviceDraft):
         planned, ints = plan_draft(lanes, form, self.net.group_nodes, farthest, self.net.attends)
         self.ints.send(ints, planned.sent_at)
         self._last = planned
+        self._send_price()
         self._replay_last()
         return planned
+
+    def _send_price(self) -> None:
+        """What nodes cost, if that has changed; without a price more nodes are always better."""
+        price = self.menu.price
+        if self.prices is not None and price != self._sent_price:
+            self._sent_price = price
+            table = -np.arange(PRICED, dtype=np.float32)
+            if price is not None:
+                table[:] = price[-1]
+                table[: len(price)] = price[:PRICED]
+            self.prices.send(table)
 
     def _replay_last(self) -> None:
         """Run the last draft again, from the same integers: it reads and writes the same."""
@@ -216,7 +236,10 @@ class HeadDraft(DeviceDraft):
             net.run(run, self.feature_fusion.carry(out), parents)
             out, logits = net.out[: size.rows], net.logits[: size.rows]
         grow_level(pool, frontier, noised(logits, shape.depth - 1), self.head_output)
-        cut_trees(pool, roots, shape.nodes, self.trees[:, : form.trees.rows].view(2, count, -1))
+        # noise says which token comes, not how likely it is
+        priced = self.prices if shape.nodes < PRICED and not self.noise.is_on else None
+        prices = None if priced is None else priced.all
+        cut_trees(pool, roots, shape.nodes, self.trees[:, : form.trees.rows].view(2, count, -1), prices=prices)
 
     def _prepare(self, target: CudaDecoder, max_length: int) -> int:
         target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
@@ -295,6 +318,8 @@ def on_device(
 
     def make() -> OnDevice[HeadDraft]:
         net, capture = make_net(config, weights, target, KINDS[dtype]), target.kernels == "triton"
-        return OnDevice(HeadDraft(*net, capture=capture, rates=config.rates), make_plain, sampled=sampled)
+        cuts = target.config.moe is not None and target.config.recurrent is None
+        draft = HeadDraft(*net, capture=capture, rates=config.rates, cuts=cuts)
+        return OnDevice(draft, make_plain, sampled=sampled, stops=cuts)
 
     return built(make, target, max_batch, max_length or target.max_length)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.noise import device_uniforms, mixed_seed
-from forerun.core.types import Seq
+from forerun.core.types import CUT, Seq
 from forerun.drafters.device.plan import KNOWN, MOST, ROOM, DraftForm, aligned, extent_of
 from forerun.drafters.model.draft_law import Noised, factor_of, has_noise
 from forerun.models.cuda.compile.together import starts_early
@@ -167,8 +167,14 @@ def _grow_fused(
     return nexts
 
 
-def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool | None = None) -> None:
-    """Write [2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first."""
+def cut_trees(
+    pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool | None = None, prices: Tensor | None = None
+) -> None:
+    """Write [2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first.
+
+    `prices` [n + 1]: what a tree of 0 to n nodes costs, in tokens. As many of the best stay as gain most beyond that
+    (heads/growth.py: best_count); the token of every other one is CUT.
+    """
     size = pool.scores.shape[1]
     if size <= MOST_CUT and (roots.device.type == "cuda" if fused is None else fused):
         from forerun.drafters.device import kernels
@@ -176,15 +182,22 @@ def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool |
         pdl = starts_early(roots.device)
         kernels.cut[(len(roots),)](
             pool.scores, pool.tokens, pool.parents, roots, torch.empty_like(pool.scores, dtype=torch.int32), into,
-            size, into.stride(0), nodes, UP=_power(size), PDL=pdl, num_warps=1 if size <= 1024 else 4, launch_pdl=pdl,
+            pool.scores if prices is None else torch.empty(len(roots), nodes, device=roots.device),
+            pool.scores if prices is None else prices, size, into.stride(0), nodes, UP=_power(size),
+            NODES_UP=0 if prices is None else _power(nodes), PDL=pdl,
+            num_warps=1 if size <= 1024 and prices is None else 4, launch_pdl=pdl,
         )  # fmt: skip
         return
     order = pool.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
-    places = order.sort(dim=1).values  # parents were added before their children
+    places, ranks = order.sort(dim=1)  # parents were added before their children
     above = pool.parents.gather(1, places)
     # the root's children have none above
     into[1, :, 1:] = (torch.searchsorted(places, above) + 1) * (above >= 0)
     into[0, :, 1:] = pool.tokens.gather(1, places)
+    if prices is not None:
+        gains = pool.scores.gather(1, order).exp().cumsum(1) - prices[1 : nodes + 1]
+        most, best = gains.max(1, keepdim=True)
+        into[0, :, 1:][(ranks > best) | (most <= -prices[0])] = CUT
     into[0, :, 0], into[1, :, 0] = roots, -1
 
 

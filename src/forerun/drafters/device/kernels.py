@@ -180,13 +180,33 @@ def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_scores, n
     tl.store(next_ancestors + fresh * (level + 1) + level, own.to(next_ancestors.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _mark_dear(worth, prices, NODES, NODES_UP: tl.constexpr):
+    """Chances that nodes are accepted -> 1 for those that gain most beyond their price, 0 for the others."""
+    i = tl.arange(0, NODES_UP)
+    here = i < NODES
+    own = tl.load(worth + i, mask=here, other=-1.0)
+    mine, theirs = own[:, None], own[None, :]
+    better = (theirs > mine) | ((theirs == mine) & (i[None, :] <= i[:, None]))  # itself too
+    count = tl.sum(better.to(tl.int32), 1)
+    gain = tl.sum(tl.where(better, theirs, 0.0), 1) - tl.load(prices + count, mask=here, other=0.0)
+    gain = tl.where(here, gain, float("-inf"))
+    most = tl.max(gain, 0)
+    best = tl.min(tl.where(gain == most, count, NODES), 0)
+    best = tl.where(most > -tl.load(prices), best, 0)
+    tl.debug_barrier()  # all threads have read what is overwritten
+    tl.store(worth + i, (count <= best).to(tl.float32), mask=here)
+
+
 @triton.jit(do_not_specialize=["pool_size", "stride", "NODES"])
-def cut(pool_scores, pool_tokens, pool_parents, roots, numbers, trees, pool_size, stride, NODES, UP: tl.constexpr,
-        PDL: tl.constexpr):  # fmt: skip
+def cut(pool_scores, pool_tokens, pool_parents, roots, numbers, trees, worth, prices, pool_size, stride, NODES,
+        UP: tl.constexpr, NODES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One tree: of all candidates the NODES best behind their root, in the order in which they were made.
 
     Scores as whole numbers in the same order; of these the largest that NODES candidates reach, bit by bit. Of those
     that are equal to it the first ones are taken.
+
+    NODES_UP, if any: of these only as many keep their tokens as gain most beyond `prices`; `worth` is room to work in.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -211,6 +231,13 @@ def cut(pool_scores, pool_tokens, pool_parents, roots, numbers, trees, pool_size
     parent = tl.load(numbers + b * pool_size + tl.maximum(above, 0), mask=kept, other=0)
     node = trees + b * (NODES + 1) + number
     token = tl.load(pool_tokens + place, mask=kept, other=0, cache_modifier=".cg")
+    if NODES_UP:
+        own = worth + b * NODES + number - 1
+        tl.store(own, tl.exp(scores), mask=kept)
+        tl.debug_barrier()
+        _mark_dear(worth + b * NODES, prices, NODES, NODES_UP)
+        tl.debug_barrier()
+        token = tl.where(tl.load(own, mask=kept, other=0.0) > 0.0, token, -1)
     tl.store(node, token, mask=kept)
     tl.store(node + stride, tl.where(above < 0, 0, parent).to(tl.int64), mask=kept)
     root = trees + b * (NODES + 1)

@@ -293,6 +293,7 @@ class DraftMenu:
         # a draft model has read the roots of its own chains alone
         self.switches = not chains if switches is None else switches
         self.complete_to = 0
+        self.price: tuple[float, ...] | None = None  # of 0, 1, ... nodes: see Budget
         self._rates = rates or (MODEL_RATES if chains else UNKNOWN)
         self._unmeasured, self._widest = (MODEL_LEVEL, 1) if chains else (HEAD_LEVEL, widest)
         self._graphs = None if graphs is None else ref(graphs)  # a controller keeps menus of drafters that are gone
@@ -316,6 +317,9 @@ class DraftMenu:
         self._longer = {(job.form, job.beyond) for job in alone if job.beyond}
         whole = [DraftJob(size, form, tuple(reaches)) for size in larger for form in forms_for(size, self.forms)]
         return alone + whole
+
+    def take_price(self, price: tuple[float, ...] | None) -> None:
+        self.price = price
 
     def _speed(self, form: Form) -> float:
         """Tokens per second to be expected of one sequence, before anything was timed."""

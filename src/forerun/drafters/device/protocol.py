@@ -44,6 +44,9 @@ class DeviceMenu(Menu, Protocol):
     def complete_to(self) -> int:
         """Batches up to this size have all graphs that they will get, or get them later; 0 = nothing was captured."""
 
+    def take_price(self, price: tuple[float, ...] | None) -> None:
+        """What nodes cost from now on (`Budget.price`): drafts that can leave out nodes that gain less."""
+
     def fitting(self, batch: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to what a pass can hold; None = there is none."""
 

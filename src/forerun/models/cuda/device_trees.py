@@ -8,6 +8,10 @@ GPU (kernels/trees.py), a few torch operations elsewhere. The host reads everyth
 
 A form may have more trees than there are sequences: the last ones are padding, so that few forms serve all batches.
 Padding is written to no slot and attends to nothing; its verdict is dropped.
+
+A node whose token is CUT has its place in the form and nothing else: no slot, so no experts, and it sees no further
+than its root. A walk never enters it, because the target says no such token. Its row of the table of slots holds
+-2 - slot, where a path may move to.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.tree import trace
-from forerun.core.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
+from forerun.core.types import CUT, GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, is_far, splits_at
 from forerun.models.pages import PAGE
 
@@ -142,8 +146,9 @@ class GrownBuffers:
         lengths = given + self.last.added(follows)
         written = lengths[:, None] + torch.arange(form.nodes, device=ints.device)
         slots = ints[starts[:, None] + written // PAGE] * PAGE + written % PAGE
-        real = (starts > 0)[:, None]
-        ints[MAX_ROWS : MAX_ROWS + form.rows].copy_(tokens.flatten())
+        real, is_cut = (starts > 0)[:, None], tokens == CUT
+        slots, depths = torch.where(is_cut, -2 - slots, slots), torch.where(is_cut, 0, depths)
+        ints[MAX_ROWS : MAX_ROWS + form.rows].copy_(tokens.clamp(min=0).flatten())
         ints[places.positions : places.positions + form.rows].copy_((lengths[:, None] + depths).flatten())
         ints[places.slots : places.slots + form.rows].copy_(torch.where(real, slots, -1).flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
@@ -204,6 +209,7 @@ class GrownBuffers:
         self.last.note(trees[0], paths, accepted, bonus)
         self.outcome[: 2 * form.rows].copy_(trees.flatten())
         slots = ints[places.slots :][: form.rows].view(form.trees, form.nodes).long()
+        slots = torch.where(slots < -1, -2 - slots, slots)
         steps = torch.arange(1, form.depth + 1, device=slots.device).clamp_(max=form.nodes - 1).expand_as(paths)
         sources = torch.where(paths < 0, steps, paths)
         moves = torch.stack((slots.gather(1, sources), slots.gather(1, steps)))  # [2, B, depth]

@@ -226,7 +226,7 @@ class CudaDecoder(SlotTarget):
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
         assert trees.follows is None, "the host does not know what they are behind"
         found, spans = Found(layers), list[Span]()
-        tokens, shapes = trees.to_host()[0], trees.topology()
+        tokens, shapes = [max(0, token) for token in trees.to_host()[0]], trees.topology()  # CUT: any will do
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)

@@ -62,8 +62,10 @@ def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_a
     length = tl.load(ints + lengths_at + b) + tl.where(follows < 0, 0, added)
     written = length + i
     slot = tl.load(ints + pages + written // PAGE) * PAGE + written % PAGE
-    tl.store(ints + tokens_at + row, tl.load(tree_ints + row).to(tl.int32))
-    tl.store(ints + positions_at + row, length + depth)
+    token = tl.load(tree_ints + row).to(tl.int32)
+    slot = tl.where(token < 0, -2 - slot, slot)  # a node that was cut
+    tl.store(ints + tokens_at + row, tl.maximum(token, 0))
+    tl.store(ints + positions_at + row, length + tl.where(token < 0, 0, depth))
     tl.store(ints + slots_at + row, tl.where(real > 0, slot, -1))
     ancestors = ints + ancestors_at + row * (DEPTH + 1)
     node = i
@@ -107,8 +109,8 @@ def record(tree_ints, ints, outcome, moves, last_accepted, last_tokens, last_row
     slots = ints + slots_at + moved * N
     move, step = moves + b * DEPTH + s - 1, tl.minimum(s, N - 1)
     real = tl.load(slots) >= 0  # not even the first tree, where a form is captured
-    source = tl.load(slots + tl.where(path < 0, step, path), mask=below, other=0).to(tl.int64)
-    place = tl.load(slots + step, mask=below, other=0).to(tl.int64)
+    source = slot_of(tl.load(slots + tl.where(path < 0, step, path), mask=below, other=0).to(tl.int64))
+    place = slot_of(tl.load(slots + step, mask=below, other=0).to(tl.int64))
     tl.store(move, tl.where(real, source, 0), mask=below)
     tl.store(move + move_stride, tl.where(real, place, 0), mask=below)
     if DEPTH < STEPS:
@@ -122,6 +124,12 @@ def record(tree_ints, ints, outcome, moves, last_accepted, last_tokens, last_row
         tl.store(last_accepted + b, accepted)
         tl.store(last_tokens + b * STEPS + s, tl.where(s == accepted, bonus, token), mask=steps)
         tl.store(last_rows + b * STEPS + s, b * N + tl.maximum(own, 0), mask=steps)
+
+
+@triton.jit
+def slot_of(slot):
+    """Also of a node that was cut: a path may move there."""
+    return tl.where(slot < -1, -2 - slot, slot)
 
 
 @triton.jit
