@@ -36,3 +36,18 @@ def test_what_was_looked_up_is_forgotten_when_a_round_shows_more() -> None:
     assert cost.pass_seconds(1) > before[0]
     assert cost.pass_seconds(8) > before[1]
     assert cost.pass_seconds(1, 4) != cost.pass_seconds(1, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_nodes_are_priced_by_what_was_measured(batch: int) -> None:
+    """Rounds of trees that were cut by a price take less than their rows did: that makes no node cheaper."""
+    cost = CostModel({1: 2.0, 4: 3.0, 16: 5.0, 64: 6.0})
+    price = cost.price_for_all(15, batch)
+    plain = {1: 2.0, 4: 3.0}[batch]
+    assert price[0] == 0.0
+    assert price[15] == pytest.approx({1: 5.0, 4: 6.0}[batch] / plain - 1.0)
+    assert price == tuple(sorted(price))
+    for _ in range(40):
+        cost.observe(16 * batch, 0.6 * cost.seconds[16 * batch], batch)
+    assert cost.price_for_all(15, batch) == price
+    assert cost.price(15, batch - 1) != price, "the negative control"

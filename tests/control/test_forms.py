@@ -282,3 +282,33 @@ def test_a_trial_that_was_not_launched_is_due_as_before() -> None:
         budget = controller.plan(seqs)[0] if following is None or refused else following
         assert not refused or budget == following, "the same again"
     assert trials > 1
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_drafter_that_leaves_nodes_out_is_told_their_price(stops: bool) -> None:
+    cost = CostModel({1: 2.3, 2: 2.8, 4: 3.3, 8: 3.8, 16: 4.2, 32: 5.2, 64: 6.4})
+    controller, seqs = AdaptiveController(cost, 59, 10, lambda seq: Offer(menu=MENU, stops=stops)), [FakeSeq(0, [1])]
+    for _ in range(20):
+        (budget,) = controller.plan(seqs)
+        spent = {"draft": 0.3, "pass": cost.pass_seconds(1 + budget.nodes), "host": 0.1}
+        controller.observe(Round(tuple(seqs), (budget.nodes,), (budget.depth,), (budget.depth,), spent))
+    assert budget.nodes
+    assert budget.price == (cost.price_for_all(59, 1) if stops else None)
+
+
+@pytest.mark.parametrize("rows", [0, 17])
+def test_a_tree_of_which_nothing_was_left_is_no_plain_round(rows: int) -> None:
+    """Its head was too unsure. Where there are no rows of a tree either, the drafter was not ready."""
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(menu=MENU))
+    seqs, found = [FakeSeq(0, [1])], list[float]()
+    for i in range(16):
+        (budget,) = controller.plan(seqs)
+        form = Form(budget.nodes, budget.depth, budget.width)
+        nodes, depth, tree_rows = (0, 0, rows) if i == 15 else (budget.nodes, budget.depth, 0)
+        (chooser,) = controller._choosers.values()
+        found = [chooser.acceptance.expected(form, 3.0)]
+        spent = {"draft": 0.5, "pass": 4.6, "host": 0.1}
+        controller.observe(Round(tuple(seqs), (nodes,), (depth,), (depth,), spent, tree_rows=tree_rows))
+        found.append(chooser.acceptance.expected(form, 3.0))
+    assert form.nodes
+    assert (found[1] < found[0]) == (rows > 0)

@@ -30,6 +30,7 @@ ROOT = Path(forerun.__file__).parent
 FOLDER = ROOT / "drafters" / "device"
 MEMBERS = {"needs", "menu", "is_ready", "launch", "observe", "rest", "rehearse", "forget"}
 MENU = {"forms", "seconds", "rows", "expected", "switches", "complete_to", "fitting", "holds", "knows", "drafting"}
+MENU |= {"take_price"}
 # what other folders may import: the protocol, what builds a drafter, and what heads share that the host cuts trees for
 DOORS = {("protocol", "*"), ("eagle", "on_device"), ("model", "on_device"), ("sparse", "on_device"), ("growth", "*")}
 

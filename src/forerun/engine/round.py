@@ -437,7 +437,7 @@ def outcome_of(
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    trees_of = *map(tuple, zip(*drafted, strict=True)), tuple(accepted)
+    trees_of = tuple([one[0] for one in drafted]), tuple([one[1] for one in drafted]), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, started)
 
