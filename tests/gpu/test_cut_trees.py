@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.offer import Form
+from forerun.core.params import SamplingParams
 from forerun.core.types import CUT, Budget, Needs, Round, Seq, TreeBatch, TreeForm
 from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device.drafter import OnDevice
@@ -22,6 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.round import rejected_branches
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
+from forerun.verify.warp import warp
 from tests.gpu.heads import make_head, plain_drafter, settled
 from tests.gpu.test_following import CHAIN, TREE, WIDE, Forms, Watched, make, plain_texts, requests, sampled, write
 from tests.gpu.test_grown import _grown
@@ -142,6 +144,7 @@ def test_a_part_of_a_batch_is_scored_as_a_whole(target: CudaDecoder) -> None:
 
 def test_what_was_cut_activates_no_experts_and_moves_nobody(target: CudaDecoder) -> None:
     """Rows of the kept nodes are those of the same tree alone; a path may move over places of what was cut."""
+    target.kv.data.fill_(float("nan"))
     rng, seqs = random.Random(2), [FakeSeq(i, [5, 9, 11, 40 + i] * 20, max_length=400) for i in range(2)]
     for seq in seqs:
         target.prefill([seq], Needs())
@@ -168,11 +171,22 @@ def test_what_was_cut_activates_no_experts_and_moves_nobody(target: CudaDecoder)
     roots = TreeBatch.chains([fresh.tokens[-1:]])
     both = [target.score([seq], roots, Needs()).required_logits.clone() for seq in (seqs[0], fresh)]
     torch.testing.assert_close(*both, atol=1e-4, rtol=0.0)
+    lone = _grown([([fresh.tokens[-1], *[CUT] * 6], parents)], form, "cpu")
+    target.score([fresh], lone, Needs())
+    assert target.passes.steps.active_experts() == [2, 2, 2]
     whole = target.score([fresh], _grown([([rng.randrange(50) for _ in tokens], parents)], form, "cpu"), Needs())
     assert whole.required_logits.isfinite().all()
     assert target.passes.steps.active_experts() > fewest, "the negative control: with all nodes"
     for seq in (*seqs, fresh):
         target.release(seq)
+
+
+def test_penalties_read_no_token_of_what_was_cut() -> None:
+    params, logits = SamplingParams(temperature=1.0, presence_penalty=2.0), torch.zeros(3, 9)
+    seqs, trees = [FakeSeq(0, [3, 4], params=params)], TreeBatch.trees([([4, 5, CUT], [-1, 0, 1])])
+    weights = warp(logits, seqs, trees).log_weights
+    assert weights[1, 5] == weights[2, 5] == -2.0
+    assert weights[2, -1] == 0.0
 
 
 def test_rejected_branches_are_those_that_were_put_to_the_target() -> None:
