@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.core.offer import Form
 from forerun.core.params import SamplingParams
-from forerun.core.types import CUT, Budget, Needs, Round, Seq, TreeBatch, TreeForm
+from forerun.core.types import CUT, Budget, Needs, Round, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.device import eagle as draft_runner
 from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
@@ -24,6 +24,7 @@ from forerun.engine.round import rejected_branches
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq
 from forerun.verify.warp import warp
+from tests.drafters.rounds import as_lists
 from tests.gpu.heads import make_head, plain_drafter, settled
 from tests.gpu.test_following import CHAIN, TREE, WIDE, Forms, Watched, make, plain_texts, requests, sampled, write
 from tests.gpu.test_grown import _grown
@@ -79,6 +80,31 @@ def test_texts_are_those_of_plain_decoding(
     assert engine.stats.drafted == sum(nodes for nodes, _ in priced.seen), "those that were left out do not count"
     assert all(depth <= nodes for nodes, depth in priced.seen)
     assert all(bool(depth) == bool(nodes) for nodes, depth in priced.seen)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_what_is_left_is_what_a_head_drafts_on_the_host(target: CudaDecoder, chain: bool) -> None:
+    """By the same price: as many of the best nodes as gain most beyond it."""
+    config, weights = make_head(target, borrows=True)
+    plain, sizes = plain_drafter(target, config, weights), set[int]()
+    draft = HeadDraft(*make_net(config, weights, target, None), capture=False, cuts=True)
+    drafter, rng = OnDevice(draft, lambda: plain), random.Random(4)
+    seqs = [FakeSeq(b, [rng.randrange(200) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))]
+    trees, scores = target.prefill(seqs, drafter.needs)
+    for one in (drafter, plain):
+        one.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
+    form = CHAIN if chain else WIDE
+    for each in (0.0001, 0.002, 0.004, 0.008, 0.01, 0.2):
+        budgets = [Budget(*form.sizes, price=tuple(each * nodes for nodes in range(21)))] * 2
+        grown, wanted = (one.propose(seqs, budgets) for one in (drafter, plain))
+        for mine, theirs in zip(as_lists(grown), as_lists(wanted), strict=True):
+            left = [i for i, token in enumerate(mine[0]) if token != CUT]
+            parents = [mine[1][i] for i in left]  # which of several words that are as likely, may differ
+            assert [left.index(parent) if parent >= 0 else -1 for parent in parents] == theirs[1]
+            sizes.add(len(left))
+    for seq in seqs:
+        target.release(seq)
+    assert len(sizes) >= 2, "some are cut, some are not"
 
 
 def test_negative_control_a_walk_that_enters_what_was_cut(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,8 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     config, weights = make_head(target, **more)
     plain = plain_drafter(target, config, weights)
     target.kernels, target.after.fused = "triton", True
-    drafter = OnDevice(HeadDraft(*make_net(config, weights, target), capture=False), lambda: plain)
+    draft = HeadDraft(*make_net(config, weights, target), capture=False, cuts=True)  # but nodes have no price
+    drafter = OnDevice(draft, lambda: plain)
     seqs = [FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))]
     trees, scores = target.prefill(seqs, drafter.needs)
     for one in (drafter, plain):
