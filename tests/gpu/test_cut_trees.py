@@ -83,8 +83,9 @@ def test_texts_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("chain", [False, True])
-def test_what_is_left_is_what_a_head_drafts_on_the_host(target: CudaDecoder, chain: bool) -> None:
-    """By the same price: as many of the best nodes as gain most beyond it."""
+def test_what_is_left_is_what_a_head_drafts_on_the_host(chain: bool) -> None:
+    """By the same price: as many of the best nodes as gain most beyond it. No two words are as likely."""
+    target = make_target("mixtral", "cpu")
     config, weights = make_head(target, borrows=True)
     plain, sizes = plain_drafter(target, config, weights), set[int]()
     draft = HeadDraft(*make_net(config, weights, target, None), capture=False, cuts=True)
@@ -99,11 +100,9 @@ def test_what_is_left_is_what_a_head_drafts_on_the_host(target: CudaDecoder, cha
         grown, wanted = (one.propose(seqs, budgets) for one in (drafter, plain))
         for mine, theirs in zip(as_lists(grown), as_lists(wanted), strict=True):
             left = [i for i, token in enumerate(mine[0]) if token != CUT]
-            parents = [mine[1][i] for i in left]  # which of several words that are as likely, may differ
-            assert [left.index(parent) if parent >= 0 else -1 for parent in parents] == theirs[1]
+            parents = [left.index(mine[1][i]) if i else -1 for i in left]
+            assert ([mine[0][i] for i in left], parents) == tuple(theirs)
             sizes.add(len(left))
-    for seq in seqs:
-        target.release(seq)
     assert len(sizes) >= 2, "some are cut, some are not"
 
 
