@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+from dataclasses import replace
 from math import nan
 
 import torch
 
 from forerun.api.llm import LLM
+from forerun.control.cost import CostModel
 from forerun.core.params import SamplingParams
 from forerun.core.types import Budget
 from forerun.drafters.device.plan import FORMS
@@ -54,6 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=int, default=8, help="texts that are measured on")
     add("--tokens", type=int, default=64, help="written per text")
     add("--budgets", type=int, nargs="*", help="beside 0 and the controller's own")
+    add("--cut", action="store_true", help="fixed trees too leave out nodes that do not gain what they cost")
 
 
 def measure(run: Run) -> Document:
@@ -73,6 +76,9 @@ def measure(run: Run) -> Document:
         passes[name] = measure_passes(llm.engine.target, texts)
         spent, woken = _in_short(passes[name].seconds, 1e3), _in_short(passes[name].woken)
         run.say(f"{name}: ms of a pass {spent}; woken {woken}")
+        if flags.cut:
+            price = CostModel(passes[name].seconds).price_for_all(max(NODES), 1)
+            forms = {nodes: replace(form, price=price) for nodes, form in forms.items()}
         rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), forms)
         show_rates(name, *rates[name])
         del llm
