@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 from dataclasses import replace
-from math import nan
 
 import torch
 
@@ -74,12 +73,10 @@ def measure(run: Run) -> Document:
         texts = texts or [Text(prompt, _answer(llm, prompt, flags.tokens)) for prompt in bench.prompts]
         run.say(f"{name}: loaded, texts written")
         passes[name] = measure_passes(llm.engine.target, texts)
-        spent, woken = _in_short(passes[name].seconds, 1e3), _in_short(passes[name].woken)
-        run.say(f"{name}: ms of a pass {spent}; woken {woken}")
-        if flags.cut:
-            price = CostModel(passes[name].seconds).price_for_all(max(NODES), 1)
-            forms = {nodes: replace(form, price=price) for nodes, form in forms.items()}
-        rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), forms)
+        run.say(f"{name}: ms of a pass {_in_short(passes[name].seconds, 1e3)}; woken {_in_short(passes[name].woken)}")
+        price = CostModel(passes[name].seconds).price_for_all(max(NODES), 1) if flags.cut else None
+        priced = {nodes: replace(form, price=price) for nodes, form in forms.items()}
+        rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), priced)
         show_rates(name, *rates[name])
         del llm
         gc.collect()  # on a GPU both may not fit
@@ -100,12 +97,10 @@ class Twins:
         self.place = Place(flags.device, flags.mode, flags.size)
 
     def load(self, name: str) -> LLM:
-        flags = self.flags
-        if name == MIXTURE:
-            target = make_mixture(self.checkpoint, self.others, flags.experts, flags.per_token, self.place)
-        else:
-            target = make_twin(self.checkpoint, flags.per_token, self.place)
-        return llm_of(self.checkpoint, target, flags.drafter, flags.size)
+        checkpoint, flags, place = self.checkpoint, self.flags, self.place
+        target = make_twin(checkpoint, flags.per_token, place) if name == TWIN else None
+        target = target or make_mixture(checkpoint, self.others, flags.experts, flags.per_token, place)
+        return llm_of(checkpoint, target, flags.drafter, flags.size)
 
 
 def _in_short(by_nodes: dict[int, float], unit: float = 1.0) -> str:
@@ -121,7 +116,7 @@ def show_passes(passes: dict[str, Passes], experts: int, per_token: int) -> None
     print(f"{'nodes':>5} {'woken':>6} {'chance':>7} {'mixture ms':>11} {'x':>5} {'dense ms':>9} {'x':>5}")
     for size in NODES:
         ours, theirs = mixture.seconds[size], twin.seconds[size]
-        woken, most = mixture.woken.get(size, nan), chance(experts, per_token, size)
+        woken, most = mixture.woken.get(size, float("nan")), chance(experts, per_token, size)
         print(
             f"{size:>5} {woken:>6.2f} {most:>7.2f} {ours * 1e3:>11.2f} {ours / mixture.seconds[1]:>5.2f} "
             f"{theirs * 1e3:>9.2f} {theirs / twin.seconds[1]:>5.2f}"
@@ -133,10 +128,9 @@ def show_rates(name: str, rates: dict[int, Rate], same: bool) -> None:
     print(f"{name}: budget, tokens per round, tokens per second, times plain")
     for budget, rate in rates.items():
         label = "adaptive" if budget == ADAPTIVE else str(budget)
-        ratio = rate.per_second / plain
-        print(f"  {label:>8} {rate.per_round:>6.2f} {rate.per_second:>8.1f} {ratio:>6.2f}")
-    best, last = best_budget(rates), pays_up_to(rates)
-    print(f"  best budget {best}; pays up to {last} nodes; texts {'equal' if same else 'DIFFER'}")
+        print(f"  {label:>8} {rate.per_round:>6.2f} {rate.per_second:>8.1f} {rate.per_second / plain:>6.2f}")
+    ends = f"best budget {best_budget(rates)}; pays up to {pays_up_to(rates)} nodes"
+    print(f"  {ends}; texts {'equal' if same else 'DIFFER'}")
 
 
 def document(passes: dict[str, Passes], rates: dict[str, tuple[dict[int, Rate], bool]]) -> Document:
