@@ -131,7 +131,8 @@ def test_a_convolution_has_the_bits_of_its_own_path() -> None:
         found, joined = (torch.zeros(len(rows), channels, dtype=dtype, device=device) for _ in range(2))
         kernels.short_conv[len(rows), 2](
             given, factor, given, links.to(device), weights, bias, joined, states, found, len(rows), 1e-6, 0, 16,
-            states.stride(0), layer, C=channels, BLOCK=32, K=taps, WIDTH=64, PIECES=0, PARTS=2, BIAS=True, PDL=False,
+            states.stride(0), layer, C=channels, BLOCK=32, K=taps, UP=1 << (taps - 1).bit_length(), WIDTH=64,
+            PIECES=0, PARTS=2, BIAS=True, PDL=False,
         )  # fmt: skip
         return found, joined
 

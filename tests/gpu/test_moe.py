@@ -301,7 +301,7 @@ def test_routing_kernels(
     normed, logits = torch.zeros_like(x), torch.zeros(rows, columns, device=device)
     picked = torch.zeros(rows * each, dtype=torch.int32, device=device)
     weights, gates = torch.zeros(rows * each, device=device), torch.zeros(rows, device=device)
-    order, counts = torch.full_like(picked, -1), picked.new_zeros(experts)
+    order, counts = picked.new_full((experts + rows * each, 2), -1), picked.new_zeros(experts)
     kernels.route[(rows, -(-(experts + 1) // 4))](
         x, norm, router, before, bias, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width,
         UP=64, EB=4, BIASES=biased, PDL=False,
@@ -312,11 +312,11 @@ def test_routing_kernels(
         EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SIGMOID=sigmoid, SHARED=True,
         GROUPS=groups[0], KEPT=groups[1], PDL=False,
     )  # fmt: skip
-    blocks = picked.new_full((1 + experts + rows * each // 2, 4), -1)
+    spread = int(rows * each > experts)
+    blocks = picked.new_full((1 + experts + rows * each, 2), -1)
     kernels.sort_pairs[(experts,)](
-        picked, order, counts, blocks, rows * each, E=experts, E_UP=1 << experts.bit_length(), MT=2, BLOCK=32,
-        PDL=False,
-    )  # fmt: skip
+        picked, order, counts, blocks, rows * each, 2, spread, E=experts, BLOCK=32, PDL=False
+    )
     wanted = torch.nn.functional.rms_norm(x + before if biased else x, (width,), norm, 1e-5)
     torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
     moe = MoeConfig(experts, each, 1, renormalise, None, sigmoid=sigmoid, scale=scale, groups=groups)
@@ -332,23 +332,29 @@ def test_routing_kernels(
     opened = wanted @ router[-1] + (bias[-1] if biased else 0.0)
     torch.testing.assert_close(gates, opened.sigmoid(), atol=1e-5, rtol=1e-4)
     live = [p for p, e in enumerate(picked.tolist()) if e < experts]
-    assert order[: len(live)].tolist() == sorted(live, key=lambda p: (int(picked[p]), p))
     assert counts.tolist() == torch.bincount(picked[live].long(), minlength=experts).tolist()
-    ends = counts.cumsum(0).tolist()
-    parts = [[e, p, ends[e]] for e in range(experts) for p in range(ends[e] - int(counts[e]), ends[e], 2)]
-    assert int(blocks[0, 0]) == len(parts) <= min(experts, rows * each) + rows * each // 2
-    assert blocks[1 : 1 + len(parts), :3].tolist() == parts
-    assert bool((blocks[1 + len(parts) :] == -1).all())
+    places = int(blocks[0, 0])
+    assert places <= (rows * each // 2 + experts if spread else rows * each)
+    found = list[int]()
+    for (expert, own), some in zip(blocks[1 : 1 + places].tolist(), order.tolist(), strict=False):
+        assert 0 <= own <= 2
+        assert all(int(picked[p]) == expert for p in some[:own])
+        found += some[:own]
+    assert found == sorted(live, key=lambda p: (int(picked[p]), p))
+    assert bool((blocks[1 + places :] == -1).all())
 
 
-def blocks_of(picks: Tensor, experts: int, size: int, device: torch.device | str) -> Tensor:
-    """As `sort_pairs` cuts them up."""
-    found, end = [[0, 0, 0, 0]], 0
-    for expert, count in enumerate(torch.bincount(picks, minlength=experts).tolist()):
-        found += [[expert, first, end + count, 0] for first in range(end, end + count, size)]
-        end += count
+def blocks_of(picks: Tensor, experts: int, size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Pairs and blocks as `sort_pairs` cuts them up, with places that have none."""
+    order, found = list[list[int]](), [[0, 0]]
+    for expert in range(experts):
+        pairs = (picks == expert).nonzero()[:, 0].tolist()
+        parts = [*(pairs[first : first + size] for first in range(0, len(pairs), size)), list[int]()]
+        found += [[expert, len(part)] for part in parts]
+        order += [part + [7] * (size - len(part)) for part in parts]
     found[0][0] = len(found) - 1
-    return torch.tensor([*found, [experts - 1, 0, end, 0]], dtype=torch.int32, device=device)  # the last is nobody's
+    blocks = [*found, [0, size]]  # the last is nobody's
+    return tuple(torch.tensor(one, dtype=torch.int32, device=device) for one in ([*order, order[0]], blocks))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
@@ -367,8 +373,7 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind, limit: float
     stacked = (torch.randn(experts * outputs, depth, device=device) / 7).to(dtype)
     weight = pack(stacked, kind)
     picks = torch.stack([torch.randperm(experts - 1)[:each] for _ in range(rows)]).flatten()  # nobody picks the last
-    order = picks.argsort(stable=True).to(device, torch.int32)
-    blocks = blocks_of(picks, experts, block, device)
+    order, blocks = blocks_of(picks, experts, block, device)
     columns = outputs // 2 if gated else outputs
     out = torch.full((rows * each, columns), 7.0, device=device, dtype=dtype if gated else torch.float32)
     data, scales = (weight, blocks) if isinstance(weight, Tensor) else (weight.data, weight.scales)
@@ -430,10 +435,9 @@ def test_a_product_with_four_bits_has_the_bits_of_the_same_numbers(outputs: int,
     fours = pack_fours(wide)
     assert fours is not None
     picks = torch.arange(rows) % (experts - 1)  # nobody picks the last
-    order = picks.argsort(stable=True).to(device, torch.int32)
     found = list[Tensor]()
     for four, own in ((True, block), (True, 64), (False, block)):
-        blocks = blocks_of(picks, experts, own, device)
+        order, blocks = blocks_of(picks, experts, own, device)
         data, scales = (fours.data, fours.scales) if four else (wide.to(dtype), blocks)
         found.append(torch.full((rows, outputs), 7.0, device=device))
         kernels.grouped[len(blocks) - 1, outputs // tile](

@@ -26,6 +26,9 @@ def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.conste
     m, first = tl.program_id(0), tl.program_id(1) * EB
     n, e = tl.arange(0, UP), first + tl.arange(0, EB)
     inside = n < WIDTH
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    there = (e < OUTPUTS)[:, None] & inside[None, :]
+    weights = tl.load(router + e[:, None] * WIDTH + n[None, :], mask=there, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -33,13 +36,10 @@ def route(x, norm, router, before, bias, normed, logits, eps, OUTPUTS: tl.conste
     if BIASES:
         row += tl.load(before + n, mask=inside, other=0.0)
     scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
-    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     given = (row * scale * weight).to(normed.dtype.element_ty)
     if first == 0:
         tl.store(normed + m * WIDTH + n, given, mask=inside)
-    there = (e < OUTPUTS)[:, None] & inside[None, :]
-    weights = tl.load(router + e[:, None] * WIDTH + n[None, :], mask=there, other=0.0).to(tl.float32)
-    found = tl.sum(weights * given.to(tl.float32)[None, :], 1)
+    found = tl.sum(weights.to(tl.float32) * given.to(tl.float32)[None, :], 1)
     if BIASES:
         found += tl.load(bias + e, mask=e < OUTPUTS, other=0.0)
     tl.store(logits + m * OUTPUTS_UP + e, found, mask=e < OUTPUTS)
@@ -112,43 +112,40 @@ def pick(logits, slots, correction, picked, weights, gates, scale, E: tl.constex
         tl.store(gates + m, 1.0 / (1.0 + tl.exp(-opened)))
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def sort_pairs(picked, order, found, blocks, pairs, E: tl.constexpr, E_UP: tl.constexpr, MT: tl.constexpr,
-               BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The pairs (row and rank) that picked one expert, in order, behind those of the experts before it.
+@triton.jit(do_not_specialize=["pairs", "size", "spread"])
+def sort_pairs(picked, order, found, blocks, pairs, size, spread, E: tl.constexpr, BLOCK: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+    """The pairs (row and rank) that picked one expert, in order, in blocks of `size`; `found` [E] says how many.
 
-    `found` [E]: how many there are. `blocks` [1 + .., 4]: how many blocks of up to MT pairs there are; of each its
-    expert, its first pair in `order`, and the end of that expert's pairs.
+    `blocks` [1 + .., 2]: how many places there are; of each its expert and its pairs, which are in `order` [.., size].
+    Places follow from what is before them: of as many pairs (`spread` 0), or of as many whole blocks and experts. So
+    experts need not ask each other how many blocks they have, and some places have no pairs.
     """
-    expert, at, e = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, E_UP)
-    beyond = E + at % (E_UP - E)  # places of nobody: one for all would be waited for
+    expert, at = tl.program_id(0), tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    own = expert * 0
+    before, own = expert * 0, expert * 0
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(picked + first + at, mask=first + at < pairs, other=E, cache_modifier=".cg")
+        before += tl.sum((chosen < expert).to(tl.int32), 0)
         own += tl.sum((chosen == expert).to(tl.int32), 0)
     tl.store(found + expert, own)
-    if (own > 0) | (expert == E - 1):
-        counts = tl.zeros((E_UP,), dtype=tl.int32)
-        for first in range(0, pairs, BLOCK):
-            chosen = tl.load(picked + first + at, mask=first + at < pairs, other=beyond, cache_modifier=".cg")
-            counts += tl.histogram(chosen, E_UP)
-        before = tl.sum(tl.where(e < expert, counts, 0), 0)
-        place, needed = tl.sum(tl.where(e < expert, (counts + MT - 1) // MT, 0), 0), (own + MT - 1) // MT
-        for i in range(needed):
-            one = blocks + 4 * (1 + place + i)
-            tl.store(one, expert)
-            tl.store(one + 1, before + i * MT)
-            tl.store(one + 2, before + own)
-        if expert == E - 1:
-            tl.store(blocks, place + needed)
+    place, behind = before, before + own
+    if spread > 0:
+        place, behind = before // size + expert, (before + own) // size + expert + 1
+    for i in range(behind - place):
+        tl.store(blocks + 2 * (1 + place + i), expert)
+        tl.store(blocks + 2 * (1 + place + i) + 1, tl.minimum(tl.maximum(own - i * size, 0), size))
+    if expert == E - 1:
+        tl.store(blocks, behind)
+    if own > 0:
+        line = order + place * size - 1
         for first in range(0, pairs, BLOCK):
             chosen = tl.load(picked + first + at, mask=first + at < pairs, other=E, cache_modifier=".cg")
             mine = (chosen == expert).to(tl.int32)
-            tl.store(order + before + tl.cumsum(mine, 0) - 1, first + at, mask=mine > 0)
-            before += tl.sum(mine, 0)
+            tl.store(line + tl.cumsum(mine, 0), first + at, mask=mine > 0)
+            line += tl.sum(mine, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -162,21 +159,19 @@ def grouped(rows, w, scales, bias, order, blocks, out, count, N: tl.constexpr, K
     (up + 1), both limited first. What is not a number stays so. EACH 0: one expert, for each of `count` rows.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
-    expert, first, end = block * 0, block * MT, count
+    expert, own, place = block * 0, count - block * MT, tl.arange(0, MT)
+    pair = (block * MT + place).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if EACH > 0:
-        one = blocks + 4 * (1 + block)
         filled = tl.load(blocks, cache_modifier=".cg")
-        expert, first = tl.load(one, cache_modifier=".cg"), tl.load(one + 1, cache_modifier=".cg")
-        end = tl.where(block < filled, tl.load(one + 2, cache_modifier=".cg"), 0)
-    if first < end:
-        places = first + tl.arange(0, MT)
-        live = places < end
-        pair = places.to(tl.int64)
-        if EACH > 0:
-            pair = tl.load(order + places, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+        expert = tl.load(blocks + 2 * (1 + block), cache_modifier=".cg")
+        own = tl.load(blocks + 2 * (1 + block) + 1, cache_modifier=".cg")
+        own = tl.where(block < filled, own, 0)
+        pair = tl.load(order + block * MT + place, cache_modifier=".cg").to(tl.int64)
+    if own > 0:
+        live = place < own
         n, ks = tl.arange(0, BN), tl.arange(0, BK)
         source = rows + (pair // max(1, EACH)) * K
         acc = tl.zeros((BN, MT), dtype=tl.float32)
@@ -216,9 +211,11 @@ def combine(found, weights, shared, gates, before, slots, x, out, squares, inver
     m, n = tl.program_id(0), tl.arange(0, UP)
     inside = n < WIDTH
     live = inside & (tl.load(slots + m) >= 0)  # padding: nobody wrote its experts' outputs
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg")
     total = tl.zeros((UP,), dtype=tl.float32)
     for i in tl.static_range(EACH):
         pair = (m * EACH + i).to(tl.int64)
@@ -227,13 +224,12 @@ def combine(found, weights, shared, gates, before, slots, x, out, squares, inver
     if SHARED:
         share = tl.load(gates + m, cache_modifier=".cg")
         total += share * tl.load(shared + m * WIDTH + n, mask=live, other=0.0, cache_modifier=".cg")
-    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg")
     if BIASES:  # in the order of `route`: attention's, then what the experts found
         row += tl.load(before + n, mask=live, other=0.0)
     tl.debug_barrier()  # threads share the columns of a narrow row: all must have read them before one writes
     row += tl.where(live, total, 0.0)
     tl.store(x + m * WIDTH + n, row, mask=inside)
-    scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    scaled = row * weight
     tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
     wide, tile = row.to(tl.float64), tl.arange(0, UP // BN)
     sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)

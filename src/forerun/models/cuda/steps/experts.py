@@ -24,6 +24,7 @@ ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at o
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
 BLOCKS = (16, 32, 64, 128)  # pairs of one expert that a program takes
 UNEVEN = 1.5  # times its share that an expert may get
+FEW_PAIRS = 64  # that one warp sorts
 ENOUGH = 132  # programs of a pass over one row that keep a GPU's memory busy
 
 
@@ -110,7 +111,7 @@ class ExpertBuffers:
         with torch.inference_mode(False):
             self.normed = torch.zeros(MAX_ROWS, self.width, dtype=model.dtype, device=device)
             self.logits = torch.zeros(MAX_ROWS, self.columns, device=device)
-            self.picked, self.order = ints(pairs), ints(pairs)
+            self.picked, self.order = ints(pairs), ints(pairs + (moe.experts + 1) * BLOCKS[-1])
             aligned = -(-moe.experts // 4) * 4  # or kernels would be compiled once more for some layers
             self.counts = ints(config.layers * aligned).view(config.layers, aligned)  # pairs, by layer and expert
             self.weights, self.gates = torch.zeros(pairs, device=device), torch.ones(MAX_ROWS, device=device)
@@ -118,7 +119,7 @@ class ExpertBuffers:
             self.inner = torch.zeros(inner, dtype=model.dtype, device=device)
             self.found = torch.zeros(pairs, self.width, device=device)
             self.shared = torch.zeros(MAX_ROWS if shared else 1, self.width, device=device)
-            self.blocks = ints(4 * (1 + moe.experts + pairs // BLOCKS[0]))
+            self.blocks = ints(2 * (1 + moe.experts + pairs // BLOCKS[0]))
 
     def enter(self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, layer: int) -> None:
         """Route all rows, sort them by expert, and run gate and up of every expert that was picked."""
@@ -139,9 +140,10 @@ class ExpertBuffers:
             KEPT=moe.groups[1], num_warps=1, enable_fp_fusion=False, **self.early,
         )  # fmt: skip
         pairs = rows * moe.per_token
+        few = pairs <= FEW_PAIRS
         kernels_experts.sort_pairs[(moe.experts,)](
-            self.picked, self.order, self.counts[layer], self.blocks, pairs, E=moe.experts,
-            E_UP=power_of_two(moe.experts + 1), MT=rows_per_block(pairs / moe.experts), BLOCK=1024, num_warps=4,
+            self.picked, self.order, self.counts[layer], self.blocks, pairs, rows_per_block(pairs / moe.experts),
+            int(pairs > moe.experts), E=moe.experts, BLOCK=FEW_PAIRS if few else 1024, num_warps=1 if few else 4,
             **self.early,
         )  # fmt: skip
         bias = None if biases is None else biases.gate_up
@@ -184,9 +186,10 @@ class ExpertBuffers:
         outputs, depth = weight.shape[0] // count, weight.shape[1]
         tile = choose_expert_tile(outputs, depth, self.moe.per_token if each else 1)
         block = rows_per_block(rows * (self.moe.per_token if each else 1) / count)
-        pairs = rows * self.moe.per_token
-        some = min(count, pairs)  # experts that may be picked
-        grid = some + (pairs - some) // block if each else -(-rows // block), outputs // tile.outputs
+        grid = -(-rows // block), outputs // tile.outputs
+        if each:  # places that `sort_pairs` may need
+            pairs = rows * self.moe.per_token
+            grid = (pairs if pairs <= count else pairs // block + count), grid[1]
         assert not isinstance(weight, Strips)
         data, scales = (weight, self.gates) if isinstance(weight, Tensor) else (weight.data, weight.scales)
         packed = isinstance(weight, Fours)
