@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Model
-from forerun.models.cuda.plan import TILED_QUERIES, Size
+from forerun.models.cuda.plan import SPLIT_SIZES, TILED_QUERIES, Size
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 ALL_SHARED = 192 << 10  # where there is one to each, on GPUs that have so much
@@ -176,6 +180,16 @@ def tiled_sharing(
     if full:
         return replace(how, spread=kept_in_bytes, copied=not kept_in_bytes and head_dim in COPIED)
     return replace(how, programs=programs, walked=SHORT_SPLITS)
+
+
+def copies_prompts(rows: int, config: DecoderConfig, kv: Tensor) -> bool:
+    """Does kernels/hopper/prompts.py attend in a tiled pass over so many rows of prompts, in every layer?"""
+    special = config.latent or config.varied or config.attention_softcap or any(config.windows)
+    if special or kv.dtype != torch.bfloat16 or not kv.is_cuda or torch.cuda.get_device_capability(kv.device)[0] != 9:
+        return False
+    processors = torch.cuda.get_device_properties(kv.device).multi_processor_count
+    size, each = Size(rows, rows // 8, SPLIT_SIZES[1], tiled=True), power_of_two(config.heads // config.kv_heads)
+    return tiled_sharing(size, each, config.kv_heads, config.head_dim, processors).copied
 
 
 def _rows_for(size: Size, each: int, head_dim: int) -> int:
