@@ -159,7 +159,10 @@ def _convolved(made, taps, bias, joined, own, into, place_stride, m, c, inside, 
     """The convolution of these inputs; they go to `joined`, and to place `into`."""
     t = tl.arange(0, UP)
     there = inside[None, :] & (t < K)[:, None]
-    total = tl.sum(made.to(tl.float32) * tl.load(taps + t[:, None] * C + c[None, :], mask=there, other=0.0), 0)
+    found = made.to(tl.float32) * tl.load(taps + t[:, None] * C + c[None, :], mask=there, other=0.0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(K):  # in this order; that of a sum over all would follow from how threads share a block
+        total += tl.sum(tl.where((t == i)[:, None], found, 0.0), 0)
     if BIAS:
         total += tl.load(bias + c, mask=inside, other=0.0)
     kept = own + into * place_stride + (t[:, None] - 1) * C + c[None, :]
