@@ -6,6 +6,7 @@ Runs on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.graphs import PROMPT_ROWS, menu
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
+from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Need, Plan, Size, Span, plan_pass, split_of, split_start
 from forerun.models.cuda.steps.tiles import Sharing, programs_for, tiled_sharing
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
@@ -180,6 +182,29 @@ def test_programs_of_tiled_passes_have_as_many_rows_as_groups_have_queries(size:
     assert tiled_sharing(size, 4, 8, 256, 132).rows == min(rows, 64)
     walked = tiled_sharing(size, 4, 8, 128, 132).walked
     assert walked == (size.splits if size.rows == 1024 else 0), "one program has a whole group of a prompt"
+
+
+def _first_fitting(sizes: list[Size], need: Need) -> Size:
+    return next(size for size in sizes if need.fits(size))
+
+
+def test_passes_over_prompts_are_tiled_where_the_copy_engine_takes_them_whatever_they_reach() -> None:
+    def copied(rows: int, each: int, heads: int, in_bytes: bool = False) -> bool:
+        return tiled_sharing(
+            Size(rows, rows // 8, 32, tiled=True), each, heads, 128, 132, kept_in_bytes=in_bytes
+        ).copied
+
+    assert [rows for rows in PROMPT_ROWS if copied(rows, 8, 2)] == [1024], "the 1.5B"
+    assert [rows for rows in PROMPT_ROWS if copied(rows, 4, 8)] == [512, 768, 1024], "the 8B"
+    assert not copied(1024, 4, 8, in_bytes=True)
+    span = Span([1] * 600, chain_of(600), [*range(40)], 1500)
+    for prompts in (False, True):
+        jobs = [*menu(4096, 32, 512 if prompts else MAX_ROWS + 1)]
+        sizes = [size for size, scored in jobs if not scored]
+        plan = plan_pass([span], 16, partial(_first_fitting, sizes), tiled_nodes=32, prompts=prompts)
+        assert (plan.size.tiled, plan.size.rows, plan.size.splits) == (prompts, 768, 32)
+        assert [size.rows for size, scored in jobs if size.tiled] == ([512, 768, 1024] if prompts else [])
+    assert not plan_pass([replace(span, length=0)], 16, tiled_nodes=32, prompts=True).size.tiled, "a short one"
 
 
 def test_keys_and_values_of_8_bits_are_read_by_single_warps_where_there_are_enough_and_spread_for_prompts() -> None:

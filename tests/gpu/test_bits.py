@@ -105,6 +105,20 @@ def test_a_large_tree_behind_a_long_context_beside_a_prompt_has_the_bits_of_its_
     assert not torch.equal(changed[0], single[0]), "one token of 5,000 changes nothing"
 
 
+@pytest.mark.parametrize("name", ["large", "xl-context"])
+def test_prompts_that_are_tiled_however_far_they_reach_leave_the_same_bits(name: str) -> None:
+    need_cuda()
+    tokens, found = _text(random.Random(3), 1950), list[Tensor]()
+    for rows, some in ((MAX_ROWS + 1, tokens), (64, tokens), (64, [5, *tokens[1:]])):
+        target = make_target(name, "cuda", torch.bfloat16, "triton")
+        target.passes.tiled_prompts = rows
+        seq = FakeSeq(1, some, max_length=2000)
+        target.prefill([seq], Needs())
+        found.append(_score(target, [seq], TreeBatch.chains([some[-1:]])))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2]), "one token of 1,950 changes nothing"
+
+
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -122,9 +123,9 @@ def launched(draft: HeadDraft, seqs: Sequence[Seq], budget: Budget) -> TreeBatch
 class Batch:
     """Rounds without an engine: a target, a head on the device, the same head as everywhere, and some sequences."""
 
-    def __init__(self, device: str = "cpu", layers: int = 1) -> None:
+    def __init__(self, device: str = "cpu", layers: int = 1, **more: Any) -> None:
         self.target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
-        self.ours, self.plain = both_drafters(self.target, depth=layers)
+        self.ours, self.plain = both_drafters(self.target, depth=layers, **more)
         self.seqs: list[FakeSeq] = []
         self.joined = 0
 

@@ -301,18 +301,22 @@ def test_routing_kernels(
     normed, logits = torch.zeros_like(x), torch.zeros(rows, columns, device=device)
     picked = torch.zeros(rows * each, dtype=torch.int32, device=device)
     weights, gates = torch.zeros(rows * each, device=device), torch.zeros(rows, device=device)
-    order, (starts, ends) = torch.full_like(picked, -1), picked.new_zeros(2, experts)
+    order, counts = picked.new_full((experts + rows * each, 2), -1), picked.new_zeros(experts)
     kernels.route[(rows, -(-(experts + 1) // 4))](
         x, norm, router, before, bias, normed, logits, 1e-5, OUTPUTS=experts + 1, OUTPUTS_UP=columns, WIDTH=width,
-        UP=64, EB=4, BIASES=biased,
+        UP=64, EB=4, BIASES=biased, PDL=False,
     )  # fmt: skip
     correction, scale = torch.randn(experts, device=device), 1.7 if sigmoid else 1.0
     kernels.pick[(rows,)](
         logits, slots, correction, picked, weights, gates, scale, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
         EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SIGMOID=sigmoid, SHARED=True,
-        GROUPS=groups[0], KEPT=groups[1],
+        GROUPS=groups[0], KEPT=groups[1], PDL=False,
     )  # fmt: skip
-    kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
+    spread = int(rows * each > experts)
+    blocks = picked.new_full((1 + experts + rows * each, 2), -1)
+    kernels.sort_pairs[(experts,)](
+        picked, order, counts, blocks, rows * each, 2, spread, E=experts, BLOCK=32, PDL=False
+    )
     wanted = torch.nn.functional.rms_norm(x + before if biased else x, (width,), norm, 1e-5)
     torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
     moe = MoeConfig(experts, each, 1, renormalise, None, sigmoid=sigmoid, scale=scale, groups=groups)
@@ -328,10 +332,29 @@ def test_routing_kernels(
     opened = wanted @ router[-1] + (bias[-1] if biased else 0.0)
     torch.testing.assert_close(gates, opened.sigmoid(), atol=1e-5, rtol=1e-4)
     live = [p for p, e in enumerate(picked.tolist()) if e < experts]
-    assert order[: len(live)].tolist() == sorted(live, key=lambda p: (int(picked[p]), p))
-    for e in range(experts):
-        assert all(int(picked[p]) == e for p in order[int(starts[e]) : int(ends[e])].tolist())
-    assert int(ends[-1]) == len(live)
+    assert counts.tolist() == torch.bincount(picked[live].long(), minlength=experts).tolist()
+    places = int(blocks[0, 0])
+    assert places <= (rows * each // 2 + experts if spread else rows * each)
+    found = list[int]()
+    for (expert, own), some in zip(blocks[1 : 1 + places].tolist(), order.tolist(), strict=False):
+        assert 0 <= own <= 2
+        assert all(int(picked[p]) == expert for p in some[:own])
+        found += some[:own]
+    assert found == sorted(live, key=lambda p: (int(picked[p]), p))
+    assert bool((blocks[1 + places :] == -1).all())
+
+
+def blocks_of(picks: Tensor, experts: int, size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Pairs and blocks as `sort_pairs` cuts them up, with places that have none."""
+    order, found = list[list[int]](), [[0, 0]]
+    for expert in range(experts):
+        pairs = (picks == expert).nonzero()[:, 0].tolist()
+        parts = [*(pairs[first : first + size] for first in range(0, len(pairs), size)), list[int]()]
+        found += [[expert, len(part)] for part in parts]
+        order += [part + [7] * (size - len(part)) for part in parts]
+    found[0][0] = len(found) - 1
+    blocks = [*found, [0, size]]  # the last is nobody's
+    return tuple(torch.tensor(one, dtype=torch.int32, device=device) for one in ([*order, order[0]], blocks))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
@@ -350,16 +373,14 @@ def test_grouped_product(gated: bool, block: int, kind: WeightKind, limit: float
     stacked = (torch.randn(experts * outputs, depth, device=device) / 7).to(dtype)
     weight = pack(stacked, kind)
     picks = torch.stack([torch.randperm(experts - 1)[:each] for _ in range(rows)]).flatten()  # nobody picks the last
-    order = picks.argsort(stable=True).to(device, torch.int32)
-    counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
-    starts = torch.cat((counts.new_zeros(1), counts[:-1]))
+    order, blocks = blocks_of(picks, experts, block, device)
     columns = outputs // 2 if gated else outputs
     out = torch.full((rows * each, columns), 7.0, device=device, dtype=dtype if gated else torch.float32)
-    data, scales = (weight, counts) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+    data, scales = (weight, blocks) if isinstance(weight, Tensor) else (weight.data, weight.scales)
     bias = torch.randn(experts * outputs, device=device)
-    kernels.grouped[(-(-rows // block), outputs // 16, experts)](
-        given, data, scales, bias, order, starts, counts, out, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
-        GATED=gated, LIMIT=limit, ALPHA=1.702, W8=kind != "plain", W4=False, BIASES=limit > 0,
+    kernels.grouped[len(blocks) - 1, outputs // 16](
+        given, data, scales, bias, order, blocks, out, 0, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
+        GATED=gated, LIMIT=limit, ALPHA=1.702, W8=kind != "plain", W4=False, BIASES=limit > 0, PDL=False,
     )  # fmt: skip
     wide = stacked if isinstance(weight, Tensor) else weight[torch.arange(experts * outputs, device=device)]
     for pair, expert in enumerate(picks.tolist()):
@@ -414,15 +435,14 @@ def test_a_product_with_four_bits_has_the_bits_of_the_same_numbers(outputs: int,
     fours = pack_fours(wide)
     assert fours is not None
     picks = torch.arange(rows) % (experts - 1)  # nobody picks the last
-    order = picks.argsort(stable=True).to(device, torch.int32)
-    counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
-    starts, found = torch.cat((counts.new_zeros(1), counts[:-1])), list[Tensor]()
+    found = list[Tensor]()
     for four, own in ((True, block), (True, 64), (False, block)):
-        data, scales = (fours.data, fours.scales) if four else (wide.to(dtype), counts)
+        order, blocks = blocks_of(picks, experts, own, device)
+        data, scales = (fours.data, fours.scales) if four else (wide.to(dtype), blocks)
         found.append(torch.full((rows, outputs), 7.0, device=device))
-        kernels.grouped[(-(-rows // own), outputs // tile, experts)](
-            given, data, scales, scales, order, starts, counts, found[-1], N=outputs, K=depth, BN=tile, BK=32,
-            MT=own, EACH=1, GATED=False, LIMIT=0.0, ALPHA=1.0, W8=False, W4=four, BIASES=False,
+        kernels.grouped[len(blocks) - 1, outputs // tile](
+            given, data, scales, scales, order, blocks, found[-1], 0, N=outputs, K=depth, BN=tile, BK=32,
+            MT=own, EACH=1, GATED=False, LIMIT=0.0, ALPHA=1.0, W8=False, W4=four, BIASES=False, PDL=False,
         )  # fmt: skip
     torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-5)
     if not INTERPRETED:  # numpy's sums have another order
@@ -496,7 +516,7 @@ def test_combining_kernel(biased: bool) -> None:
     squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
     kernels.combine[(rows,)](
         found, weights, shared, gates, before, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=64,
-        BN=tile, TILES_UP=32, EACH=each, SHARED=True, BIASES=biased,
+        BN=tile, TILES_UP=32, EACH=each, SHARED=True, BIASES=biased, PDL=False,
     )  # fmt: skip
     torch.testing.assert_close(x, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, wanted * norm, atol=1e-5, rtol=1e-5)
@@ -524,7 +544,8 @@ def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
         x.copy_(start)
         kernels.combine[(rows,)](
             found, weights, found, inverses, norm, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=up,
-            BN=tile, TILES_UP=32, EACH=each, SHARED=False, BIASES=False, num_warps=8, enable_fp_fusion=False,
+            BN=tile, TILES_UP=32, EACH=each, SHARED=False, BIASES=False, PDL=False, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
         wanted = x.double().square().view(rows, -1, tile).sum(-1)
         wrong += ((squares[:, : width // tile] - wanted).abs() > 1e-9 * wanted).any(-1).sum()
@@ -551,13 +572,13 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     steps.gate(run, index)
     steps.leave_mlp(run, index)
     wanted = buffers.x[:rows].clone()
-    room, x = ExpertBuffers(model), start.clone()
+    room, x = ExpertBuffers(model, pdl=False), start.clone()
     squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
     left = Left(
         torch.zeros(rows, x.shape[1], dtype=dtype, device=device), squares, squares.new_zeros(rows).float(), tile
     )
     room.enter(run, x, layer.mlp_norm, layer.experts, eps, index)
-    room.leave(run, x, model.next_norm(index), layer.experts, eps, left, index)
+    room.leave(run, x, model.next_norm(index), layer.experts, eps, left)
     assert room.active_experts() == steps.active_experts()
     assert room.active_experts()[index] > 2
     most = 1e-4 if INTERPRETED else 0.1

@@ -161,7 +161,7 @@ def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, m
         nets.append(make_net(*make_head(target, **more), target, "int8")[0])
     got, wanted = (_head_logits(net, 100) for net in nets)
     off = float((got - wanted).norm() / wanted.norm())
-    assert off < 0.03, f"off by {off:.1%}"
+    assert off < (0.05 if "depth" in more else 0.03), f"off by {off:.1%}"
     for count in (1, 8, 9, 33, 64):
         assert torch.equal(_head_logits(nets[0], count), got[:count]), f"bits differ at {count} rows"
 

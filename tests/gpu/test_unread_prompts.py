@@ -13,6 +13,7 @@ from forerun.core.types import Budget, Prompts, Request, TreeBatch, Verdict
 from forerun.drafters.device import features as unread_prompts
 from forerun.drafters.device.features import ROOM, FeatureRows
 from forerun.drafters.device.protocol import Unread
+from forerun.drafters.heads import base as heads
 from forerun.engine.engine import Engine
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.testing import FakeSeq
@@ -145,6 +146,34 @@ def test_many_rows_are_read_at_once(layers: int, monkeypatch: pytest.MonkeyPatch
     batch.join(80, MAX_ROWS + 30, longest=1400)
     assert sum(passes) == 99 + 149 + 79 + MAX_ROWS + 29
     batch.round(Budget(5, 5))
+
+
+@LAYERS
+@pytest.mark.parametrize("less", [0, 15])
+def test_a_head_with_windows_reads_the_end_of_a_long_prompt(
+    layers: int, less: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that came in pieces; with fewer rows yet drafts are others."""
+    monkeypatch.setattr(heads, "SURPLUS", 1)
+    batch = Batch(layers=layers, window=20, windowed=(True,) * layers)
+    rows = batch.ours.draft.rows
+    most = 1 + 19 * layers
+    assert rows.prompts._depends_on == batch.plain._depends_on == most
+    rows.prompts._depends_on = most - less
+    passes = read_passes(rows, monkeypatch)
+    batch.join(300, 5, 30)
+    new = FakeSeq(7, [(11 * j) % VOCAB for j in range(150)], max_length=400)
+    for some in (40, 25, 90):
+        beside(batch, [new], some)
+    assert rows.prompts.rows == sum(min(count, most - less) for count in (299, 29, 149))
+    batch.seqs.append(new)
+    ours, plain = batch.draft(Budget(8, 3, 3))
+    assert passes[0] == sum(min(count, most - less) for count in (299, 29, 149))
+    assert (as_lists(ours) == as_lists(plain)) == (not less)
+    for _ in range(0 if less else 2):
+        batch.end_round(ours)
+        ours, plain = batch.draft(Budget(8, 3, 3))
+        assert as_lists(ours) == as_lists(plain)
 
 
 def test_a_prompt_that_nobody_read_shows_in_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ pass is planned as a target's is, each sequence a chain behind the rows that wer
 
 While many requests wait for their first token nothing is drafted, and they would wait for the head's reading too: so
 rows of prompts are kept as the target's pass has left them, in copies that nobody overwrites, and read before the first
-draft of their sequence. Of each sequence they are one span, in the order of its tokens.
+draft of their sequence. Of each sequence they are one span, in the order of its tokens. A head with windows is given no
+more of a long prompt than its next draft depends on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from forerun.drafters.base import committed_tokens
 from forerun.drafters.device.growth import Settings, settings_of
 from forerun.drafters.device.head import FeatureFusion, HeadNet, append_decided, copy_rows
 from forerun.drafters.device.plan import DEEPEST, PLACES, ROOM, Lane
+from forerun.drafters.heads import base as heads
 from forerun.models.cuda.device_trees import LastRound
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
@@ -172,10 +174,22 @@ class UnreadPrompt:
     after: list[int] = field(default_factory=list)  # the token after each row
     parts: list[Part] = field(default_factory=list)
 
+    def keep_last(self, count: int) -> None:
+        """Forget all rows but about so many, where no draft will depend on them: nobody will see their slots."""
+        surplus = len(self.after) - count
+        if surplus < heads.SURPLUS:
+            return
+        self.first, self.after = self.first + surplus, self.after[surplus:]
+        parts, self.parts = self.parts, []
+        for layers, first, end in parts:
+            if surplus < end - first:
+                self.parts.append((layers, first + surplus, end))
+            surplus = max(0, surplus - (end - first))
+
 
 class UnreadPrompts:
     def __init__(self, reader: RowReader) -> None:
-        self._reader = reader
+        self._reader, self._depends_on = reader, reader.net.depends_on
         self._unread: dict[int, UnreadPrompt] = {}
 
     @property
@@ -192,6 +206,8 @@ class UnreadPrompts:
         assert one.first + len(one.after) == first, "rows of a prompt follow each other"
         one.after += after
         one.parts.append(part)
+        if self._depends_on is not None:
+            one.keep_last(self._depends_on)
         if self.rows > MOST_UNREAD:
             self.read([each.state for each in self._unread.values()])
 

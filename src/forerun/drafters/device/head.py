@@ -329,7 +329,8 @@ class HeadNet:
         self.pool = PagePool(pages_for(kv_slots))  # nobody shares a head's pages: only hidden rows are shared
         with torch.inference_mode(False):
             shape = len(model.layers), 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
-            self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
+            # slots of rows that no draft depends on are never written, and read as part of a page: zeros are harmless
+            self.kv = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.steps: PlainHeadSteps | FusedHeadSteps
         if kernels == "triton":
             from forerun.drafters.device.fused_head import CompiledHeadSteps, FusedHeadSteps
@@ -338,6 +339,12 @@ class HeadNet:
             self.steps = made(model, self.buffers, self.kv)
         else:
             self.steps = PlainHeadSteps(model, self.buffers, self.kv)
+
+    @property
+    def depends_on(self) -> int | None:
+        """Rows, the last one included, that a draft behind the last row depends on; None = all."""
+        windows = self.model.config.windows
+        return None if None in windows else 1 + sum((window or 1) - 1 for window in windows)
 
     @property
     def out(self) -> Tensor:

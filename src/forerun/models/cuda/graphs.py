@@ -34,6 +34,7 @@ from forerun.models.cuda.device_trees import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, complete_roots
 from forerun.models.cuda.plan import (
+    MAX_ROWS,
     NARROW,
     ROW_SIZES,
     SHORT,
@@ -45,6 +46,7 @@ from forerun.models.cuda.plan import (
     round_up,
     splits_to,
 )
+from forerun.models.cuda.steps.tiles import copies_prompts
 
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
@@ -78,6 +80,8 @@ class Passes:
         """`kv`: where keys and values are."""
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self._kv = kv
+        copied = [] if kv is None else [rows for rows in PROMPT_ROWS if copies_prompts(rows, model.config, kv)]
+        self.tiled_prompts = copied[0] if copied and capture else MAX_ROWS + 1  # see `menu`
         self.few_first = False  # does `warm_up` leave most for later?
         self._waiting: set[_Key] = set()  # those that it has left
         self.plain = PlainResults(buffers)
@@ -110,7 +114,7 @@ class Passes:
             return []
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         self.compile(max_length, prompts_only)
-        jobs = [job for job in menu(max_length, self.grown.tiled_nodes) if not (prompts_only and job[1])]
+        jobs = [job for job in self._menu(max_length) if not (prompts_only and job[1])]
         keys = [_Key(size, self._layers, scored, adapted=kind) for kind in self.kinds() for size, scored in jobs]
         left = [key for key in keys if self.few_first and key not in self._graphs and not _is_first(key)]
         self._waiting = {*left}
@@ -142,7 +146,7 @@ class Passes:
         some, what = one_of_each_kind(self.model.layers), self.what("passes", *which)
 
         def launch() -> None:
-            for size, scored in menu(max_length, self.grown.tiled_nodes):
+            for size, scored in self._menu(max_length):
                 if not (prompts_only and scored):
                     self.buffers.send(padding(size))
                     for adapted in self.kinds():
@@ -177,6 +181,9 @@ class Passes:
     def padded(self, plan: Plan, adapted: bool) -> Plan:
         """A plan of padding, as one whose rows have adapters perhaps."""
         return replace(plan, units=self.buffers.adapters.padding(plan.size.rows)) if adapted else plan
+
+    def _menu(self, max_length: int) -> Iterator[Job]:
+        return menu(max_length, self.grown.tiled_nodes, self.tiled_prompts)
 
     def _forget_adapted(self) -> None:
         """Stacks of adapters have moved."""
@@ -282,8 +289,10 @@ def _is_first(key: _Key) -> bool:
     return key.scored > 0 and key.size.rows <= NARROW and key.size.splits <= SPLIT_SIZES[0]
 
 
-def menu(max_length: int, tiled_nodes: int = 0) -> Iterator[Job]:
+def menu(max_length: int, tiled_nodes: int = 0, tiled_prompts: int = MAX_ROWS + 1) -> Iterator[Job]:
     """Sizes to capture; `tiled_nodes` of a sequence attend together in tiled passes, 0 = there are none.
+
+    Passes over prompts alone are tiled from `tiled_prompts` rows on, also where others are not.
 
     Rows of different sequences attend in groups of their own: lone roots need a group each, nodes of a tree that
     branches one each and some more, chunks of prompts few. Empty groups cost time where there are many, so larger
@@ -302,6 +311,7 @@ def menu(max_length: int, tiled_nodes: int = 0) -> Iterator[Job]:
                 for scored in scored_rows(rows):
                     yield size, scored
         for rows in PROMPT_ROWS:
+            tiled = tiled_nodes > 0 and (splits > SHORT or (rows >= tiled_prompts and splits > SPLIT_SIZES[0]))
             yield Size(rows, max(16, rows // 8), splits, tiled=tiled), 0
 
 

@@ -257,16 +257,17 @@ def plan_pass(
     roots: Sequence[Root] = (),
     added: int = 0,
     tiled_nodes: int = 0,
+    prompts: bool = False,
 ) -> Plan:
     """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take.
 
-    `tiled_nodes`: the same in a tiled pass, 0 = none is. Roots may turn out to be so much further back than is said
-    (`added`).
+    `tiled_nodes`: the same in a tiled pass, 0 = none is; `prompts`: it need not be far for that, see `menu`. Roots may
+    turn out to be so much further back than is said (`added`).
     """
     lone = Roots(roots) if roots else None
     first, farthest = (lone.count, int(lone.lengths.max()) + added) if lone else (0, 0)
     farthest = max((farthest, *(span.farthest for span in spans)))
-    tiled = tiled_nodes > 0 and is_far(farthest)
+    tiled = tiled_nodes > 0 and (is_far(farthest) or (prompts and splits_to(farthest) > SPLIT_SIZES[0]))
     rows = Rows(first, pages=lone.pages if lone else [], tiled=tiled)
     for span in spans:
         rows.add(span, tiled_nodes if tiled else group_nodes)

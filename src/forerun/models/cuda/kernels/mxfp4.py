@@ -72,8 +72,8 @@ def multiply(acc, weights, scales, source, live, expert, first, N: tl.constexpr,
         inside, beyond = live[:, None], live[:, None]
         if STEP * STEPS != K:
             inside, beyond = inside & (k < K)[None, :], beyond & (k + STEP // 2 < K)[None, :]
-        left = tl.load(given + step * STEP, mask=inside, other=0.0)
-        right = tl.load(given + step * STEP + STEP // 2, mask=beyond, other=0.0)
+        left = tl.load(given + step * STEP, mask=inside, other=0.0, cache_modifier=".cg")
+        right = tl.load(given + step * STEP + STEP // 2, mask=beyond, other=0.0, cache_modifier=".cg")
         both = tl.reshape(tl.broadcast_to(both[:, :, None], (BN, 2, STEP // 16)), (BN, STEP // 8))
         some, others = _widened(packed, both)
         acc = tl.dot(some.to(left.dtype), tl.trans(left), acc)

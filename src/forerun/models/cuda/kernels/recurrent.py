@@ -115,42 +115,68 @@ def _factor(inverses, squares, m, square_stride, eps, WIDTH: tl.constexpr, PIECE
 
 
 @triton.jit
-def _convolved(parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride,
-               m, c, inside, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
-               WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
-               GATED: tl.constexpr):  # fmt: skip
-    """Channels c of the convolution of row m along its own path; its inputs go to `joined`, and to its place `into`.
+def _window(links, inverses, squares, square_stride, eps, m, K: tl.constexpr, UP: tl.constexpr, WIDTH: tl.constexpr,
+            PIECES: tl.constexpr):  # fmt: skip
+    """Of the K inputs that row m is convolved with: which they are, as `_above` says it, and the factors of rows."""
+    t = tl.arange(0, UP)
+    row, beyond = m + t * 0, t * 0
+    for step in tl.static_range(K - 1):
+        moves = t < K - 1 - step
+        row = tl.where(moves & (row >= 0), tl.load(links + tl.maximum(row, 0)), row)
+        beyond += (moves & (row < 0)).to(tl.int32)
+    at = tl.maximum(row, 0)
+    if PIECES == 0:
+        factor = tl.load(inverses + at, cache_modifier=".cg")
+    else:
+        places = squares + at[:, None] * square_stride + tl.arange(0, PIECES)[None, :]
+        factor = tl.rsqrt(tl.sum(tl.load(places, cache_modifier=".cg"), 1).to(tl.float32) / WIDTH + eps)
+    return row, beyond, factor
 
-    Inputs are the first C of N sums of a row; GATED: times the last C of them. `own`: a layer's inputs in place 0.
+
+@triton.jit
+def _inputs(parts, stride, joined, own, place_stride, row, beyond, factor, c, inside, N: tl.constexpr, C: tl.constexpr,
+            BLOCK: tl.constexpr, K: tl.constexpr, UP: tl.constexpr, PARTS: tl.constexpr,
+            GATED: tl.constexpr):  # fmt: skip
+    """[UP, BLOCK] channels c of what `_window` found: the first C of N sums of a row; GATED: times the last C of them.
+
+    `own`: a layer's inputs in place 0. All is loaded before anything is stored, which later loads would wait for.
     """
-    zeros = tl.zeros((BLOCK,), dtype=tl.float32)
-    total = zeros
-    for t in tl.static_range(K):
-        row, beyond = _above(links, m, K - 1 - t)
-        here = inside & (row >= 0)
-        at = tl.maximum(row, 0)
-        factor = _factor(inverses, squares, at, square_stride, eps, WIDTH, PIECES)
-        place = at.to(tl.int64) * N + c
-        given = _added_up(parts, place, here, stride, zeros, PARTS) * factor
-        if GATED:
-            given = given * (_added_up(parts, place + 2 * C, here, stride, zeros, PARTS) * factor)
-        made = given.to(joined.dtype.element_ty)
-        back = own + c + (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
-        made = tl.where(row >= 0, made, tl.load(back, mask=inside & (row < 0), other=0.0))
-        total += made.to(tl.float32) * tl.load(taps + t * C + c, mask=inside, other=0.0)
-        if t > 0:
-            tl.store(own + into * place_stride + (t - 1) * C + c, made, mask=inside & (into >= 0))
-        if t == K - 1:
-            tl.store(joined + m.to(tl.int64) * C + c, made, mask=inside)
+    zeros, t = tl.zeros((UP, BLOCK), dtype=tl.float32), tl.arange(0, UP)
+    there = inside[None, :] & (t < K)[:, None]
+    here = there & (row >= 0)[:, None]
+    place = tl.maximum(row, 0).to(tl.int64)[:, None] * N + c[None, :]
+    given = _added_up(parts, place, here, stride, zeros, PARTS) * factor[:, None]
+    if GATED:
+        given = given * (_added_up(parts, place + 2 * C, here, stride, zeros, PARTS) * factor[:, None])
+    back = (-1 - tl.minimum(row, -1)).to(tl.int64) * place_stride + tl.maximum(K - 1 - beyond, 0) * C
+    kept = tl.load(own + back[:, None] + c[None, :], mask=there & (row < 0)[:, None], other=0.0)
+    return tl.where((row >= 0)[:, None], given.to(joined.dtype.element_ty), kept)
+
+
+@triton.jit
+def _convolved(made, taps, bias, joined, own, into, place_stride, m, c, inside, C: tl.constexpr, BLOCK: tl.constexpr,
+               K: tl.constexpr, UP: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """The convolution of these inputs; they go to `joined`, and to place `into`."""
+    t = tl.arange(0, UP)
+    there = inside[None, :] & (t < K)[:, None]
+    found = made.to(tl.float32) * tl.load(taps + t[:, None] * C + c[None, :], mask=there, other=0.0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(K):  # in this order; that of a sum over all would follow from how threads share a block
+        total += tl.sum(tl.where((t == i)[:, None], found, 0.0), 0)
     if BIAS:
         total += tl.load(bias + c, mask=inside, other=0.0)
+    kept = own + into * place_stride + (t[:, None] - 1) * C + c[None, :]
+    tl.store(kept, made, mask=there & (t > 0)[:, None] & (into >= 0))
+    line = joined + m.to(tl.int64) * C + t[:, None] * 0 + c[None, :]
+    tl.store(line, made, mask=there & (t == K - 1)[:, None])
     return total
 
 
 @triton.jit(do_not_specialize=["APART", "layer"])
 def short_conv(parts, inverses, squares, links, taps, bias, joined, states, out, APART, eps, square_stride, room,
-               place_stride, layer, C: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-               PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+               place_stride, layer, C: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, UP: tl.constexpr,
+               WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
     """Some channels of one row of LFM2's convolution between two gates, along the row's own path.
 
     `parts` [PARTS, APART, 3 C]; `links` [.., room] parents and where states go (models/cuda/states.py); `taps` [K, C];
@@ -162,9 +188,11 @@ def short_conv(parts, inverses, squares, links, taps, bias, joined, states, out,
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     into = tl.load(links + room + m).to(tl.int64)
-    total = _convolved(parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined,
-                       states + layer.to(tl.int64) * ((K - 1) * C), place_stride, m, c, inside, 3 * C, C, BLOCK, K,
-                       WIDTH, PIECES, PARTS, BIAS, True)  # fmt: skip
+    own = states + layer.to(tl.int64) * ((K - 1) * C)
+    row, beyond, factors = _window(links, inverses, squares, square_stride, eps, m, K, UP, WIDTH, PIECES)
+    made = _inputs(parts, stride, joined, own, place_stride, row, beyond, factors, c, inside, 3 * C, C, BLOCK, K, UP,
+                   PARTS, True)  # fmt: skip
+    total = _convolved(made, taps, bias, joined, own, into, place_stride, m, c, inside, C, BLOCK, K, UP, BIAS)
     factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
     zeros = tl.zeros((BLOCK,), dtype=tl.float32)
     behind = _added_up(parts, m.to(tl.int64) * (3 * C) + C + c, inside, stride, zeros, PARTS) * factor
@@ -187,8 +215,9 @@ def _softplus(x):
 def prepare(parts, inverses, squares, links, taps, bias, joined, states, rates, step_bias, out, APART, eps,
             square_stride, room, place_stride, layer, wide, least, N: tl.constexpr, C: tl.constexpr,
             HEADS: tl.constexpr, SHARED: tl.constexpr, IN_TURNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-            KEYS_UP: tl.constexpr, VALUES_UP: tl.constexpr, DELTA: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-            PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            KEYS_UP: tl.constexpr, VALUES_UP: tl.constexpr, DELTA: tl.constexpr, K: tl.constexpr, UP: tl.constexpr,
+            WIDTH: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
     """What one head of one row reads and writes, as mixers.Memory lays it out: `out` [rows, wide] of this layer.
 
     SHARED heads of keys and queries, the first ones of what is convolved (DELTA) or the last (Mamba-2).
@@ -208,19 +237,14 @@ def prepare(parts, inverses, squares, links, taps, bias, joined, states, rates, 
         value_at, key_at = head * VALUES, HEADS * VALUES + source * KEYS
         query_at = key_at + SHARED * KEYS
     own = states + layer.to(tl.int64) * ((K - 1) * C)
-    asked = _convolved(
-        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
-        query_at + key, there, N, C, KEYS_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
-    )  # fmt: skip
-    under = _convolved(
-        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
-        key_at + key, there, N, C, KEYS_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
-    )  # fmt: skip
-    said = _convolved(
-        parts, stride, inverses, squares, square_stride, eps, links, into, taps, bias, joined, own, place_stride, m,
-        value_at + value, here, N, C, VALUES_UP, K, WIDTH, PIECES, PARTS, BIAS, False,
-    )  # fmt: skip
-    asked, under, said = _silu(asked, joined), _silu(under, joined), _silu(said, joined)
+    row, beyond, factors = _window(links, inverses, squares, square_stride, eps, m, K, UP, WIDTH, PIECES)
+    q, k, v = query_at + key, key_at + key, value_at + value
+    asked = _inputs(parts, stride, joined, own, place_stride, row, beyond, factors, q, there, N, C, KEYS_UP, K, UP,
+                    PARTS, False)  # fmt: skip
+    under = _inputs(parts, stride, joined, own, place_stride, row, beyond, factors, k, there, N, C, KEYS_UP, K, UP,
+                    PARTS, False)  # fmt: skip
+    said = _inputs(parts, stride, joined, own, place_stride, row, beyond, factors, v, here, N, C, VALUES_UP, K, UP,
+                   PARTS, False)  # fmt: skip
     factor = _factor(inverses, squares, m, square_stride, eps, WIDTH, PIECES)
     steps = parts + m.to(tl.int64) * N + C + HEADS * VALUES + head
     step, last = 0.0, 0.0
@@ -229,6 +253,10 @@ def prepare(parts, inverses, squares, links, taps, bias, joined, states, rates, 
         if DELTA:
             last += tl.load(steps + i * stride + HEADS, cache_modifier=".cg")
     step, last = (step * factor).to(joined.dtype.element_ty).to(tl.float32), (last * factor).to(joined.dtype.element_ty)
+    asked = _convolved(asked, taps, bias, joined, own, into, place_stride, m, q, there, C, KEYS_UP, K, UP, BIAS)
+    under = _convolved(under, taps, bias, joined, own, into, place_stride, m, k, there, C, KEYS_UP, K, UP, BIAS)
+    said = _convolved(said, taps, bias, joined, own, into, place_stride, m, v, here, C, VALUES_UP, K, UP, BIAS)
+    asked, under, said = _silu(asked, joined), _silu(under, joined), _silu(said, joined)
     if DELTA:
         asked = asked * tl.rsqrt(tl.sum(asked * asked, 0) + 1e-6) * (KEYS**-0.5)
         under = under * tl.rsqrt(tl.sum(under * under, 0) + 1e-6)

@@ -142,7 +142,8 @@ class RecurrentSteps(FusedSteps):
             sums.data, self.inverses, self.squares, states.links, own.taps, or_unused(own.bias, self.inverses),
             states.joined[own.index], states.inputs, shaped(self.buffers.found, channels), sums.apart,
             self.model.config.norm_eps, self.squares.stride(0), MAX_ROWS, states.inputs.stride(0), own.index,
-            C=channels, BLOCK=CHANNELS, K=len(own.taps), PARTS=sums.number, BIAS=own.bias is not None, num_warps=4,
+            C=channels, BLOCK=CHANNELS, K=len(own.taps), UP=power_of_two(len(own.taps)), PARTS=sums.number,
+            BIAS=own.bias is not None, num_warps=4,
             **self._shared(rows),
         )  # fmt: skip
 
@@ -161,7 +162,8 @@ class RecurrentSteps(FusedSteps):
             states.joined[own.index], states.inputs, memory.rates, memory.step_bias, states.prepared[own.index],
             sums.apart, eps, stride, MAX_ROWS, states.inputs.stride(0), own.index, states.prepared.stride(1),
             config.least_step, HEADS=heads, SHARED=config.key_heads, IN_TURNS=config.in_turns, KEYS=keys, VALUES=values,
-            KEYS_UP=power_of_two(keys), VALUES_UP=power_of_two(values), K=len(own.taps), BIAS=own.bias is not None,
+            KEYS_UP=power_of_two(keys), VALUES_UP=power_of_two(values), K=len(own.taps), UP=power_of_two(len(own.taps)),
+            BIAS=own.bias is not None,
             **shared,
         )  # fmt: skip
         links = states.links

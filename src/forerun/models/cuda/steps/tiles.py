@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Model
-from forerun.models.cuda.plan import TILED_QUERIES, Size
+from forerun.models.cuda.plan import SPLIT_SIZES, TILED_QUERIES, Size
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 ALL_SHARED = 192 << 10  # where there is one to each, on GPUs that have so much
@@ -27,7 +31,7 @@ FULL = 0.9  # share of the multiprocessors that have a program of a prompt: enou
 FEWEST_ROWS = 16  # of a program of a tiled pass
 MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
 THINNEST = 32  # numbers of a head that eight threads read, a word each at least (kernels/few.py)
-COPIED: tuple[int, ...] = ()  # numbers of heads given to kernels/hopper/prompts.py: 64, 128 once it is timed
+COPIED = (64, 128)  # numbers of heads that kernels/hopper/prompts.py was compiled for and timed with
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
@@ -164,7 +168,8 @@ def tiled_sharing(
     if kept_in_bytes and THINNEST <= head_dim <= WIDEST and queries <= FEWEST_ROWS and many:
         return Sharing(programs, 0, stages=1, rows=8 if queries <= 8 else FEWEST_ROWS, warps=1)
     warps = 8 if rows == TILED_QUERIES or rows * head_dim >= 1 << 14 else 4
-    few = 2 * size.shared * heads < 3 * processors
+    full = _fills(size, each, heads, processors)
+    few = 2 * size.shared * heads < 3 * processors and not full
     if few or head_dim > WIDEST or not hopper or size.lone or size.rows < 8 * size.shared:
         stages = 1 if head_dim > WIDEST else 4 if rows == FEWEST_ROWS else 3
         # what is asked for ahead lies in registers then: three programs to a multiprocessor have as many of them
@@ -172,9 +177,19 @@ def tiled_sharing(
         return Sharing(programs, 0, stages, most, rows=rows, warps=warps)
     # no other passes than those over prompts have so few groups: one program to a multiprocessor, however long
     how = Sharing(1, size.splits, stages=3, narrow=True, rows=rows, warps=warps)
-    if _fills(size, each, heads, processors):
+    if full:
         return replace(how, spread=kept_in_bytes, copied=not kept_in_bytes and head_dim in COPIED)
     return replace(how, programs=programs, walked=SHORT_SPLITS)
+
+
+def copies_prompts(rows: int, config: DecoderConfig, kv: Tensor) -> bool:
+    """Does kernels/hopper/prompts.py attend in a tiled pass over so many rows of prompts, in every layer?"""
+    special = config.latent or config.varied or config.attention_softcap or any(config.windows)
+    if special or kv.dtype != torch.bfloat16 or not kv.is_cuda or torch.cuda.get_device_capability(kv.device)[0] != 9:
+        return False
+    processors = torch.cuda.get_device_properties(kv.device).multi_processor_count
+    size, each = Size(rows, rows // 8, SPLIT_SIZES[1], tiled=True), power_of_two(config.heads // config.kv_heads)
+    return tiled_sharing(size, each, config.kv_heads, config.head_dim, processors).copied
 
 
 def _rows_for(size: Size, each: int, head_dim: int) -> int:
