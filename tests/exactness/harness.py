@@ -6,12 +6,14 @@ with a second TableLM as the draft model, and with a folder of random weights wh
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 import torch
@@ -89,7 +91,9 @@ def head_folder(drafter: str, vocab: int) -> str | None:
     spec = registry.drafters.spec(drafter)
     if spec.needs != "head":
         return None
-    return str(save_head(spec.formats[0], Path(mkdtemp(prefix="forerun-head-")), vocab))
+    folder = mkdtemp(prefix="forerun-head-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    return str(save_head(spec.formats[0], Path(folder), vocab))
 
 
 def engine_for(
