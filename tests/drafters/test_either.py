@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from forerun.core.offer import Offer
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import CUT, Budget, Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.compose import EitherDrafter
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 from tests.drafters.rounds import as_lists
@@ -112,3 +114,14 @@ def test_both_are_shown_every_round_and_forget() -> None:
         drafter.forget(seq)
     assert first.forgotten == second.forgotten == [0, 1]
     assert not drafter._sequences
+
+
+def test_what_a_device_has_cut_counts_against_nobody() -> None:
+    """Neither a tree that was cut to its root, nor the levels that are not there."""
+    drafter, _, _ = pair()
+    seq = FakeSeq(0, [1, 2])
+    for tokens, path in (([2, CUT, CUT], []), ([2, 5, CUT], [1])) * 4:
+        drafter.propose([seq], [CHAIN])
+        trees = TreeBatch(torch.tensor(tokens), torch.tensor([-1, 0, 1]), (0, 3), form=TreeForm(1, 3, 2, 1))
+        drafter.observe([seq], trees, Scores(None), Verdict.of([path], [0], "cpu"))
+    assert judge(drafter, [seq], [0]) == [5], "it was right whenever it drafted"

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from forerun.core.tree import chain_of, topology_of
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.graphs import PROMPT_ROWS, menu
+from forerun.models.cuda.graphs import PROMPT_ROWS, menu, prompt_rows_for
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Need, Plan, Size, Span, plan_pass, split_of, split_start
 from forerun.models.cuda.steps.tiles import Sharing, programs_for, tiled_sharing
@@ -205,6 +206,20 @@ def test_passes_over_prompts_are_tiled_where_the_copy_engine_takes_them_whatever
         assert (plan.size.tiled, plan.size.rows, plan.size.splits) == (prompts, 768, 32)
         assert [size.rows for size, scored in jobs if size.tiled] == ([512, 768, 1024] if prompts else [])
     assert not plan_pass([replace(span, length=0)], 16, tiled_nodes=32, prompts=True).size.tiled, "a short one"
+
+
+@pytest.mark.parametrize(("each", "tiled_from"), [(4, 512), (8, 256), (8, 512), (16, 256)])
+def test_whatever_prompts_make_up_a_pass_its_size_was_captured(each: int, tiled_from: int) -> None:
+    """Of many sequences, or of some whose rows do not fill their groups."""
+    rng, few, many = random.Random(each), 64 // each, 128 // each
+    sizes = [size for size, scored in menu(9000, many, tiled_from) if not scored]
+    for _ in range(300):
+        count, rows = rng.choice((2, 3, 8, 40)), rng.randrange(20, MAX_ROWS * 3 // 4)
+        ends = [0, *sorted(rng.sample(range(1, rows), min(count, rows) - 1)), rows]
+        spans = [Span([1] * (b - a), chain_of(b - a), [*range(160)], 1500) for a, b in pairwise(ends)]
+        tiled = prompt_rows_for(spans, few) >= tiled_from
+        plan = plan_pass(spans, few, partial(_first_fitting, sizes), tiled_nodes=many, prompts=tiled)
+        assert plan.size in sizes
 
 
 def test_keys_and_values_of_8_bits_are_read_by_single_warps_where_there_are_enough_and_spread_for_prompts() -> None:

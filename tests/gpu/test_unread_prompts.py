@@ -11,7 +11,7 @@ from forerun.build.engine import make_engine
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.core.types import Budget, Prompts, Request, TreeBatch, Verdict
 from forerun.drafters.device import features as unread_prompts
-from forerun.drafters.device.features import ROOM, FeatureRows
+from forerun.drafters.device.features import NO_PAGES, ROOM, FeatureRows, RowState, UnreadPrompt
 from forerun.drafters.device.protocol import Unread
 from forerun.drafters.heads import base as heads
 from forerun.engine.engine import Engine
@@ -174,6 +174,16 @@ def test_a_head_with_windows_reads_the_end_of_a_long_prompt(
         batch.end_round(ours)
         ours, plain = batch.draft(Budget(8, 3, 3))
         assert as_lists(ours) == as_lists(plain)
+
+
+def test_the_end_of_a_long_prompt_does_not_hold_all_of_it() -> None:
+    """Where many texts start alike, each prompt comes as the rows of a whole prefix."""
+    found = [torch.zeros(9000, 4) for _ in range(3)]
+    one = UnreadPrompt(RowState(1, 0, NO_PAGES), 0, [*range(9000)], [(found, 0, 9000)])
+    one.keep_last(100)
+    (layers, first, end) = one.parts[0]
+    assert (one.first, len(one.after), end - first) == (8900, 100, 100)
+    assert sum(layer.untyped_storage().nbytes() for layer in layers) == 3 * 100 * 4 * 4
 
 
 def test_a_prompt_that_nobody_read_shows_in_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,8 @@ class AdaptiveController:
                 for b in which:
                     offers[b] = Offer(free=offers[b].free)
             else:
-                price = self.cost.price_for_all(self.planner.nodes, len(seqs)) if some[0].stops else None
+                cuts = some[0].stops and decision.promise.form.nodes
+                price = self.cost.price_for_all(self.planner.nodes, len(seqs)) if cuts else None
                 planned |= dict.fromkeys(which, decision.budget(price))
                 beside += decision.promise.form.nodes * len(which)
         left = [b for b in range(len(seqs)) if b not in planned]

@@ -81,12 +81,11 @@ class EitherDrafter:
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        depths, (paths, _) = trees.host_depths(), verdict.to_host()
-        for b, seq in enumerate(seqs):
+        paths = verdict.to_host()[0]
+        for seq, path, (_, depth) in zip(seqs, paths, trees.drafted(), strict=True):
             held = self._sequences.get(seq.id)
-            depth = max(depths[trees.starts[b] : trees.starts[b + 1]], default=0)
             if held is not None and held.drafted is not None and depth:
-                held.records[held.drafted].count(depth, len(paths[b]))
+                held.records[held.drafted].count(depth, len(path))
                 held.records[1 - held.drafted].rest()
         for member in self.members:
             member.observe(seqs, trees, scores, verdict)

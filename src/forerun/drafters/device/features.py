@@ -182,8 +182,11 @@ class UnreadPrompt:
         self.first, self.after = self.first + surplus, self.after[surplus:]
         parts, self.parts = self.parts, []
         for layers, first, end in parts:
-            if surplus < end - first:
-                self.parts.append((layers, first + surplus, end))
+            if 0 < surplus < end - first:  # a copy, or all of a long prefix that was found would be held
+                kept = [layer[first + surplus : end].clone() for layer in layers]
+                self.parts.append((kept, 0, end - first - surplus))
+            elif not surplus:
+                self.parts.append((layers, first, end))
             surplus = max(0, surplus - (end - first))
 
 

@@ -46,6 +46,7 @@ from forerun.models.cuda.plan import (
     round_up,
     splits_to,
 )
+from forerun.models.cuda.plan import Span as Chunk
 from forerun.models.cuda.steps.tiles import copies_prompts
 
 log = logging.getLogger(__name__)
@@ -313,6 +314,13 @@ def menu(max_length: int, tiled_nodes: int = 0, tiled_prompts: int = MAX_ROWS + 
         for rows in PROMPT_ROWS:
             tiled = tiled_nodes > 0 and (splits > SHORT or (rows >= tiled_prompts and splits > SPLIT_SIZES[0]))
             yield Size(rows, max(16, rows // 8), splits, tiled=tiled), 0
+
+
+def prompt_rows_for(spans: Sequence[Chunk], group_nodes: int) -> int:
+    """Rows of the size of `menu` that has room for chunks of prompts, and for their groups where it is not tiled."""
+    sizes = [len(span.tokens) for span in spans]
+    groups = sum([-(-size // group_nodes) for size in sizes])
+    return round_up(min(MAX_ROWS, max(sum(sizes), 8 * groups if groups > 16 else 0)), PROMPT_ROWS)
 
 
 def tiled_sizes(rows: int, splits: int, nodes: int, few: int, many: int) -> list[Size]:

@@ -38,7 +38,7 @@ from forerun.models.cuda.adapters import CudaAdapter
 from forerun.models.cuda.after_pass import AfterPass, Sampler
 from forerun.models.cuda.compile.later import LaterCaptures
 from forerun.models.cuda.device_trees import GrownBuffers, plan_grown
-from forerun.models.cuda.graphs import PROMPT_ROWS, Passes, Replays, menu, seconds_of, timed
+from forerun.models.cuda.graphs import Passes, Replays, menu, prompt_rows_for, seconds_of, timed
 from forerun.models.cuda.network import Buffers, Model, Run, has_long_rope
 from forerun.models.cuda.plain_rounds import Placing, PlainRounds, PlainStep, TreesPass
 from forerun.models.cuda.plan import (
@@ -360,8 +360,7 @@ class CudaDecoder(SlotTarget):
         if not spans:
             return
         size_for = self.passes.scored_size if scored else self.passes.prompt_size
-        count = 0 if scored else round_up(sum([len(span.tokens) for span in spans]), PROMPT_ROWS)
-        alone = count >= self.passes.tiled_prompts
+        alone = not scored and prompt_rows_for(spans, self._group_nodes) >= self.passes.tiled_prompts
         plan = plan_pass(spans, self._group_nodes, size_for, tiled_nodes=self._tiled_nodes, prompts=alone)
         plan = self._with_adapters(plan, (), 0, spans, 0)
         self.passes.run(plan, tuple(found.hidden), scored)
