@@ -1,5 +1,7 @@
 """Times of many passes at once are those of one after the other."""
 
+from itertools import pairwise
+
 import pytest
 
 from forerun.control.cost import CostModel
@@ -51,3 +53,11 @@ def test_nodes_are_priced_by_what_was_measured(batch: int) -> None:
         cost.observe(16 * batch, 0.6 * cost.seconds[16 * batch], batch)
     assert cost.price_for_all(15, batch) == price
     assert cost.price(15, batch - 1) != price, "the negative control"
+
+
+def test_nodes_beyond_the_largest_measured_pass_are_not_free() -> None:
+    """At load a small KV cache may end the measurement early."""
+    price = CostModel({1: 1.0, 32: 2.0, 64: 4.0}).price_for_all(15, batch=8)
+    steps = [b - a for a, b in pairwise(price)]
+    assert min(steps) > 0.0
+    assert steps[-1] == pytest.approx(steps[6]), "the last line goes on"

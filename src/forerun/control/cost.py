@@ -236,8 +236,12 @@ class CostModel:
 
         As measured: rounds whose trees were cut by these prices took less than their rows cost.
         """
-        rows, known = batch * np.arange(1, nodes + 2), [self._measured(size, batch) for size in self._sizes]
-        seconds = np.maximum.accumulate(np.interp(rows, self._sizes, known))
+        rows, sizes = batch * np.arange(1, nodes + 2), self._sizes
+        known = [self._measured(size, batch) for size in sizes]
+        if len(sizes) > 1 and rows[-1] > sizes[-1]:  # beyond what was measured the last line goes on
+            slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2])
+            sizes, known = (*sizes, int(rows[-1])), [*known, known[-1] + slope * (rows[-1] - sizes[-1])]
+        seconds = np.maximum.accumulate(np.interp(rows, sizes, known))
         return tuple((seconds / seconds[0] - 1.0).tolist())
 
     @classmethod

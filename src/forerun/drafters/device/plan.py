@@ -220,6 +220,8 @@ def aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
+# no chain as long as a chunk of a prompt: kernels for these take the last row's position for the end of all, and a node
+# that was cut has its root's
 FORMS = tuple(
     Form(*sizes)
     for sizes in (

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.offer import NEVER, Offer
-from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
+from forerun.core.types import CUT, Budget, Scores, Seq, TreeBatch, Verdict
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, chances, committed_tokens, goes_on
 from forerun.drafters.heads.growth import Candidates, best_count, grow
 from forerun.drafters.model.draft_law import likeliest
@@ -196,7 +196,8 @@ class RecyclingDrafter(BaseDrafter):
             for node, token in zip(path, committed[b], strict=True):
                 table.count(*contexts[node], token)
             for node, context in enumerate(contexts):
-                table.learn(*context, found[start + node])
+                if context[1] != CUT:
+                    table.learn(*context, found[start + node])
             for node in path:  # where contexts repeat, what was committed is the last word
                 table.learn(*contexts[node], found[start + node])
 
