@@ -26,7 +26,7 @@ if [ "$what" = tests ]; then
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
     done
-    check grown tests/gpu/test_grown.py -m gpu &
+    check grown tests/gpu/test_grown.py tests/gpu/test_cut_trees.py -m gpu &
     check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
     check captured tests/gpu/test_draft.py -m gpu -k captured &
     # kernels of one-byte weights are compiled for every shape and number of rows: in one process they took over 140 s
