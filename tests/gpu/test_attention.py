@@ -208,11 +208,13 @@ def test_passes_over_prompts_are_tiled_where_the_copy_engine_takes_them_whatever
     assert not plan_pass([replace(span, length=0)], 16, tiled_nodes=32, prompts=True).size.tiled, "a short one"
 
 
-@pytest.mark.parametrize(("each", "tiled_from"), [(4, 512), (8, 256), (8, 512), (16, 256)])
+@pytest.mark.parametrize(
+    ("each", "tiled_from"), [(4, 512), (8, 256), (8, 512), (16, 256), (16, MAX_ROWS + 1), (32, MAX_ROWS + 1)]
+)
 def test_whatever_prompts_make_up_a_pass_its_size_was_captured(each: int, tiled_from: int) -> None:
     """Of many sequences, or of some whose rows do not fill their groups."""
     rng, few, many = random.Random(each), 64 // each, 128 // each
-    sizes = [size for size, scored in menu(9000, many, tiled_from) if not scored]
+    sizes = [size for size, scored in menu(9000, many, tiled_from, few) if not scored]
     for _ in range(300):
         count, rows = rng.choice((2, 3, 8, 40)), rng.randrange(20, MAX_ROWS * 3 // 4)
         ends = [0, *sorted(rng.sample(range(1, rows), min(count, rows) - 1)), rows]

@@ -55,6 +55,7 @@ progress = logging.getLogger("forerun.progress")
 MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and have more than 512 rows
 FEW_SCORED = (128, 256)  # where many rows are of prompts, these numbers with logits are captured too: see scored_rows
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
+ROWS_OF_A_GROUP, FEW_GROUPS = 8, 16  # in these, on average; and groups that they have at least
 
 
 Job = tuple[Size, int]  # and how many rows have logits
@@ -184,7 +185,7 @@ class Passes:
         return replace(plan, units=self.buffers.adapters.padding(plan.size.rows)) if adapted else plan
 
     def _menu(self, max_length: int) -> Iterator[Job]:
-        return menu(max_length, self.grown.tiled_nodes, self.tiled_prompts)
+        return menu(max_length, self.grown.tiled_nodes, self.tiled_prompts, self.grown.group_nodes)
 
     def _forget_adapted(self) -> None:
         """Stacks of adapters have moved."""
@@ -290,8 +291,10 @@ def _is_first(key: _Key) -> bool:
     return key.scored > 0 and key.size.rows <= NARROW and key.size.splits <= SPLIT_SIZES[0]
 
 
-def menu(max_length: int, tiled_nodes: int = 0, tiled_prompts: int = MAX_ROWS + 1) -> Iterator[Job]:
-    """Sizes to capture; `tiled_nodes` of a sequence attend together in tiled passes, 0 = there are none.
+def menu(
+    max_length: int, tiled_nodes: int = 0, tiled_prompts: int = MAX_ROWS + 1, group_nodes: int = ROWS_OF_A_GROUP
+) -> Iterator[Job]:
+    """Sizes to capture; `group_nodes` of a sequence attend together, `tiled_nodes` in tiled passes (0 = no such).
 
     Passes over prompts alone are tiled from `tiled_prompts` rows on, also where others are not.
 
@@ -313,14 +316,22 @@ def menu(max_length: int, tiled_nodes: int = 0, tiled_prompts: int = MAX_ROWS + 
                     yield size, scored
         for rows in PROMPT_ROWS:
             tiled = tiled_nodes > 0 and (splits > SHORT or (rows >= tiled_prompts and splits > SPLIT_SIZES[0]))
-            yield Size(rows, max(16, rows // 8), splits, tiled=tiled), 0
+            yield Size(rows, prompt_groups(rows, ROWS_OF_A_GROUP if tiled else group_nodes), splits, tiled=tiled), 0
+
+
+def prompt_groups(rows: int, group_nodes: int) -> int:
+    """Of a size for chunks of prompts: where few nodes attend together, as many as are full, and some for the ends."""
+    return max(
+        FEW_GROUPS, rows // ROWS_OF_A_GROUP, (rows // group_nodes + FEW_GROUPS) * (group_nodes < ROWS_OF_A_GROUP)
+    )
 
 
 def prompt_rows_for(spans: Sequence[Chunk], group_nodes: int) -> int:
     """Rows of the size of `menu` that has room for chunks of prompts, and for their groups where it is not tiled."""
     sizes = [len(span.tokens) for span in spans]
-    groups = sum([-(-size // group_nodes) for size in sizes])
-    return round_up(min(MAX_ROWS, max(sum(sizes), 8 * groups if groups > 16 else 0)), PROMPT_ROWS)
+    total, groups = sum(sizes), sum([-(-size // group_nodes) for size in sizes])
+    fitting = (rows for rows in PROMPT_ROWS if rows >= total and prompt_groups(rows, group_nodes) >= groups)
+    return next(fitting, MAX_ROWS)
 
 
 def tiled_sizes(rows: int, splits: int, nodes: int, few: int, many: int) -> list[Size]:
