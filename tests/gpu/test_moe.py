@@ -18,13 +18,14 @@ from forerun.build.engine import make_engine
 from forerun.core.errors import UnsupportedModel
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Needs, Request, TreeBatch
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.weights import Fours, WeightKind, pack, pack_fours, times
 from forerun.models.layers import clamped_gate, route
+from forerun.models.moe import MoeConfig
 from forerun.testing import FakeSeq, check_target, path_to, random_tree
 from forerun.verify.greedy import device_walk
 from tests.exactness.harness import run

@@ -12,8 +12,9 @@ from forerun.build.engine import make_engine
 from forerun.core.params import SamplingParams, SpeculativeConfig
 from forerun.core.types import Request
 from forerun.models.base import Target
-from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.config import DecoderConfig
 from forerun.models.layers import Experts, gate, mix, route
+from forerun.models.moe import MoeConfig
 from forerun.models.native import library as native_library
 from forerun.models.native.target import NativeDecoder
 from tests.exactness.harness import run
