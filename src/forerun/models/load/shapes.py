@@ -202,7 +202,7 @@ def _experts(config: DecoderConfig, moe: MoeConfig, weights: Weights, at: str) -
         yield at + "experts.gate_up_proj", (moe.experts, 2 * moe.inner, width)
         yield at + "experts.down_proj", (moe.experts, width, moe.inner)
     else:
-        old_names = f"{at}experts.0.w1.weight" in weights
+        old_names = config.file_name(f"{at}experts.0.w1.weight") in weights
         *into, out = expert_names(config, old_names)
         for i in range(moe.experts):
             for name in into:
