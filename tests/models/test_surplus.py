@@ -53,7 +53,9 @@ def test_a_folder_with_more_layers_than_it_says_is_refused(name: str, tmp_path: 
     config = json.loads((tmp_path / "config.json").read_text())
     nested = config.get("text_config", config)
     layers = nested["num_hidden_layers"] - 1
-    kinds = {key: nested[key][:layers] for key in ("layer_types", "mlp_layer_types", "no_rope_layers") if nested.get(key)}
+    kinds = {
+        key: nested[key][:layers] for key in ("layer_types", "mlp_layer_types", "no_rope_layers") if nested.get(key)
+    }
     lowered = {**nested, "num_hidden_layers": layers, **kinds}
     change(tmp_path, {"text_config": lowered} if nested is not config else lowered)
     with pytest.raises(DamagedFile, match=rf"weights of the checkpoint, such as '.*layers\.{layers}\..* of one model"):

@@ -168,6 +168,17 @@ def test_the_first_files_have_no_settings_of_their_own_for_text(make: Make, tmp_
     _must_agree(old, model)
 
 
+def test_experts_of_the_first_files_are_stacked_the_other_way_round(make: Make, tmp_path: Path) -> None:
+    """Qwen3-VL as it was released: [E, inputs, outputs], where transformers saves [E, outputs, inputs]."""
+    model, folder = make("qwen3_vl_moe")
+    old = _copied(folder, tmp_path / "old", json.loads((folder / "config.json").read_text()), str)
+    weights = load_file(old / "model.safetensors")
+    stacks = {key: one.transpose(1, 2).contiguous() for key, one in weights.items() if ".experts." in key}
+    assert len(stacks) == 6
+    save_file({**weights, **stacks}, old / "model.safetensors")
+    _must_agree(old, model)
+
+
 def test_a_head_in_the_file_is_read_where_the_settings_do_not_say(make: Make, tmp_path: Path) -> None:
     """Mistral Small 3.1 as it was released."""
     model, folder = make("mistral3")

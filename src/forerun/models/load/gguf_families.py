@@ -506,8 +506,11 @@ def _scaling(metadata: Metadata, file: GgufFile, theta: float, width: int) -> di
                 scaling[ours] = metadata.real(f".rope.scaling.{theirs}")
         if metadata.find(".attention.temperature_scale"):
             scaling["llama_4_scaling_beta"] = metadata.real(".attention.temperature_scale")
-        if metadata.find(".rope.scaling.yarn_log_multiplier") is not None:  # a tenth of what authors call mscale
-            scale = round(10 * metadata.real(".rope.scaling.yarn_log_multiplier"), 6)
+        if (
+            metadata.find(".rope.scaling.yarn_log_multiplier") is not None
+        ):  # a tenth of what authors call mscale, mostly
+            tenth = 1 if metadata.architecture == "mistral3" else 10
+            scale = round(tenth * metadata.real(".rope.scaling.yarn_log_multiplier"), 6)
             scaling |= {"mscale": scale, "mscale_all_dim": scale}
     return scaling
 

@@ -1,9 +1,10 @@
 """Experts one by one under their ordinary names, of files that stack them: gpt-oss's, and Qwen3-VL's.
 
 On disk a layer has `experts.gate_up_proj` [E, D, 2I] and `experts.down_proj` [E, I, D]. Qwen3-VL's gates are the first
-half of the columns; gpt-oss has gates in even columns and ups in odd ones, and a bias of each. In place of a weight there may be MXFP4: `_blocks` [E, outputs, inputs / 32, 16], two
-inputs to a byte, the first in the lower half, and `_scales` [E, outputs, inputs / 32], exponents of two. Such a weight
-is given in GGUF's order of the same numbers, which the kernels pack.
+half of the columns; gpt-oss has gates in even columns and ups in odd ones, and a bias of each. In place of a weight
+there may be MXFP4: `_blocks` [E, outputs, inputs / 32, 16], two inputs to a byte, the first in the lower half, and
+`_scales` [E, outputs, inputs / 32], exponents of two. Such a weight is given in GGUF's order of the same numbers, which
+the kernels pack.
 """
 
 from __future__ import annotations
