@@ -77,6 +77,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse"],
         **_LATENT, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 96,
     },
+    "zz-minimax_m2": {  # queries and keys are normed over all heads, a part of each rotates; no expert is shared
+        "model_type": "minimax_m2", "num_local_experts": 24, "num_experts_per_tok": 4, "intermediate_size": 48,
+        "rotary_dim": 8,
+    },
     "large": {  # tiles of 64 outputs
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,
         "intermediate_size": 4352, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,

@@ -209,7 +209,7 @@ EXPERTS: dict[str, Family] = {
         qk_norm="all",
         experts="deepseek",
         spellings={**_ALL_EXPERTS, "num_local_experts": "n_routed_experts"},
-        names=(("moe.gate.e_score", "moe.e_score"),),
+        names=(("moe.gate.e_score", "moe.e_score"), ("mlp.gate.e_score", "mlp.e_score")),
         gguf="minimax-m2",
     ),
     "solar_open": Family(
