@@ -38,10 +38,15 @@ _ORDINARY: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+    "n_routed_experts": 64,
 }  # fmt: skip
+_MORE = {family: {"residual_multiplier": 0.22} for family in ("granitemoe", "granitemoeshared")}  # all have it
 
 _REFUSED: dict[str, dict[str, Any]] = {  # what checkpoints of a family may have that is not there yet
-    "nemotron_h": {"hybrid_override_pattern": "ME*E", "moe_latent_size": 1024}
+    "nemotron_h": {"hybrid_override_pattern": "ME*E", "moe_latent_size": 1024},
+    "olmoe": {"clip_qkv": 8.0},
+    "lfm2_moe": {"use_expert_bias": False},
+    "ernie4_5_moe": {"use_bias": True},
 }
 
 
@@ -62,7 +67,7 @@ def families() -> str:
 
 
 def _ordinary(family: str) -> DecoderConfig:
-    return DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
+    return DecoderConfig.from_hf({"model_type": family, **_ORDINARY, **_MORE.get(family, {})})
 
 
 def _kernels_of(family: str) -> Iterator[str]:
@@ -73,7 +78,9 @@ def _kernels_of(family: str) -> Iterator[str]:
 
 
 def _parts_in_triton(config: DecoderConfig) -> str:
-    """Of a decoder in torch that works row by row."""
+    """Of a decoder in torch that works row by row; the other one has none."""
+    if config.special is None:
+        return NO
     mixers: dict[RecurrentKind, type] = {"short_conv": ShortConv, "delta_net": DeltaNet, "mamba2": Mamba2}
     parts = ["attention"] if config.latent is None else []
     if config.recurrent is not None and issubclass(mixers[config.recurrent.kind], Memory):

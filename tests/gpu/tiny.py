@@ -160,7 +160,7 @@ SHAPES["zz-longrope"] = {
     },
 }
 # norms behind each part and of each head, layers without positions
-SHAPES["zz-short-exaone4"] = {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2}
+SHAPES["zz-nope-exaone4"] = {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
 WIDE = (
     "xl-context",
