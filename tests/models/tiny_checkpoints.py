@@ -254,6 +254,7 @@ FAMILIES |= {
         "num_experts_per_tok": 2,
         "intermediate_size": 20,
         "shared_intermediate_size": 28,
+        "attention_multiplier": 0.35,
         "residual_multiplier": 0.6,
     },
     "ernie4_5_moe": {

@@ -488,7 +488,7 @@ def _ropes(
     if values.get("position_embedding_type", "rope") != "rope":
         return (rope,), (None,) * len(kinds)
     if FAMILIES[family].rope_in_windows and values.get("sliding_window"):
-        return (rope,), tuple(0 if kind == "sliding_attention" else None for kind in kinds)
+        return (rope,), tuple(None if kind == "full_attention" else 0 for kind in kinds)
     return (rope,), tuple(0 if rotates(values, i) else None for i in range(len(kinds)))
 
 
