@@ -172,7 +172,7 @@ SPECIAL: dict[str, Family] = {
         },
     ),
     "lfm2": _LFM2,
-    "lfm2_moe": replace(
+    "lfm2_moe": replace(  # its authors add 1e-6 to the sum that weights of experts are divided by, kernels 1e-20
         _LFM2,
         class_name="Lfm2MoeForCausalLM",
         settings={
