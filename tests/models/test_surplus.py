@@ -19,7 +19,7 @@ from forerun.core.params import EngineConfig  # noqa: E402
 from forerun.models.hf.target import HFTarget  # noqa: E402
 from forerun.models.load.checkpoint import open_checkpoint  # noqa: E402
 from tests.encoder_decoder.tiny_models import make_model  # noqa: E402
-from tests.models.tiny_checkpoints import FAMILIES, make_reference, save  # noqa: E402
+from tests.models.tiny_checkpoints import FAMILIES, in_tiers, make_reference, save  # noqa: E402
 from tests.models.tiny_gguf import FAMILIES as GGUF_FAMILIES  # noqa: E402
 from tests.models.tiny_gguf import HEAD_DIM, WIDTH, write_tiny  # noqa: E402
 
@@ -47,7 +47,7 @@ def test_a_gguf_file_with_more_layers_than_it_says_is_refused(family: str, tmp_p
         open_checkpoint(str(path))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", in_tiers(sorted(FAMILIES)))
 def test_a_folder_with_more_layers_than_it_says_is_refused(name: str, tmp_path: Path) -> None:
     save(make_reference(name), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

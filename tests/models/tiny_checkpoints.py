@@ -4,10 +4,11 @@ They are saved and read back, so that names and config.json are those found on d
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -553,6 +554,18 @@ SIZED: dict[str, dict[str, Any]] = {  # layers of different sizes: RowDecoder's,
         "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
     },
 }
+
+
+# All of whose parts another family has: the fast tier computes their logits, and leaves the rest to the long one.
+RELATIVES = (
+    "cwm", "dots1", "ernie4_5", "exaone4-no-window", "exaone_moe", "gemma", "granitemoe", "helium", "ministral",
+    "olmoe", "seed_oss", "solar_open",
+)  # fmt: skip
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in RELATIVES else name for name in names]
 
 
 def make_reference(name: str, more: dict[str, Any] | None = None) -> Any:

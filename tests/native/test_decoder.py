@@ -25,6 +25,7 @@ from tests.models.tiny_checkpoints import (
     LATENT,
     SIZED,
     VOCAB,
+    in_tiers,
     make_decoder,
     make_reference,
     save,
@@ -65,7 +66,7 @@ def _cached(target: NativeDecoder, slots: Any) -> list[Tensor]:
     return [layer[..., :size] for layer, size in zip(data, sizes, strict=False)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES_HERE)
+@pytest.fixture(scope="module", params=in_tiers(FAMILIES_HERE))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save(make_reference(request.param), tmp_path_factory.mktemp("checkpoint"))
 

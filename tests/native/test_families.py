@@ -20,7 +20,15 @@ from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native.target import NativeDecoder, choose_mode
 from forerun.testing import FakeSeq
-from tests.models.tiny_checkpoints import VOCAB, make_reference, reference_logits, save, score_chain
+from tests.models.tiny_checkpoints import (
+    RELATIVES,
+    VOCAB,
+    in_tiers,
+    make_reference,
+    reference_logits,
+    save,
+    score_chain,
+)
 from tests.models.tiny_folder import LETTERS, make_tiny_folder
 from tests.models.tiny_gguf import gguf
 from tests.native.blocks import needs_native
@@ -49,12 +57,14 @@ NEW = [
     "deepseek_v3",
     "deepseek_v3-wide",
     "glm4_moe_lite",
+    "arcee",
+    "exaone4",
+    "flex_olmo",
+    "granitemoeshared",
+    "minimax_m2",
+    "ministral3",
 ]
-RELATIVES = [  # their parts are those of others
-    "arcee", "exaone4", "minimax_m2", "cwm", "dots1", "ernie4_5", "exaone4-no-window", "exaone_moe", "flex_olmo",
-    "gemma", "granitemoe", "granitemoeshared", "helium", "ministral", "ministral3", "olmoe", "seed_oss", "solar_open",
-]  # fmt: skip
-IN_BOTH_TIERS = [*NEW, *RELATIVES[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in RELATIVES[3:])]
+IN_BOTH_TIERS = in_tiers([*NEW, *RELATIVES])
 TEXT = random.Random(7).choices(range(VOCAB), k=40)
 CLOSE, FAR = 1e-4, 1e-2
 Made = tuple[Any, dict[str, Any], dict[str, Tensor]]
@@ -80,7 +90,7 @@ def _off(model: Any, config: DecoderConfig, weights: Any) -> float:
     return float((got - reference_logits(model, TEXT)[13:]).abs().max())
 
 
-@pytest.mark.parametrize("name", NEW + RELATIVES)
+@pytest.mark.parametrize("name", [*NEW, *RELATIVES])
 def test_logits_equal_transformers(name: str, made: Callable[[str], Made]) -> None:
     model, config, weights = made(name)
     assert _off(model, DecoderConfig.from_hf(config), weights) < CLOSE

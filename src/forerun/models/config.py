@@ -407,8 +407,8 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if isinstance(family, str) and family in WRAPPED:
         family, config = _language_part(family, config)
     if not isinstance(family, str) or family not in FAMILIES:
-        which = f"is none of our {len(FAMILIES)} families (docs/supported.md lists them)"
-        raise UnsupportedModel(f"model_type={family!r:.60} {which}: use the transformers backend")
+        known = f"docs/supported.md lists {len(FAMILIES)}"
+        raise UnsupportedModel(f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # with the last, text is causal
         raise UnsupportedModel(f"{family} with use_bidirectional_attention=True cannot be decoded left to right")
     described = FAMILIES[family].settings
