@@ -81,7 +81,7 @@ def reason_against(config: DecoderConfig) -> str | None:
     if lacking := [name for name in config.features if name not in HAS]:
         return f"it has no kernels for {config.special or lacking[0]}"
     if (recurrent := config.recurrent) is not None and recurrent.mlp_alone:
-        return "it has no kernels for layers that are feed-forward ones alone"
+        return "it has no kernels for feed-forward-only layers"
     if recurrent is not None and max(recurrent.key_dim, recurrent.value_dim) > WIDEST_MEMORY:
         return f"memories of {recurrent.key_dim} by {recurrent.value_dim} numbers"
     if moe is not None and (config.activation != "silu" or config.norms != BEFORE or config.residual_scale != 1.0):
