@@ -80,7 +80,7 @@ def run(
     with_module: Modules = None,
     tokens: Tokens = 60_000,
     seconds: Seconds = 180.0,
-    slowest: Annotated[float, typer.Option(help="Drafting may take so many times plain decoding's time.")] = 2.0,
+    slowest: Annotated[float, typer.Option(help="How many times the time of plain decoding drafting may take.")] = 2.0,
     seed: Annotated[int, typer.Option(help="Of prompts and seeds.")] = 0,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page.")] = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Write the report as JUnit XML, for CI.")] = None,
