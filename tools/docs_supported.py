@@ -58,7 +58,8 @@ def families() -> str:
         ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
     wrapped = ", ".join(f"`{outer}` as `{part.family}`" for outer, part in WRAPPED.items())
-    return f"{rows}\n\n{_reasons()}\n\nOf vision models the language part runs, and requests with images are refused: {wrapped}."
+    vision = f"Of vision models the language part runs, and requests with images are refused: {wrapped}."
+    return f"{rows}\n\n{_reasons()}\n\n{vision}"
 
 
 def _ordinary(family: str) -> DecoderConfig:
