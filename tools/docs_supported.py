@@ -63,7 +63,8 @@ def families() -> str:
         ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
     wrapped = ", ".join(f"`{outer}` as `{part.family}`" for outer, part in WRAPPED.items())
-    return f"{rows}\n\n{_reasons()}\n\nOf models that read pictures too, the language part runs: {wrapped}."
+    vision = f"Of vision models the language part runs, and requests with images are refused: {wrapped}."
+    return f"{rows}\n\n{_reasons()}\n\n{vision}"
 
 
 def _ordinary(family: str) -> DecoderConfig:
@@ -91,22 +92,22 @@ def _parts_in_triton(config: DecoderConfig) -> str:
 def _reasons() -> str:
     """Why a column is not all yes, and what no kernel of the Triton decoder has."""
     lines = list[str]()
-    for column, of in (("C kernels", NativeDecoder.reason_against), ("Triton kernels for all of it", reason_against)):
+    for column, of in (("the C kernels", NativeDecoder.reason_against), ("the Triton kernels alone", reason_against)):
         reasons = dict[str, list[str]]()
         for family in FAMILIES:
             if (reason := of(_ordinary(family))) is not None:
                 reasons.setdefault(reason.removeprefix("it has ").removeprefix("no kernels for "), []).append(family)
         why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in reasons.items())
-        lines.append(f"Without {column}: {'; '.join(why) or 'none'}.")
+        lines.append(f"- Not run by {column}: {'; '.join(why) or 'none'}.")
     without = dict[str, list[str]]()
     for family in FAMILIES:
         if FAMILIES[family].gguf is None:
-            without.setdefault(_ordinary(family).special or "their names are not described", []).append(family)
+            without.setdefault(_ordinary(family).special or "its tensor names are not mapped", []).append(family)
     why = (f"{', '.join(f'`{name}`' for name in names)} ({reason})" for reason, names in without.items())
-    lines.append(f"Not read from GGUF: {'; '.join(why)}.")
-    lines.append(f"Refused, or left to transformers: {'; '.join(map(_refusal, _REFUSED))}.")
+    lines.append(f"- Not read from GGUF: {'; '.join(why)}.")
+    lines.append(f"- Left to transformers: {'; '.join(map(_refusal, _REFUSED))}.")
     lacking = [name for name in _ordinary("llama").parts if name not in HAS]
-    lines.append(f"No Triton kernel has: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
+    lines.append(f"- Not in the Triton kernels: {', '.join(lacking)}. Such a model runs in torch on a GPU.")
     return "\n".join(lines)
 
 

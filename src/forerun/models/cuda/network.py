@@ -79,7 +79,7 @@ def reason_against(config: DecoderConfig) -> str | None:
     widths += sorted({config.inner_of(layer) for layer in layers})
     dims = sorted({config.kv_sizes(layer)[1] for layer in layers})
     if (recurrent := config.recurrent) is not None and recurrent.mlp_alone:
-        return "it has no kernels for layers that are feed-forward ones alone"
+        return "it has no kernels for feed-forward-only layers"
     if lacking := [name for name in config.features if name not in HAS]:
         return f"it has no kernels for {lacking[0]}"
     if recurrent is not None and max(recurrent.key_dim, recurrent.value_dim) > WIDEST_MEMORY:
