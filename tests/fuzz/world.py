@@ -17,9 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Form, RoundPlan
 from forerun.core.params import EngineConfig, SpeculativeConfig
-from forerun.core.types import Budget, Round, Seq
+from forerun.core.types import Budget, Form, Round, RoundPlan, Seq
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice

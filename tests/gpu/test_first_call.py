@@ -21,9 +21,8 @@ from forerun.api import async_llm, llm
 from forerun.build.engine import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.core.offer import Offer
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Request, Round, Seq, TreeForm
+from forerun.core.types import Budget, Offer, Request, Round, Seq, TreeForm
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice, built

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from forerun.build.engine import make_engine
-from forerun.core.offer import NEVER, Form
 from forerun.core.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.core.types import Budget, Needs, Request, TreeBatch
+from forerun.core.types import NEVER, Budget, Form, Needs, Request, TreeBatch
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ForerunError
-from forerun.core.offer import NEVER, Form, Offer
 from forerun.core.tree import ints_of
-from forerun.core.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, lone_roots
+from forerun.core.types import NEVER, Budget, Form, Needs, Offer, Scores, Seq, TreeBatch, Verdict, lone_roots
+from forerun.drafters.base import Drafter
 from forerun.drafters.device.plan import MOST, DraftJob, DraftMenu, form_of
 from forerun.drafters.device.protocol import DeviceDrafter, Seats, Unread
 from forerun.models.base import Target

@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forerun.core.offer import Form
-from forerun.core.tree import Seconds
-from forerun.core.types import Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import Drafter, committed_tokens
+from forerun.core.tree import Seconds, committed_tokens
+from forerun.core.types import Form, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.base import Drafter
 from forerun.drafters.device.drafter import DeviceDraft, Going, Launched, OnDevice, built
 from forerun.drafters.device.model_graphs import UNREAD, ChainGraphs, Lane
 from forerun.drafters.device.plan import DEEPEST, DraftMenu, trees_of

@@ -39,8 +39,7 @@ from forerun.models.cuda.graphs import PassClock, Replays, seconds_of
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, SentInts, Size, splits_at, splits_to
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.paged import Ints
-from forerun.models.pages import PAGE
+from forerun.models.pages import PAGE, Ints
 
 UNREAD = 2  # tokens per sequence that the first pass reads, at most
 KNOWN = 7  # integers of a sequence that the host sends, beside its pages

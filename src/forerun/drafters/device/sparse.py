@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.core.offer import NEVER, Form, Offer
-from forerun.core.types import Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.core.types import NEVER, Form, Offer, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.device.drafter import Going, Launched, OnDevice, built
 from forerun.drafters.device.model import NEEDS, ChainDraft

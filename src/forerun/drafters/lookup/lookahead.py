@@ -16,9 +16,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.offer import Offer
-from forerun.core.types import Budget, Scores, Seq, TreeBatch, Verdict
-from forerun.drafters.base import BaseDrafter, Parts, chances, committed_tokens, goes_on
+from forerun.core.tree import committed_tokens
+from forerun.core.types import Budget, Offer, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.base import BaseDrafter, Parts, chances, goes_on
 from forerun.drafters.heads.growth import TreeBuilder
 
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included

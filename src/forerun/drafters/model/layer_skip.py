@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import DamagedFile, InvalidInput
-from forerun.core.offer import NEVER, Offer
-from forerun.core.types import Budget, Needs, PlainSeq, Seq, TreeBatch
+from forerun.core.types import NEVER, Budget, Needs, Offer, PlainSeq, Seq, TreeBatch
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.model.draft_model import ModelDrafter
 from forerun.models.attention import SparseContext

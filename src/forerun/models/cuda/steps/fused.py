@@ -19,9 +19,8 @@ from torch import Tensor
 from forerun.models.cuda.compile.together import starts_early
 from forerun.models.cuda.kernels import linear as kernels_linear
 from forerun.models.cuda.kernels import rows as kernels_rows
-from forerun.models.cuda.network import Buffers, Model, Run, shaped, turned
+from forerun.models.cuda.network import Buffers, Model, Run, shaped, store_of, turned, written_sizes
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.steps.adapters import NO_CHANGE, Change
 from forerun.models.cuda.steps.attention import Attention
 from forerun.models.cuda.steps.finish import After, HandedOn, InBytes, Sums, finish_qkv, finish_residual, or_unused

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.adapters import ROWS
-from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, turned
+from forerun.models.cuda.network import Buffers, Layer, Model, Run, shaped, store_of, turned, written_sizes
 from forerun.models.cuda.plan import split_start
-from forerun.models.cuda.special import store_of, written_sizes
 from forerun.models.cuda.states import KEEPS, PARENTS, Trace, windows_of
 from forerun.models.cuda.weights import ExpertWeights, Weight, part_of, times
 from forerun.models.hybrid.latent import EPS
