@@ -129,7 +129,7 @@ def native_scene(folder: Path) -> Scene:
 
 
 def hf_scene(folder: Path) -> Scene:
-    from forerun.models.hf.target import HFTarget
+    from forerun.models.hf import HFTarget
 
     target = HFTarget(tiny_llama(2))  # two layers: a pass can fail between them
     return Scene(engine_on(target), lambda: target.used_slots + len(target._cache.rows), ("forerun.models",))

@@ -25,9 +25,8 @@ from forerun.drafters.device.drafter import OnDevice
 from forerun.drafters.device.eagle import HeadDraft
 from forerun.drafters.device.growth import _same_of_levels
 from forerun.drafters.device.head import make_net
-from forerun.drafters.device.model import ModelDraft, over_model
+from forerun.drafters.device.model import ModelDraft, SparseDraft, SparseOnDevice, over_model
 from forerun.drafters.device.plan import DraftJob, DraftMenu, bucket_of
-from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.heads.block import DFlashDrafter, DSparkDrafter
 from forerun.drafters.heads.block_head import BlockHead
 from forerun.drafters.heads.eagle import Eagle2Drafter, Eagle3Drafter, MtpDrafter, MtpHead

@@ -17,9 +17,9 @@ from forerun.core.types import NEVER, Budget, Form, Needs, Request, TreeBatch
 from forerun.drafters.base import Drafter
 from forerun.drafters.compose import HybridDrafter
 from forerun.drafters.device.drafter import OnDevice
+from forerun.drafters.device.model import SparseDraft, SparseOnDevice
 from forerun.drafters.device.model_graphs import ChainGraphs, Lane
 from forerun.drafters.device.protocol import Unread
-from forerun.drafters.device.sparse import SparseDraft, SparseOnDevice
 from forerun.drafters.lookup.ngram import NgramDrafter
 from forerun.drafters.model.layer_skip import SparseKvDrafter
 from forerun.engine.engine import Engine

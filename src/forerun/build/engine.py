@@ -304,7 +304,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 log.info("%s: %s", checkpoint.name, error)
         made = torch_decoder(family)
         return made(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory)
-    from forerun.models.hf.target import HFTarget
+    from forerun.models.hf import HFTarget
 
     dtype = _dtype(config.dtype, device)
     if config.dtype in ("int8", "fp8", "w4"):

@@ -24,7 +24,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from forerun.api.calls import Prompt
-    from forerun.api.llm import LLM, Completion
+    from forerun.api.completion import Completion
+    from forerun.api.llm import LLM
     from forerun.core.params import SamplingParams
     from forerun.core.types import Event
     from forerun.engine.sequence import Decodes

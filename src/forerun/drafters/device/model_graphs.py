@@ -14,8 +14,8 @@ launches the first pass, which ends with the choice of a token, and such a pass 
 further passes of a batch size are replays of one graph, which counts for itself how far the draft is. What lies between
 passes is kernels on a GPU (kernels.py), and the same in torch elsewhere, step by step where nothing is captured.
 
-Where the target itself drafts (sparse.py), over some pages of its own cache, one token is unread, the root: its pass
-over the last draft has read all others. Positions are then those among the pages that a lane names, and rotations
+Where the target itself drafts (`SparseDraft`), over some pages of its own cache, one token is unread, the root: its
+pass over the last draft has read all others. Positions are then those among the pages that a lane names, and rotations
 count the positions that were left out before them.
 """
 

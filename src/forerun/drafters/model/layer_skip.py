@@ -222,13 +222,13 @@ class SparseKvDrafter(ModelDrafter):
         length = parts.max_length or parts.target.max_length
         draft = shared.partial(LayerSubset(len(shared.layers)), context=context)
         if parts.target.can.captures and not parts.by_host:
-            from forerun.drafters.device.sparse import on_device
+            from forerun.drafters.device.model import sparse_on_device
 
             def by_host() -> Drafter:
                 return cls(draft, parts.target.vocab_size, context)
 
             least = LEAST_LONGER * context.tokens
-            drafter = on_device(parts.target, context, least, by_host, parts.max_batch, length)
+            drafter = sparse_on_device(parts.target, context, least, by_host, parts.max_batch, length)
             if drafter is not None:
                 return drafter
         draft.warm_up(cls.needs, parts.max_batch, length)

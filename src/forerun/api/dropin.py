@@ -41,7 +41,7 @@ from forerun.engine.driver import Driver, Handle
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Decodes, SequenceState
 from forerun.heads import open_head
-from forerun.models.hf.target import HFTarget
+from forerun.models.hf import HFTarget
 
 USED = frozenset({
     "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k",
