@@ -320,7 +320,7 @@ class OnDevice(Generic[Draft]):
             self._plain.forget(seq)
 
     def _grows(self, seq: Seq) -> bool:
-        chosen = seq.params.is_greedy or seq.shares_noise or not self._sampled
+        chosen = not self._sampled or seq.shares_noise or seq.params.is_greedy
         return chosen and not self._excludes(seq)
 
     def _route(self, seq: Seq, budget: Budget) -> str:

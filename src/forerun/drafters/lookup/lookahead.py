@@ -167,7 +167,7 @@ class LookaheadDrafter(BaseDrafter):
         tree = builder.cut(budget.nodes, budget.price)
         state.nodes = []
         if self._has_room(budget, len(tree[0]) - 1):
-            self._add_window(seq, state, tree, budget)
+            self._add_window(seq, state, tree)
         return tree
 
     def _has_room(self, budget: Budget, used: int) -> bool:
@@ -176,7 +176,7 @@ class LookaheadDrafter(BaseDrafter):
             return False
         return budget.price is None or budget.price[last] - budget.price[used] <= WINDOW_GAIN
 
-    def _add_window(self, seq: Seq, state: _Sequence, tree: Tree, budget: Budget) -> None:
+    def _add_window(self, seq: Seq, state: _Sequence, tree: Tree) -> None:
         """Hang trunk and columns onto the tree; a node that is there already is used."""
         tokens, parents = tree
         if not state.window:  # any tokens will do; the sequence's own are the likeliest to come
