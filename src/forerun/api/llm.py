@@ -1,9 +1,10 @@
-"""LLM: load a model, then `generate`, `chat` or `stream` with drafting; safe to share between threads.
+"""LLM and AsyncLLM: load a model, then `generate`, `chat` or `stream` with drafting.
 
 llm = LLM("smollm2")
 print(llm.chat("Why is the sky blue?", max_tokens=80).text)
 
-AsyncLLM: the same for asyncio; the engine runs on one thread of its own, and coroutines await their completions.
+An LLM is safe to share between threads. AsyncLLM is the same for asyncio: the engine runs on one thread of its own, and
+coroutines await their completions.
 
     async with AsyncLLM("smollm2") as llm:
         completion = await llm.generate("Once upon a time")

@@ -12,6 +12,10 @@ Padding is written to no slot and attends to nothing; its verdict is dropped.
 A node whose token is CUT has its place in the form and nothing else: no slot, so no experts, and it sees no further
 than its root. A walk never enters it, because the target says no such token. Its row of the table of slots holds
 -2 - slot, where a path may move to.
+
+`Placing` says where the rows of a pass go. Behind an unread plain round every sequence is one token longer. Behind
+unread trees only the device knows how much longer: it adds root and path to the lengths that the host sends (for lone
+roots in plain_rounds.py), and the host provides pages for the longest path.
 """
 
 from __future__ import annotations

@@ -6,10 +6,6 @@ In a plain round every tree is its root. The next roots are the argmax of this p
 into the same pass. Sequences that have ended leave their rows unused; rows do not depend on their company, so the
 others stay as they are. A pass whose rows are not used has written keys and values behind what is committed, where
 whatever comes next writes before it reads: all passes run in one stream.
-
-`Placing` says where the rows of a pass go. Behind an unread plain round every sequence is one token longer. Behind
-unread trees only the device knows how much longer: it adds root and path to the lengths that the host sends
-(device_trees.py for trees, `complete_roots` for lone roots), and the host provides pages for the longest path.
 """
 
 from __future__ import annotations
